@@ -1,0 +1,63 @@
+# Every target makes its own virtual environment: python3, make and a C++ compiler are enough.
+#   make demo                  train a small GPT, compiled against eager DDP
+#   make test                  ruff, mypy, then the tests that need no GPU
+#   make test TORCH=2.11.0     the same with that torch, in an environment of its own
+#   make test ARGS="-k clip"   more arguments for the command that runs (test, demo, bench)
+
+PYTHON ?= python3
+TORCH  ?=
+ARGS   ?=
+
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+TORCH_SPEC   := $(if $(TORCH),torch==$(TORCH),torch>=2.11,<2.14)
+# The annotations of torch differ by version: what must be ignored in one is no error in another.
+MYPY_FLAGS   := $(if $(TORCH),--no-warn-unused-ignores)
+TEST_COMMAND := $(BIN)/python -m pytest -m "not gpu" --durations=15 $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench checks test-command clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+demo: $(VENV)/.ready
+	$(BIN)/wholestep demo $(ARGS)
+
+bench: $(VENV)/.ready
+	$(BIN)/wholestep bench $(ARGS)
+	$(BIN)/python benchmarks/host_overhead.py
+
+test: checks
+	@$(TEST_COMMAND)
+
+checks: lint types
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.ready-dev
+	$(BIN)/mypy $(MYPY_FLAGS)
+
+# For .ci/run, which runs the command itself so that nothing follows the last line of pytest.
+test-command:
+	@echo '$(TEST_COMMAND)'
+
+# torch comes first and alone: whatever is installed later finds it there and asks for no other one.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install '$(TORCH_SPEC)'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(PIP) install -e '.[test,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,87 @@
+"""The live objects behind a program's inputs and outputs: reads them before a call, puts results back after it.
+
+Everything that stays the same between calls is looked up once. A call fills in only the arguments, the
+numbers of parameter groups and the gradients that were there at entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep.capture import tree
+from wholestep.capture.hyper import Hyper
+from wholestep.program.program import InputKind, OutputKind, Program
+
+
+@dataclass(slots=True)
+class Binding:
+    """Where each input of a program comes from and where each output goes."""
+
+    tensors: list[torch.Tensor | None]
+    """Per input: the tensor that lives between calls, or None where `fills` supplies it."""
+    hypers: list[tuple[int, Hyper]]
+    """(input, number) pairs."""
+    user: list[tuple[int, int]]
+    """(input, argument leaf) pairs."""
+    entry_grads: list[tuple[int, torch.Tensor]]
+    """(input, parameter) pairs: the input is the parameter's gradient at entry."""
+    result_spec: tree.TreeSpec
+    results: list[Any]
+    """The step's result with None in the places that the graph fills, in order of `result_places`."""
+    result_places: list[int]
+    grads: list[torch.Tensor]
+    """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
+    cleared: list[torch.Tensor]
+    """Parameters whose ``.grad`` is None after the call and was not before it."""
+    new_state: list[tuple[Optimizer, torch.Tensor, Any]]
+    """Where the STATE outputs go: optimizer, parameter, key."""
+    stepped: list[Optimizer]
+    slices: tuple[int, int, int] = field(default=(0, 0, 0))
+    """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
+
+    def inputs(self, leaves: list[Any]) -> list[Any]:
+        """The flat inputs of one call."""
+        flat: list[Any] = self.tensors.copy()
+        for index, hyper in self.hypers:
+            flat[index] = hyper.read()
+        for index, leaf in self.user:
+            flat[index] = leaves[leaf]
+        for index, param in self.entry_grads:
+            flat[index] = param.grad
+        return flat
+
+    def finish(self, outputs: tuple[Any, ...]) -> Any:
+        """Puts gradients and new state back and returns what the step returns."""
+        user_end, grad_end, state_end = self.slices
+        for param in self.cleared:
+            param.grad = None
+        for param, grad in zip(self.grads, outputs[user_end:grad_end], strict=True):
+            param.grad = grad
+        for (opt, param, key), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
+            opt.state[param][key] = made
+        for opt in self.stepped:
+            opt._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at before it warns
+        results = self.results.copy()
+        for place, value in zip(self.result_places, outputs[:user_end], strict=True):
+            results[place] = value
+        return tree.unflatten(results, self.result_spec)
+
+    def synced(self, program: Program) -> list[torch.Tensor]:
+        """Parameters and buffers of the program, in order: what data parallel makes equal at the start."""
+        kinds = (InputKind.PARAM, InputKind.BUFFER)
+        pairs = zip(program.inputs, self.tensors, strict=True)
+        return [t for record, t in pairs if record.kind in kinds and t is not None]
+
+
+def output_slices(program: Program) -> tuple[int, int, int]:
+    """Ends of the USER, GRAD and STATE outputs, which come in this order, WRITE outputs last."""
+    counts = [sum(o.kind is kind for o in program.outputs) for kind in (OutputKind.USER, OutputKind.GRAD, OutputKind.STATE)]
+    return counts[0], counts[0] + counts[1], sum(counts)
+
+
+Source = Callable[[], torch.Tensor]

@@ -1,0 +1,64 @@
+"""Whose line was it: turns an error met while tracing into one that names the user's file and line."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import FrameType, TracebackType
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from wholestep.capture.walk import library_frame
+from wholestep.errors import CaptureError, WholestepError
+
+_VALUE_DRIVES_PYTHON = (
+    "the value of a tensor decides what Python does here (an `if`, `float()`, `int()`, a shape). A step that becomes "
+    "one graph cannot look at values. Use torch.where, keep the value as a tensor or return it (`return loss.item()` "
+    "is fine), or move the decision out of the step."
+)
+_NUMPY = "a tensor is turned into numpy or a Python list here, which needs its values. Return the tensor and convert it outside the step."
+_NO_FAKE = (
+    "this operator has no fake kernel, so its result's shape is not known before it runs. "
+    "Register one with torch.library.register_fake."
+)
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """``file.py:12 in train_step`` of the deepest frame that is the user's; "an unknown line" if there is none."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if not library_frame(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f"\n    {frame.line}" if frame.line else "")
+    return "an unknown line"
+
+
+def current_line() -> str:
+    """``file.py:12`` of the innermost running frame that is the user's, with the file's base name; "" if none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not library_frame(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def explain(error: BaseException) -> WholestepError:
+    """The CaptureError that says what went wrong in the user's terms, and where."""
+    if isinstance(error, WholestepError):
+        return error
+    where, text = user_line(error.__traceback__), str(error)
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
+        reason = _VALUE_DRIVES_PYTHON
+    elif isinstance(error, UnsupportedOperatorException) or "no fake impl" in text or "fake kernel" in text or "Meta" in text and "NotImplemented" in type(error).__name__:
+        reason = f"{_NO_FAKE} ({text.splitlines()[0]})"
+    elif isinstance(error, TypeError) and "__format__" in text:
+        reason = "a tensor's value is formatted into text here. Print what the step returns, outside the step."
+    elif "numpy" in text.lower() or "tolist" in text:
+        reason = _NUMPY
+    else:
+        reason = f"{type(error).__name__}: {text}"
+    return CaptureError(f"The step could not be captured at {where}\n{reason}")

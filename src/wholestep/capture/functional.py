@@ -1,0 +1,180 @@
+"""Makes a traced graph functional: no operation writes, what changes is returned.
+
+A second trace under torch's functionalization does the work. Two things are ours: operators outside ATen
+that write to their arguments (torch refuses those) get a functional twin first, and the ``copy_`` calls at
+the end, which put new values into inputs, become outputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from wholestep.capture.origin import node_hook
+from wholestep.errors import CaptureError
+from wholestep.program import edit, meta, ops
+
+_TWINS = torch.library.Library("wholestep_functional", "DEF")
+_known_twins: dict[Any, Any] = {}
+
+
+@dataclass(slots=True)
+class Functional:
+    """A functional graph: `results` of the original, and the new value per placeholder that was written to."""
+
+    module: fx.GraphModule
+    results: list[Any]
+    writes: dict[int, fx.Node]
+
+
+def functionalize(traced: fx.GraphModule, inputs: list[torch.Tensor], mode: FakeTensorMode) -> Functional:
+    """The functional form of `traced`, with values and origins on its nodes.
+
+    Args:
+        traced: a graph of ATen operators that may write to its inputs; returns a flat list.
+        inputs: fake tensors, one per placeholder.
+        mode: the fake mode they live in.
+    """
+    replace_custom_writes(traced.graph)
+    interpreter = _OriginKeeper(traced)
+    plain = [tensor.detach() for tensor in inputs]
+    with mode, torch.no_grad(), node_hook(interpreter.tag):
+        run = torch.func.functionalize(lambda *args: interpreter.run(*args), remove="mutations")
+        module = make_fx(run)(*plain)
+    return _take_writes(module)
+
+
+class _OriginKeeper(fx.Interpreter):
+    """Runs a graph and hands the origin of the node that runs to the nodes traced from it."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._running: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._running = n
+        return super().run_node(n)
+
+    def tag(self, node: fx.Node) -> None:
+        if self._running is not None:
+            meta.set_origin(node, meta.origin(self._running))
+
+
+def _take_writes(module: fx.GraphModule) -> Functional:
+    _fold_copies(module.graph)
+    placeholders = {node: index for index, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+    writes: dict[int, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and node.args[0] in placeholders:
+            writes[placeholders[node.args[0]]] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            module.graph.erase_node(node)
+    results = module.graph.output_node().args[0]
+    return Functional(module, list(results), writes)  # type: ignore[arg-type]
+
+
+def _fold_copies(graph: fx.Graph) -> None:
+    """``copy(a, b)``, what a ``copy_`` becomes, is `b` where both look the same."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        old, new = (meta.value(arg) for arg in node.args[:2])
+        alike = old.shape == new.shape and old.dtype == new.dtype and old.stride() == new.stride()
+        if alike and old.device == new.device and not node.kwargs and len(node.args) == 2:
+            edit.replace_node(node, node.args[1])
+
+
+_aten = torch.ops.aten
+_HIDDEN_WRITES = {
+    getattr(_aten, name).default: (3, 4)
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(_aten, name)
+}
+"""Operators that update running statistics in training although their schemas do not say so."""
+
+
+def _written(node: fx.Node) -> tuple[int, ...]:
+    """Positions of the arguments that a call writes to and that torch would not make functional."""
+    if not ops.is_op(node):
+        return ()
+    hidden = _HIDDEN_WRITES.get(node.target, ())  # type: ignore[arg-type]
+    if hidden:
+        names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        return tuple(i for i in hidden if given["training"] and isinstance(given[names[i]], fx.Node))
+    if node.target.namespace in ("aten", "prims", "_c10d_functional"):  # type: ignore[union-attr]
+        return ()
+    return ops.mutated_args(node.target)
+
+
+def replace_custom_writes(graph: fx.Graph) -> None:
+    """Replaces operators whose writes torch does not make functional by functional twins and ATen copies."""
+    for node in list(graph.nodes):
+        mutated = _written(node)
+        if not mutated:
+            continue
+        schema = node.target._schema
+        twin, arguments = functional_twin(node.target, mutated), schema.arguments
+        given = dict(zip((arg.name for arg in arguments), node.args, strict=False)) | node.kwargs
+        count, total = len(schema.returns), len(schema.returns) + len(mutated)
+        with graph.inserting_before(node):
+            call = graph.call_function(twin, (), given)
+            meta.copy_meta(node, call)
+            parts = [_item(graph, call, i, total) for i in range(total)]
+            for part, position in zip(parts[count:], mutated, strict=True):
+                write = graph.call_function(_aten.copy_.default, (given[arguments[position].name], part))
+                meta.set_origin(write, meta.origin(node))
+        if count == 1:
+            node.replace_all_uses_with(parts[0])
+        elif count > 1:
+            node.replace_all_uses_with(call)
+        graph.erase_node(node)
+
+
+def _item(graph: fx.Graph, call: fx.Node, index: int, count: int) -> fx.Node:
+    if count == 1:
+        return call
+    part = graph.call_function(operator.getitem, (call, index))
+    meta.set_origin(part, meta.origin(call))
+    return part
+
+
+def functional_twin(op: Any, written: tuple[int, ...]) -> Any:
+    """An operator that does what `op` does to copies of its written arguments and returns those copies last.
+
+    Raises CaptureError for signatures that cannot be rewritten (written lists, results that alias arguments).
+    """
+    key = (op, written)
+    if key in _known_twins:
+        return _known_twins[key]
+    schema = op._schema
+    names = [arg.name for arg in schema.arguments]
+    single = all(str(schema.arguments[i].type) in ("Tensor", "Optional[Tensor]") for i in written)
+    if not single or any(ret.alias_info for ret in schema.returns):
+        raise CaptureError(
+            f"The operator {op} writes to its arguments in a way that cannot be made functional: {schema}. "
+            f"Give it a variant that returns new tensors, or one that writes only to single tensors and returns none of them."
+        )
+    name = "__".join([op.namespace, schema.name.split("::")[1], op._overloadname, *map(str, written)])
+    parameters = re.sub(r"Tensor\([^)]*\)", "Tensor", str(schema)).partition("(")[2].rpartition(") -> ")[0]
+    returns = ", ".join([*(str(ret.type) for ret in schema.returns), *("Tensor" for _ in written)])
+    _TWINS.define(f"{name}({parameters}) -> ({returns})")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        copies = [given[names[i]].clone() for i in written]
+        given.update({names[i]: copy for i, copy in zip(written, copies, strict=True)})
+        returned = op(**given)
+        parts = [] if not schema.returns else [returned] if len(schema.returns) == 1 else list(returned)
+        everything = (*parts, *copies)
+        return everything[0] if len(everything) == 1 else everything
+
+    _TWINS.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wholestep_functional::{name}", run, lib=_TWINS)
+    _known_twins[key] = getattr(torch.ops.wholestep_functional, name).default
+    return _known_twins[key]

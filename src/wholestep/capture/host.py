@@ -1,0 +1,141 @@
+"""Values of host scalars while tracing, and the predicates over them that Python branched on.
+
+[Note: host scalars]
+A rate, a bias correction, a step counter: a number that depends only on param_groups and on 0-d CPU state,
+never on data. While tracing it is a symbolic float, so the graph computes it anew at every call. An
+optimizer may branch on one (``weight_decay != 0``, ``rho_t > 5``). Its value at trace time is found by
+running the nodes written so far on real 0-d values; the branch becomes a *predicate*: a small graph from
+host inputs to the truth value, checked before each later call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wholestep.program import ops
+
+_UNKNOWN = object()
+_TRUTH: Callable[[Any], bool] = bool
+
+
+class HostValues:
+    """Knows the values of the host scalars in a graph that is being written. Catches up when asked."""
+
+    def __init__(self, tracer: Any, known: dict[str, torch.Tensor]) -> None:
+        self._tracer = tracer
+        self._known = known
+        """Placeholder name -> real 0-d CPU tensor; cloned before anything is computed."""
+        self._values: dict[fx.Node, Any] = {}
+        self._cursor: fx.Node | None = None
+        self.predicates: dict[tuple[Any, ...], tuple[fx.Node, bool, str]] = {}
+        """Structure of the condition -> node, value while tracing, user's line."""
+
+    def _catch_up(self) -> None:
+        graph: fx.Graph = self._tracer.graph
+        node = graph._root.next if self._cursor is None else self._cursor.next
+        with _disable_current_modes(), torch.no_grad():  # these are real numbers: the trace must not see them
+            while node.op != "root":
+                found = self._run(node)
+                if found is not _UNKNOWN:
+                    self._values[node] = found
+                self._cursor = node
+                node = node.next
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            known = self._known.get(node.name)
+            return _UNKNOWN if known is None else known.clone()
+        if node.op == "get_attr":
+            held = getattr(self._tracer.root, str(node.target), None)
+            return held if isinstance(held, torch.Tensor) and held.dim() == 0 and held.device.type == "cpu" else _UNKNOWN
+        if node.op != "call_function" or not all(arg in self._values for arg in node.all_input_nodes):
+            for arg in node.all_input_nodes:  # an unknown operation may have written to what was known
+                if ops.mutated_args(node.target):
+                    self._values.pop(arg, None)
+            return _UNKNOWN
+        if not node.all_input_nodes or ops.is_random(node.target) or ops.is_collective(node):
+            return _UNKNOWN
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._values[arg])
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def truth(self, symbol: Any, line: str) -> bool | None:
+        """The truth of a symbolic condition if it is over host scalars, recorded as a predicate; else None."""
+        slot = get_proxy_slot(symbol, self._tracer, None)
+        if slot is None:
+            return None
+        proxy = slot.force() if hasattr(slot, "force") else slot
+        node: fx.Node = proxy.node
+        self._catch_up()
+        if node not in self._values:
+            return None
+        result = bool(self._values[node])
+        self.predicates.setdefault(structure(node), (node, result, line))
+        return result
+
+
+def structure(node: Any) -> Any:
+    """A hashable picture of how a node is computed, equal for equal computations."""
+    if isinstance(node, fx.Node):
+        if node.op in ("placeholder", "get_attr"):
+            return (node.op, node.name)
+        if node.op == "call_function" and not _in_place(node):
+            return (str(node.target), *(structure(arg) for arg in node.args))
+        return ("node", node.name)
+    if isinstance(node, (list, tuple)):
+        return tuple(structure(item) for item in node)
+    return node
+
+
+def _in_place(node: fx.Node) -> bool:
+    return bool(ops.mutated_args(node.target)) or node.target is operator.getitem
+
+
+def predicate_graph(values: HostValues, inputs: list[fx.Node]) -> tuple[fx.GraphModule, list[bool], list[str]] | None:
+    """A graph from the traced graph's placeholders to every predicate, with the values and lines found.
+
+    Writes in it fall on clones that the caller passes. None where Python branched on nothing.
+    """
+    if not values.predicates:
+        return None
+    wanted = [node for node, _, _ in values.predicates.values()]
+    needed = _ancestors(wanted, known=values._values.keys())
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        memo[node] = graph.placeholder(node.name)
+    for node in wanted[0].graph.nodes:
+        if node in needed and node not in memo:
+            memo[node] = graph.node_copy(node, lambda arg: memo[arg])
+    graph.output(tuple(graph.call_function(_TRUTH, (memo[node],)) for node in wanted))
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+    module = fx.GraphModule(values._tracer.root, graph)
+    found = list(values.predicates.values())
+    return module, [result for _, result, _ in found], [line for _, _, line in found]
+
+
+def _ancestors(wanted: list[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+    """Every node that the wanted ones need, including earlier writes to the tensors they read."""
+    order = {node: index for index, node in enumerate(wanted[0].graph.nodes)}
+    last = max(order[node] for node in wanted)
+    needed: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        stack.extend(node.all_input_nodes)
+        for user in node.users:  # writers of what this node holds, if they come before a reader that is wanted
+            if user in known and ops.mutated_args(user.target) and order[user] < last:
+                stack.append(user)
+    return needed

@@ -1,0 +1,102 @@
+"""Writes on every node of a trace where it comes from: part of the step, module, the user's file and line.
+
+A node of the backward takes module and line of the forward operation it differentiates: autograd numbers
+its nodes, and the number of the running one leads back to the forward node that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from wholestep.capture import blame
+from wholestep.program import meta
+from wholestep.program.meta import Origin, Region
+
+
+@contextmanager
+def node_hook(tag: Callable[[fx.Node], None]) -> Iterator[None]:
+    """While open, calls `tag` on every node that a make_fx trace creates."""
+    original = PythonKeyTracer.create_node
+
+    def create_node(tracer: PythonKeyTracer, *args: Any, **kwargs: Any) -> fx.Node:
+        node = original(tracer, *args, **kwargs)
+        tag(node)
+        return node
+
+    with patch.object(PythonKeyTracer, "create_node", create_node):
+        yield
+
+
+class OriginRecorder:
+    """Keeps track of where the step is while it runs under the trace."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._stack: list[str] = []
+        self._region = Region.FORWARD
+        self._forward: dict[int, Origin] = {}
+        self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] = lambda opt: None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Installs the hooks for the time of one trace."""
+        with ExitStack() as stack:
+            handles = (
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+                register_optimizer_step_pre_hook(self._enter_optimizer),
+                register_optimizer_step_post_hook(self._leave_optimizer),
+            )
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(node_hook(self._tag))
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Marks the time of one run of the autograd engine."""
+        before, self._region = self._region, Region.BACKWARD
+        try:
+            yield
+        finally:
+            self._region = Region.OTHER if before is Region.FORWARD else before
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        if self._region is Region.OTHER:
+            self._region = Region.FORWARD  # a second forward, as in accumulation or a GAN step
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def _enter_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._region = Region.OPTIMIZER
+        self.on_optimizer_step(opt)
+
+    def _leave_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._region = Region.OTHER
+
+    def _tag(self, node: fx.Node) -> None:
+        origin = Origin(self._region, self._stack[-1] if self._stack else "", blame.current_line())
+        if self._region is Region.BACKWARD:
+            running = torch._C._current_autograd_node()
+            if self._stack:
+                origin = Origin(Region.RECOMPUTE, origin.module, origin.source)
+            elif running is not None:
+                forward = self._forward.get(running._sequence_nr())
+                if forward is not None:
+                    origin = Origin(Region.BACKWARD, forward.module, forward.source)
+        if origin.region in (Region.FORWARD, Region.RECOMPUTE):
+            # Autograd numbers its node before it hands the operation on to the tracer.
+            self._forward[torch.autograd._get_sequence_nr() - 1] = origin
+        meta.set_origin(node, origin)

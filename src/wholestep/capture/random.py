@@ -1,0 +1,76 @@
+"""Reading and setting the CPU generator as operations of the graph, so that checkpointed dropout stays right.
+
+Activation checkpointing saves the generator's state and sets it back for the recompute. As plain Python
+that happens once, while tracing, and every replay would draw different masks in forward and recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from wholestep.program.ops import LIBRARY
+
+LIBRARY.define("rng_get(str device) -> Tensor", tags=())
+LIBRARY.define("rng_set(Tensor state, str device) -> ()")
+
+
+def _generator_module(device: str) -> Any:
+    return torch.cuda if device.startswith("cuda") else torch.random
+
+
+def _get(device: str) -> torch.Tensor:
+    module = _generator_module(device)
+    return module.get_rng_state(device) if module is torch.cuda else module.get_rng_state()  # type: ignore[no-any-return]
+
+
+def _set(state: torch.Tensor, device: str) -> None:
+    module = _generator_module(device)
+    if module is torch.cuda:
+        module.set_rng_state(state, device)
+    else:
+        module.set_rng_state(state)
+
+
+LIBRARY.impl("rng_get", _get, "CompositeExplicitAutograd")
+LIBRARY.impl("rng_set", _set, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("wholestep::rng_get", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_get(device: str) -> torch.Tensor:
+    return torch.empty(5056 if device == "cpu" else 16, dtype=torch.uint8)
+
+
+@torch.library.register_fake("wholestep::rng_set", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_set(state: torch.Tensor, device: str) -> None:
+    return None
+
+
+for _op in (torch.ops.wholestep.rng_get.default, torch.ops.wholestep.rng_set.default):
+    torch.fx.node.has_side_effect(_op)  # else the trace itself would drop a set that nobody reads
+
+
+@contextmanager
+def traced_generator() -> Iterator[None]:
+    """While open, ``torch.get_rng_state`` and ``set_rng_state`` (CPU and CUDA) are operations of the graph."""
+    get, set_ = torch.ops.wholestep.rng_get, torch.ops.wholestep.rng_set
+
+    def cuda_name(device: Any = "cuda") -> str:
+        if isinstance(device, int):
+            return f"cuda:{device}"
+        return str(device)
+
+    with ExitStack() as stack:
+        for module in (torch, torch.random):
+            stack.enter_context(patch.object(module, "get_rng_state", lambda: get("cpu")))
+            stack.enter_context(patch.object(module, "set_rng_state", lambda new_state: set_(new_state, "cpu")))
+        for module in (torch.cuda, torch.cuda.random):
+            stack.enter_context(patch.object(module, "get_rng_state", lambda device="cuda": get(cuda_name(device))))
+            stack.enter_context(
+                patch.object(module, "set_rng_state", lambda new_state, device="cuda": set_(new_state, cuda_name(device)))
+            )
+        yield

@@ -1,0 +1,193 @@
+"""State of a step as named flat inputs: parameters, buffers, gradients, optimizer state, loose tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils import _pytree as pytree
+
+from wholestep.capture.walk import Found
+from wholestep.errors import CaptureError, ConfigError, HyperparameterError
+from wholestep.program.program import InputKind
+
+
+@dataclass(slots=True)
+class Slot:
+    """One tensor that is an input of the graph."""
+
+    kind: InputKind
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class State:
+    """Every tensor that outlives a call, once each, in an order that is the same on every rank."""
+
+    slots: list[Slot] = field(default_factory=list)
+    index: dict[int, int] = field(default_factory=dict)
+    """id of a tensor -> its place in `slots`."""
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+
+    def add(self, kind: InputKind, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor unless it is there already (tied weights are one input)."""
+        if id(tensor) not in self.index:
+            self.index[id(tensor)] = len(self.slots)
+            self.slots.append(Slot(kind, name, tensor))
+
+    def of_kind(self, *kinds: InputKind) -> Iterator[Slot]:
+        """The slots of some kinds, in order."""
+        return (slot for slot in self.slots if slot.kind in kinds)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor that is in the state."""
+        return self.slots[self.index[id(tensor)]].name
+
+    @property
+    def params(self) -> list[Slot]:
+        """Parameters, in order."""
+        return list(self.of_kind(InputKind.PARAM))
+
+
+def collect(found: Found) -> State:
+    """Names and orders what the walk found. Raises ConfigError for modules that bring their own communication."""
+    state = State(optimizers=[_named(opt) for opt in found.optimizers.values()])
+    single = len(found.modules) == 1
+    for wanted in (InputKind.PARAM, InputKind.BUFFER):
+        for root, module in found.modules.values():
+            prefix = "" if single else root + "."
+            _refuse_wrappers(root, module)
+            tensors: Iterable[tuple[str, torch.Tensor]]
+            tensors = module.named_parameters() if wanted is InputKind.PARAM else module.named_buffers()
+            for fqn, tensor in tensors:
+                state.add(wanted, prefix + fqn, tensor)
+    for name, opt in state.optimizers:
+        for g, group in enumerate(opt.param_groups):
+            for i, param in enumerate(group["params"]):
+                loose = found.tensors.get(id(param))
+                state.add(InputKind.PARAM, loose[0] if loose else f"{name}.params.{g}.{i}", param)
+    for name, tensor in found.tensors.values():
+        if tensor.is_leaf and tensor.requires_grad:
+            state.add(InputKind.PARAM, name, tensor)
+    for name, opt in state.optimizers:
+        _add_optimizer(state, name, opt)
+    for name, tensor in found.tensors.values():
+        state.add(InputKind.TENSOR, name, tensor)
+    for slot in state.params:
+        if slot.tensor.grad is not None:
+            state.add(InputKind.GRAD, slot.name, slot.tensor.grad)
+    return state
+
+
+def _named(entry: tuple[str, Optimizer]) -> tuple[str, Optimizer]:
+    return entry[0].removeprefix("self."), entry[1]
+
+
+def _refuse_wrappers(root: str, module: nn.Module) -> None:
+    for fqn, child in module.named_modules():
+        kind = type(child).__name__
+        if isinstance(child, nn.parallel.DistributedDataParallel) or kind in ("FullyShardedDataParallel",) or kind.startswith("FSDP"):
+            raise ConfigError(
+                f"{root}{'.' + fqn if fqn else ''} is wrapped in {kind}, which communicates in hooks of its own. "
+                f"Pass the plain module and give the strategy to wholestep.compile(strategy=...)."
+            )
+
+
+def _add_optimizer(state: State, name: str, opt: Optimizer) -> None:
+    for g, group in enumerate(opt.param_groups):
+        for key, item in group.items():
+            if isinstance(item, torch.Tensor):
+                state.add(InputKind.OPTIMIZER, f"{name}.groups.{g}.{key}", item)
+        for param in group["params"]:
+            for path, leaf in pytree.tree_flatten_with_path(opt.state.get(param, {}))[0]:
+                if isinstance(leaf, torch.Tensor):
+                    key = ".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
+                    state.add(InputKind.OPTIMIZER, f"{name}.{key}.{state.name_of(param)}", leaf)
+
+
+class LazyState:
+    """Creates the optimizer state that the first ``step()`` would create, without taking a step.
+
+    The state of torch's optimizers is made by ``_init_group``. It is called with gradients of zero bytes in
+    memory. State that the trace then shows to be unused is taken back, so ``state_dict()`` is what eager
+    training would have left. Optimizers without it create their state in the graph.
+    """
+
+    def __init__(self, optimizers: list[tuple[str, Optimizer]]) -> None:
+        self.created: list[tuple[Optimizer, torch.Tensor]] = []
+        for name, opt in optimizers:
+            _refuse_optimizer(name, opt)
+            if hasattr(opt, "_init_group"):
+                self._create(opt)
+
+    def _create(self, opt: Optimizer) -> None:
+        fresh = [p for group in opt.param_groups for p in group["params"] if p.requires_grad and not opt.state.get(p)]
+        saved = [(p, p.grad) for p in fresh]
+        others = [(p, p.grad) for g in opt.param_groups for p in g["params"] if p.grad is not None and opt.state.get(p)]
+        for param, _ in others:
+            param.grad = None  # so that _init_group touches only the fresh ones
+        try:
+            for param in fresh:
+                param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+            for group in opt.param_groups:
+                count = len(inspect.signature(opt._init_group).parameters) - 1  # type: ignore[attr-defined]
+                opt._init_group(group, *([] for _ in range(count)))  # type: ignore[attr-defined]
+                if isinstance(opt, SGD):
+                    self._create_momentum(opt, group, fresh)
+        finally:
+            for param, grad in [*saved, *others]:
+                param.grad = grad
+        for param in fresh:
+            if opt.state.get(param):
+                self.created.append((opt, param))
+            else:
+                opt.state.pop(param, None)
+
+    @staticmethod
+    def _create_momentum(opt: Optimizer, group: dict[str, Any], fresh: list[torch.Tensor]) -> None:
+        # SGD's first step sets the buffer to the gradient: with zeros and no dampening, 0 * m + g is the same.
+        # With dampening the first step differs in kind; then the buffer is created in the graph.
+        known = {id(p) for p in fresh}
+        for param in group["params"]:
+            if id(param) in known and group["momentum"] != 0 and not group["dampening"]:
+                opt.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            elif id(param) in known:
+                opt.state.pop(param, None)
+
+    def take_back(self, used: set[int] | None = None) -> None:
+        """Removes created state, all of it or what belongs to parameters whose id is not in `used`."""
+        for opt, param in self.created:
+            if used is None or id(param) not in used:
+                opt.state.pop(param, None)
+
+
+def _refuse_optimizer(name: str, opt: Optimizer) -> None:
+    if isinstance(opt, torch.optim.LBFGS):
+        raise HyperparameterError(
+            f"{name} is LBFGS: its step calls the closure a number of times that depends on the loss, so it has no "
+            f"fixed graph. Use an optimizer with a fixed update rule, or run this step without wholestep."
+        )
+    if isinstance(opt, torch.optim.SparseAdam):
+        raise HyperparameterError(
+            f"{name} is SparseAdam: it counts steps in a Python number and works on sparse gradients, neither of which "
+            f"can be an input of the graph. Use Adam with a dense embedding (sparse=False)."
+        )
+
+
+def check_devices(state: State, user: list[torch.Tensor]) -> None:
+    """Raises CaptureError when parameters and arguments live on different kinds of device."""
+    by_device: dict[str, str] = {}
+    for slot in state.of_kind(InputKind.PARAM, InputKind.BUFFER):
+        by_device.setdefault(str(slot.tensor.device), slot.name)
+    for index, tensor in enumerate(user):
+        if tensor.dim() > 0:
+            by_device.setdefault(str(tensor.device), f"argument tensor {index}")
+    if len(by_device) > 1:
+        listing = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        raise CaptureError(f"The step mixes devices: {listing}. Move all of them to one device.")

@@ -1,0 +1,304 @@
+"""Runs a step once on fake tensors and writes it down as Program[CAPTURED].
+
+[Note: swapping by identity]
+The step reaches its parameters, buffers and optimizer state through objects of the user: modules, lists,
+closures, keys of ``optimizer.state``. Instead of replacing entries in all those places, the *contents* of
+each tensor object and of its fake twin are exchanged for the time of the trace and exchanged back after it.
+Whatever holds the object then sees the fake, and nothing is left behind.
+
+Source of the technique: ``torch.utils.swap_tensors``, without its check for weak references, which the
+tracer itself holds.
+"""
+
+from __future__ import annotations
+
+import builtins
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from wholestep.capture import blame, tree
+from wholestep.capture.host import HostValues, predicate_graph
+from wholestep.capture.hyper import Lifter
+from wholestep.capture.mark import marked_gradients
+from wholestep.capture.origin import OriginRecorder
+from wholestep.capture.random import traced_generator
+from wholestep.capture.state import State
+from wholestep.errors import CaptureError
+from wholestep.program import ops
+from wholestep.program.program import InputKind
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run of the step on fake tensors left."""
+
+    module: fx.GraphModule
+    fakes: list[torch.Tensor]
+    mode: FakeTensorMode
+    result_spec: tree.TreeSpec
+    num_results: int
+    results: list[Any]
+    """Leaves of the step's result that are no tensors, in place; tensors and numbers of the graph are None."""
+    grads: list[int] = field(default_factory=list)
+    """Slots of the parameters that have a new ``.grad`` at the end, in the order of the graph's results."""
+    kept_grads: set[int] = field(default_factory=set)
+    """Slots of parameters whose ``.grad`` is the very tensor it was at entry."""
+    new_state: list[tuple[int, int, tuple[Any, ...]]] = field(default_factory=list)
+    """Optimizer state created in the graph: (optimizer, slot of the parameter, path in its state)."""
+    stepped: set[int] = field(default_factory=set)
+    """ids of parameters that had a gradient when an optimizer stepped."""
+    stepped_optimizers: set[int] = field(default_factory=set)
+    predicates: tuple[fx.GraphModule, list[bool], list[str]] | None = None
+    found: list[torch.Tensor] = field(default_factory=list)
+    """Real tensors that the step used and nobody had found."""
+
+
+class Tracer:
+    """One trace of one call. `reals` are the tensors of the state, the boxes of numbers, and the arguments."""
+
+    def __init__(self, state: State, lifter: Lifter, user: list[torch.Tensor], names: dict[int, str]) -> None:
+        self._state, self._lifter = state, lifter
+        self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
+        self._recorder = OriginRecorder(names)
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._out: Trace | None = None
+        self._host: HostValues | None = None
+
+    def run(self, call: Callable[[], Any]) -> Trace:
+        """Traces `call`. Raises CaptureError with the user's line; the user's objects are as before in any case."""
+        entry_grads = [(s, s.tensor.grad) for s in self._state.params if s.tensor.grad is not None]
+        fakes = self._make_fakes()
+        known = self._known_host_values()
+        for slot, _ in entry_grads:
+            slot.tensor.grad = None
+        try:
+            with self._swapped(fakes), ExitStack() as stack:
+                for slot, grad in entry_grads:
+                    grad._wholestep_entry = True  # type: ignore[union-attr]
+                    slot.tensor.grad = grad
+                for context in self._contexts():
+                    stack.enter_context(context)
+                module = make_fx(lambda *args: self._body(call, known), tracing_mode="real")(*self.reals)
+        except Exception as error:
+            raise blame.explain(error) from error
+        finally:
+            for slot, grad in entry_grads:
+                slot.tensor.grad = grad
+                grad.__dict__.pop("_wholestep_entry", None)  # type: ignore[union-attr]
+            self._lifter.restore()
+        assert self._out is not None
+        self._out.module, self._out.fakes, self._out.mode = module, fakes, self._mode
+        self._out.found = _undiscovered(module)
+        return self._out
+
+    def _make_fakes(self) -> list[torch.Tensor]:
+        try:
+            fakes: list[torch.Tensor] = []
+            for real in self.reals:
+                fake = self._mode.from_tensor(real, static_shapes=True)
+                fakes.append(fake)
+            by_id = {id(real): fake for real, fake in zip(self.reals, fakes, strict=True)}
+            for slot in self._state.params:  # the fake of a parameter has made a fake of its gradient already
+                grad = slot.tensor.grad
+                if grad is not None:
+                    position = self._state.index[id(grad)]
+                    inner = by_id[id(slot.tensor)].grad
+                    if inner is not None:
+                        fakes[position] = inner
+                        by_id[id(slot.tensor)].grad = None
+        finally:
+            self._mode.fake_tensor_converter = FakeTensorConverter(copy_data=False)
+        return fakes
+
+    def _known_host_values(self) -> list[torch.Tensor | None]:
+        known: list[torch.Tensor | None] = []
+        boxes = {id(h.box) for h in self._lifter.hypers}
+        kinds = {id(s.tensor): s.kind for s in self._state.slots}
+        for real in self.reals:
+            host = id(real) in boxes or kinds.get(id(real)) is InputKind.OPTIMIZER
+            host = host and real.dim() == 0 and real.device.type == "cpu"
+            known.append(real.detach().clone() if host else None)
+        return known
+
+    @contextmanager
+    def _swapped(self, fakes: list[torch.Tensor]) -> Iterator[None]:
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for real, fake in zip(self.reals, fakes, strict=True):
+                _exchange(real, fake)
+                done.append((real, fake))
+            yield
+        finally:
+            for slot in self._state.params:
+                slot.tensor.grad = None  # a gradient belongs to the implementation that leaves
+            for real, fake in reversed(done):
+                _exchange(real, fake)
+
+    def _contexts(self) -> Iterator[Any]:
+        yield self._mode
+        yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
+        yield marked_gradients({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
+        yield self._recorder.recording()
+        yield traced_generator()
+        yield from self._patches()
+
+    def _patches(self) -> Iterator[Any]:
+        yield patch.object(torch.SymBool, "__bool__", self._truth(torch.SymBool.__bool__))
+        yield patch.object(torch.SymFloat, "__bool__", self._truth(torch.SymFloat.__bool__))
+        yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
+        yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
+        yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))
+        yield patch.object(builtins, "print", _warn_print(builtins.print))
+        self._recorder.on_optimizer_step = self._note_step
+        for opt in {type(opt): opt for _, opt in self._state.optimizers}.values():
+            scope = getattr(opt, "_init_group", opt.step).__globals__
+            for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
+                yield patch.dict(scope, {name: _two_numbers(getattr(builtins, name), symbolic)})
+
+    def _truth(self, original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def truth(symbol: Any) -> bool:
+            known = None if self._host is None else self._host.truth(symbol, blame.current_line())
+            return original(symbol) if known is None else known
+
+        return truth
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = {id(s.tensor): s.name for s in self._state.params}
+
+        def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+            with self._recorder.backward():
+                result = original(tensors, grads, keep, create, inputs, *rest, **kw)
+                if kw.get("accumulate_grad") or create:
+                    return result
+                # torch.autograd.grad gives gradients without accumulating them: they are final here.
+                leaves = [names.get(id(one)) for one in inputs]
+                with torch.no_grad():
+                    return tuple(
+                        grad if name is None or grad is None else ops.GRADIENT(grad, name)
+                        for grad, name in zip(result, leaves, strict=True)
+                    )
+
+        return run
+
+    def _note_step(self, opt: torch.optim.Optimizer) -> None:
+        assert self._out is not None
+        self._out.stepped_optimizers.add(id(opt))
+        for group in opt.param_groups:
+            self._out.stepped.update(id(p) for p in group["params"] if p.grad is not None)
+
+    def _body(self, call: Callable[[], Any], known: list[torch.Tensor | None]) -> list[Any]:
+        mode = get_innermost_proxy_mode()
+        assert mode is not None
+        placeholders = mode.tracer.graph.find_nodes(op="placeholder")
+        values = {node.name: real for node, real in zip(placeholders, known, strict=True) if real is not None}
+        self._host = HostValues(mode.tracer, values)
+        out = self._out = Trace(None, [], self._mode, None, 0, [])  # type: ignore[arg-type]
+        self._lifter.install()
+        storages = [slot.tensor.untyped_storage()._cdata for slot in self._state.slots]
+        leaves, out.result_spec = tree.flatten(call())
+        self._check_storages(storages)
+        out.num_results = len(leaves)
+        traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
+        out.results = [None if isinstance(leaf, traced) else leaf for leaf in leaves]
+        flat: list[Any] = [leaf if isinstance(leaf, traced) else None for leaf in leaves]
+        flat += self._gradients(out) + self._created_state(out)
+        out.predicates = predicate_graph(self._host, placeholders)
+        self._host = None
+        return flat
+
+    def _gradients(self, out: Trace) -> list[torch.Tensor]:
+        grads = []
+        for slot in self._state.params:
+            grad = slot.tensor.grad
+            if grad is None:
+                continue
+            if getattr(grad, "_wholestep_entry", False):
+                out.kept_grads.add(self._state.index[id(slot.tensor)])
+            else:
+                out.grads.append(self._state.index[id(slot.tensor)])
+                grads.append(grad)
+        return grads
+
+    def _created_state(self, out: Trace) -> list[torch.Tensor]:
+        created: list[torch.Tensor] = []
+        for number, (name, opt) in enumerate(self._state.optimizers):
+            for param, held in opt.state.items():
+                slot = self._state.index.get(id(param), -1)
+                for path, leaf in tree.pytree.tree_flatten_with_path(held)[0]:
+                    if not isinstance(leaf, torch.Tensor) or id(leaf) in self._state.index:
+                        continue
+                    keys = tuple(getattr(part, "key", getattr(part, "idx", None)) for part in path)
+                    if slot < 0 or len(keys) != 1:
+                        raise CaptureError(f"{name} creates state {keys} in a form that cannot be put back: {type(param).__name__}")
+                    out.new_state.append((number, slot, keys))
+                    created.append(leaf)
+        return created
+
+    def _check_storages(self, before: list[int]) -> None:
+        for slot, storage in zip(self._state.slots, before, strict=True):
+            if slot.tensor.untyped_storage()._cdata != storage:
+                raise CaptureError(
+                    f"The step gives {slot.name} other storage (an assignment to .data, or set_()). A graph can only "
+                    f"write values: use {slot.name}.copy_(...) under torch.no_grad()."
+                )
+
+
+def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchanges class, attributes and implementation of two tensor objects; their identities stay."""
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)  # type: ignore[attr-defined]
+
+
+def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:
+    """Real tensors in the graph other than constants that the step itself made (those are lifted afresh)."""
+    found: list[torch.Tensor] = []
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, node.target)
+        lifted = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        if isinstance(held, torch.Tensor) and not isinstance(held, FakeTensor) and not lifted:
+            found.append(held)
+    return found
+
+
+def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, torch.SymFloat):
+            kwargs.setdefault("dtype", torch.get_default_dtype())
+            return torch.full((), data, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
+        return original(data, *args, **kwargs)
+
+    return make
+
+
+def _two_numbers(original: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def pick(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not kwargs and any(isinstance(arg, torch.SymFloat) for arg in args):
+            return symbolic(*args)
+        return original(*args, **kwargs)
+
+    return pick
+
+
+def _warn_print(original: Callable[..., None]) -> Callable[..., None]:
+    def show(*args: Any, **kwargs: Any) -> None:
+        if any(isinstance(arg, (torch.Tensor, torch.SymFloat)) or "FakeTensor(" in str(arg) for arg in args):
+            warnings.warn(
+                f"print() of a tensor at {blame.current_line()} ran once, while the step was captured, when the tensor "
+                f"had no value; it does not run again. Return the tensor and print it outside the step.",
+                stacklevel=2,
+            )
+        else:
+            original(*args, **kwargs)
+
+    return show

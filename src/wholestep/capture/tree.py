@@ -1,0 +1,77 @@
+"""Arguments and results as flat leaves: torch's pytrees, and besides them plain objects that hold tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+TreeSpec = pytree.TreeSpec
+_CLOSED = (torch.Tensor, torch.SymFloat, torch.SymInt, bool, int, float, complex, str, bytes, type(None), nn.Module, Optimizer)
+
+
+class _Opened:
+    """A plain object (a dataclass, a batch class) taken apart into its fields while it is flat."""
+
+    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
+        self.kind, self.fields = kind, fields
+
+
+def _flatten_opened(opened: _Opened) -> tuple[list[Any], Any]:
+    return list(opened.fields.values()), (opened.kind, tuple(opened.fields))
+
+
+def _unflatten_opened(values: Any, context: Any) -> Any:
+    kind, names = context
+    thing = object.__new__(kind)
+    for name, item in zip(names, values, strict=True):
+        object.__setattr__(thing, name, item)
+    return thing
+
+
+pytree.register_pytree_node(
+    _Opened, _flatten_opened, _unflatten_opened, serialized_type_name="wholestep.capture.tree._Opened"
+)
+
+
+def _fields(thing: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if hasattr(thing, field.name)}
+    return dict(getattr(thing, "__dict__", {}))
+
+
+def _open(leaf: Any) -> Any:
+    if isinstance(leaf, _CLOSED) or isinstance(leaf, type):
+        return leaf
+    fields = _fields(leaf)
+    if not fields or any(isinstance(item, (nn.Module, Optimizer)) for item in pytree.tree_leaves(list(fields.values()))):
+        return leaf
+    opened = {name: _open_tree(item) for name, item in fields.items()}
+    if not any(isinstance(item, (torch.Tensor, torch.SymFloat)) for item in pytree.tree_leaves(list(opened.values()))):
+        return leaf
+    return _Opened(type(leaf), opened)
+
+
+def _open_tree(tree: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(tree)
+    if all(isinstance(leaf, _CLOSED) for leaf in leaves):
+        return tree
+    return spec.unflatten([_open(leaf) for leaf in leaves])
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of a nest. Objects that hold tensors are nodes, whatever their class."""
+    leaves, spec = pytree.tree_flatten(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, _CLOSED):
+            return pytree.tree_flatten(_open_tree(tree))
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+    """The nest again. An object is rebuilt field by field, without running its ``__init__``."""
+    return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,343 @@
+"""Finds what a step can reach: modules, optimizers, loose tensors, and the Python values it may read.
+
+[Note: what is watched]
+Tracing runs the step's Python once. Every Python value it read is frozen in the graph, so each must be
+looked at again before the graph is used again. Roots are the arguments, ``self``, closure cells and the
+globals that the step's code names, followed through user functions, modules, containers and objects.
+- A *watch* holds one dict or list with what it held while tracing. It serves twice: after the trace it
+  shows side effects (refused), before each call it shows what changed (retraced).
+- Attributes of modules are watched whole. Other objects are watched only in the attributes whose names
+  occur in code that the step can reach, so a counter that the training loop moves does not retrace.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+_MAX_DEPTH = 12
+_MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
+_OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
+_LIBRARY_ROOTS = ("torch.", "numpy.", "wholestep.")
+
+
+@dataclass(slots=True)
+class Watch:
+    """One dict or list that the step may read, and what it held while tracing."""
+
+    container: Any
+    path: str
+    """How a person would write it: ``model.layers.0``, ``globals``."""
+    keys: tuple[Any, ...] | None
+    """Only these keys are looked at; None means all."""
+    held: Any = None
+    guard: bool = True
+    """Whether a change between calls means a retrace. A change while tracing is always refused."""
+
+    def now(self) -> Any:
+        """What the container holds at this moment."""
+        if isinstance(self.container, list):
+            return list(self.container)
+        if self.keys is None:
+            return dict(self.container)
+        return {key: self.container[key] for key in self.keys if key in self.container}
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """What differs from the trace: (path, then, now)."""
+        now = self.now()
+        if isinstance(now, list):
+            if len(now) != len(self.held):
+                yield f"len({self.path})", len(self.held), len(now)
+            pairs: Iterator[tuple[Any, Any, Any]] = ((i, a, b) for i, (a, b) in enumerate(zip(self.held, now, strict=False)))
+            yield from ((f"{self.path}[{key}]", a, b) for key, a, b in pairs if not same(a, b))
+            return
+        for key in {**self.held, **now}:
+            then, new = self.held.get(key, _ABSENT), now.get(key, _ABSENT)
+            if not same(then, new):
+                yield f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{key!r}]", then, new
+
+    def restore(self) -> None:
+        """Puts back what the container held (after a refused trace)."""
+        if isinstance(self.container, list):
+            self.container[:] = self.held
+            return
+        for key in set(self.now()) - set(self.held):
+            del self.container[key]
+        self.container.update(self.held)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT = _Absent()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a trace made with `a` still means the same with `b`: scalars by value and type, the rest by identity."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, _SCALARS):
+        return bool(a == b) or (a != a and b != b)
+    if isinstance(a, (tuple, frozenset, torch.Size)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, types.MethodType):
+        return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    return False
+
+
+@dataclass(slots=True)
+class Found:
+    """What the walk found, each with the name under which the step reaches it."""
+
+    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    """Root modules only; their children come with them."""
+    optimizers: dict[int, tuple[str, Optimizer]] = field(default_factory=dict)
+    schedulers: list[tuple[str, Any]] = field(default_factory=list)
+    tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
+    watches: list[Watch] = field(default_factory=list)
+
+
+def is_user_code(function: types.FunctionType) -> bool:
+    """Whether the function is the user's own: not of torch, not of an installed library."""
+    name = (function.__module__ or "") + "."
+    return not name.startswith(_LIBRARY_ROOTS) and "site-packages" not in function.__code__.co_filename
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+class Walker:
+    """Walks from a step to everything it can reach. Holds the findings; used once."""
+
+    def __init__(self) -> None:
+        self.found = Found()
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []  # ids in _seen stay valid while their objects live
+        self._names: set[str] = set()
+        self._later: list[tuple[str, Any]] = []
+
+    def visit(self, name: str, thing: Any, depth: int = 0) -> None:
+        """Looks at one reachable thing."""
+        if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or isinstance(thing, _OPAQUE) or id(thing) in self._seen:
+            return
+        self._seen.add(id(thing))
+        self._keep.append(thing)
+        if isinstance(thing, torch.Tensor):
+            self.found.tensors[id(thing)] = (name, thing)
+        elif isinstance(thing, nn.Module):
+            self._module(name, thing, depth)
+        elif isinstance(thing, Optimizer):
+            self.found.optimizers[id(thing)] = (name, thing)
+        elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
+            self.found.schedulers.append((name, thing))
+            self.visit(name + ".optimizer", thing.optimizer, depth + 1)
+        elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial)):
+            self._function(name, thing, depth)
+        elif isinstance(thing, (list, tuple, set, frozenset)):
+            self._sequence(name, thing, depth)
+        elif isinstance(thing, dict):
+            self._watch(thing, name, None)
+            for key, item in list(thing.items()):
+                self.visit(f"{name}[{key!r}]", item, depth + 1)
+        elif not type(thing).__module__.startswith(("torch", "numpy", "builtins", "_thread", "threading", "logging")):
+            self._later.append((name, thing))
+
+    def finish(self) -> Found:
+        """Walks the plain objects, whose attributes are looked at only by names that code uses."""
+        looked: dict[int, int] = {}
+        while True:
+            todo = [(n, t) for n, t in self._later if looked.get(id(t)) != len(self._names)]
+            if not todo:
+                break
+            for name, thing in todo:
+                looked[id(thing)] = len(self._names)
+                self._object(name, thing)
+        for name, thing in self._later:
+            attributes = vars(thing) if hasattr(thing, "__dict__") else {}
+            keys = tuple(key for key in attributes if key in self._names)
+            if attributes:
+                self._watch(attributes, name, keys)
+        self._finish_schedulers()
+        return self.found
+
+    def _finish_schedulers(self) -> None:
+        # The training loop moves a scheduler between calls; only code that reads it makes that matter.
+        reads = {"get_last_lr", "get_lr", "_last_lr", "last_epoch", "_step_count"} & self._names
+        for name, scheduler in self.found.schedulers:
+            self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"), guard=bool(reads))
+
+    def _watch(self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True) -> None:
+        watch = Watch(container, path, keys, guard=guard)
+        watch.held = watch.now()
+        self.found.watches.append(watch)
+
+    def _sequence(self, name: str, thing: Any, depth: int) -> None:
+        if len(thing) > _MAX_ITEMS:
+            return
+        if isinstance(thing, list):
+            self._watch(thing, name, None)
+        for index, item in enumerate(thing):
+            self.visit(f"{name}.{index}", item, depth + 1)
+
+    def _module(self, name: str, module: nn.Module, depth: int) -> None:
+        self.found.modules[id(module)] = (name, module)
+        for fqn, child in module.named_modules():
+            path = f"{name}.{fqn}" if fqn else name
+            self._seen.add(id(child))
+            if child is not module:
+                self.found.modules.pop(id(child), None)
+            for own in (child._parameters, child._buffers, child._modules):
+                self._watch(own, path, None)
+                self._seen.update(id(item) for item in own.values())
+            self._watch(child.__dict__, path, None)
+            for hooks in _HOOKS:
+                self._watch(getattr(child, hooks), f"{path}.{hooks}", None)
+            for key, item in list(child.__dict__.items()):
+                if key not in _OWN_ATTRIBUTES:
+                    self.visit(f"{path}.{key}", item, depth + 1)
+            forward = type(child).forward
+            if isinstance(forward, types.FunctionType) and is_user_code(forward):
+                self._function(f"{type(child).__name__}.forward", forward, depth)
+
+    def _function(self, name: str, thing: Any, depth: int) -> None:
+        if isinstance(thing, functools.partial):
+            self.visit(name, thing.func, depth + 1)
+            self.visit(f"{name}.args", thing.args, depth + 1)
+            self.visit(f"{name}.keywords", thing.keywords, depth + 1)
+            return
+        if isinstance(thing, types.MethodType):
+            self.visit(name.rpartition(".")[0] or "self", thing.__self__, depth + 1)
+            self.visit(name, thing.__func__, depth + 1)
+            return
+        self._seen.add(id(thing))
+        if not is_user_code(thing):
+            return
+        names = {n for code in _codes(thing.__code__) for n in code.co_names}
+        self._names |= names
+        used = tuple(sorted(n for n in names if n in thing.__globals__ and not n.startswith("__")))
+        if used:
+            self._watch(thing.__globals__, f"globals of {thing.__module__}", used)
+        for key in used:
+            self.visit(key, thing.__globals__[key], depth + 1)
+        for key, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            self._cell(key, cell, depth)
+        self.visit(f"{name} defaults", thing.__defaults__ or (), depth + 1)
+        self.visit(f"{name} defaults", thing.__kwdefaults__ or {}, depth + 1)
+
+    def _cell(self, key: str, cell: types.CellType, depth: int) -> None:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # the variable is not assigned yet
+            return
+        self._watch(_CellView(cell, key), "closure", (key,))
+        self.visit(key, content, depth + 1)
+
+    def _object(self, name: str, thing: Any) -> None:
+        for method in [m for m in self._names if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)]:
+            function = inspect.getattr_static(type(thing), method)
+            if id(function) not in self._seen:
+                self._function(f"{name}.{method}", function, 1)
+        for key in [*getattr(thing, "__dict__", ()), *_slots(type(thing))]:
+            if key in self._names and hasattr(thing, key):
+                self.visit(f"{name}.{key}", getattr(thing, key), 1)
+
+
+class _CellView(dict[str, Any]):
+    """A closure cell that looks like a dict with one key, so that it can be watched and restored."""
+
+    def __init__(self, cell: types.CellType, key: str) -> None:
+        super().__init__()
+        self._cell, self._key = cell, key
+
+    def __contains__(self, key: object) -> bool:
+        return key == self._key
+
+    def __getitem__(self, key: str) -> Any:
+        return self._cell.cell_contents
+
+    def update(self, held: Any) -> None:  # type: ignore[override]
+        self._cell.cell_contents = held[self._key]
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """Everything that a call ``step(*args, **kwargs)`` can reach.
+
+    Tensors in the arguments themselves are left out: they are the inputs of the call.
+    """
+    walker = Walker()
+    try:
+        names = list(inspect.signature(step).bind_partial(*args).arguments)
+    except (TypeError, ValueError):
+        names = []
+    flat = [(names[i] if i < len(names) else f"args.{i}", arg) for i, arg in enumerate(args)] + list(kwargs.items())
+    for name, arg in flat:
+        for leaf_name, leaf in _holders(name, arg):
+            walker.visit(leaf_name, leaf)
+    walker.visit(getattr(step, "__name__", "step"), step)
+    return walker.finish()
+
+
+def _holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
+    """The things in an argument that outlive the call: modules, optimizers, and objects that hold them."""
+    if isinstance(arg, (list, tuple)) and type(arg).__module__ == "builtins":
+        for index, item in enumerate(arg):
+            yield from _holders(f"{name}.{index}", item)
+    elif isinstance(arg, dict):
+        for key, item in arg.items():
+            yield from _holders(f"{name}.{key}", item)
+    elif not isinstance(arg, (torch.Tensor, *_SCALARS)) and not is_batch(arg):
+        yield name, arg
+
+
+def is_batch(thing: Any) -> bool:
+    """Whether an object of the arguments is data of this call: it holds tensors, and no module or optimizer."""
+    fields = getattr(thing, "__dict__", None)
+    if not fields or isinstance(thing, (nn.Module, Optimizer, types.FunctionType, types.MethodType)):
+        return False
+    values = list(fields.values())
+    values += [v for held in values if isinstance(held, dict) for v in held.values()]
+    if any(isinstance(v, (nn.Module, Optimizer)) for v in values):
+        return False
+    return any(isinstance(v, torch.Tensor) for v in values)
+
+
+def library_frame(filename: str) -> bool:
+    """Whether a source file belongs to torch, to wholestep or to Python itself, and so cannot be the user's line."""
+    return filename.startswith(_library_dirs()) or filename.startswith("<")
+
+
+@functools.cache
+def _library_dirs() -> tuple[str, ...]:
+    package = sys.modules["wholestep"].__file__ or ""
+    here = package.rpartition("__init__")[0]
+    python = (inspect.getsourcefile(functools) or "").rpartition("functools")[0]
+    site = python + "site-packages"
+    return tuple(d for d in (torch.__path__[0] + "/", here, *(python + m for m in ("contextlib", "functools", "unittest"))) if d and d != site)

@@ -1,0 +1,5 @@
+"""The command line: one file per command, wired in `app`. It uses the public names of wholestep and nothing else."""
+
+from wholestep.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,320 @@
+"""`wholestep demo`: a small GPT on real text, compiled and eager side by side, from the same seed on the same data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.cli.gpt import GPT, GPTConfig, next_byte_loss, sample, train_step
+from wholestep.cli.lanes import (
+    Batch,
+    Lane,
+    LaneKind,
+    Recipe,
+    Timing,
+    compiled_step,
+    largest_difference,
+    open_lane,
+    race,
+    timing,
+)
+from wholestep.cli.options import AsJson, Nproc, choose_nproc, threads_per_rank
+from wholestep.cli.text import Text, batch, standard_library
+from wholestep.errors import ConfigError
+
+FINAL_STEPS = 10
+"""The training loss is the mean over this many last steps: a single batch is noisy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """Everything that decides the numbers of a demo, except the number of ranks."""
+
+    steps: int = 240
+    seed: int = 0
+    rows: int = 8
+    """Windows of text per rank and step."""
+    learning_rate: float = 2e-3
+    block_steps: int = 10
+    """Steps of one lane before the other takes over."""
+    text_bytes: int = 4 * 2**20
+    held_out_batches: int = 16
+    sample_bytes: int = 300
+    temperature: float = 0.8
+    quiet: bool = False
+    """No progress bar."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ConfigError(f"--steps wants at least 2 (the first one compiles and is not timed), got {self.steps}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneResult:
+    """One lane on one rank."""
+
+    losses: tuple[float, ...]
+    times_ms: tuple[float, ...]
+    held_out: float
+    """Nats per byte on text that no rank trained on."""
+    fingerprint: str
+    """SHA-256 of all parameters: equal on all ranks, or data parallelism is broken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank brings home; all but the lanes comes from rank 0 alone."""
+
+    lanes: dict[LaneKind, LaneResult]
+    difference: float = 0.0
+    num_parameters: int = 0
+    num_files: int = 0
+    device: str = ""
+    sample: str = ""
+    traces: int = 0
+    explain: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSummary:
+    """One lane over all ranks."""
+
+    train_loss: float
+    """Nats per byte, mean over ranks and the last steps."""
+    held_out_loss: float
+    """Nats per byte."""
+    timing: Timing
+    bytes_per_s: float
+    """Bytes of text per second over all ranks, from the median step. A byte is a token here."""
+    ranks_equal: bool
+    """The parameters are the same, bit for bit, on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """The outcome of a demo."""
+
+    settings: DemoSettings
+    nproc: int
+    device: str
+    num_parameters: int
+    num_files: int
+    wholestep: LaneSummary
+    eager_ddp: LaneSummary
+    speed_ratio: float
+    """Median step time of eager DDP over that of the compiled step: above one, compiled is faster."""
+    largest_difference: float
+    """Largest absolute difference of a parameter or buffer between the two models at the end."""
+    traces: int
+    sample: str
+    explain: Any
+    """What `CompiledStep.explain()` returned on rank 0."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "explain"}
+        for name in ("settings", "wholestep", "eager_ddp"):
+            plain[name] = asdict(plain[name])
+        return {**plain, "explain": self.explain.to_json()}
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{self.settings.steps} steps, {self.nproc} ranks, {self.device}", title_justify="left")
+        for column in ("", LaneKind.WHOLESTEP.value, LaneKind.EAGER_DDP.value):
+            table.add_column(column, justify="left" if not column else "right")
+        rows: dict[str, Callable[[LaneSummary], str]] = {
+            "train loss (nats per byte)": lambda lane: f"{lane.train_loss:.6f}",
+            "held-out loss (nats per byte)": lambda lane: f"{lane.held_out_loss:.6f}",
+            "median step (ms)": lambda lane: f"{lane.timing.median_ms:.1f}",
+            "step, 10% to 90% (ms)": lambda lane: f"{lane.timing.p10_ms:.1f} to {lane.timing.p90_ms:.1f}",
+            "tokens per second": lambda lane: f"{lane.bytes_per_s:,.0f}",
+            "first call (ms)": lambda lane: f"{lane.timing.first_ms:.0f}",
+            "parameters equal on all ranks": lambda lane: "yes" if lane.ranks_equal else "NO",
+        }
+        for label, show in rows.items():
+            table.add_row(label, show(self.wholestep), show(self.eager_ddp))
+        return table
+
+
+def run_demo(settings: DemoSettings, *, nproc: int) -> DemoReport:
+    """Train both lanes on `nproc` new processes and compare them."""
+    ranks: list[RankResult] = ws.run(train_on_rank, nproc, settings, nproc)
+    first = ranks[0]
+    lanes = {kind: _summarise([rank.lanes[kind] for rank in ranks], settings) for kind in first.lanes}
+    compiled, eager = lanes[LaneKind.WHOLESTEP], lanes[LaneKind.EAGER_DDP]
+    return DemoReport(
+        settings=settings,
+        nproc=nproc,
+        device=first.device,
+        num_parameters=first.num_parameters,
+        num_files=first.num_files,
+        wholestep=compiled,
+        eager_ddp=eager,
+        speed_ratio=eager.timing.median_ms / compiled.timing.median_ms,
+        largest_difference=first.difference,
+        traces=first.traces,
+        sample=first.sample,
+        explain=first.explain,
+    )
+
+
+def _summarise(ranks: Sequence[LaneResult], settings: DemoSettings) -> LaneSummary:
+    measured = timing([rank.times_ms for rank in ranks])
+    bytes_per_step = len(ranks) * settings.rows * GPTConfig().context
+    return LaneSummary(
+        train_loss=fmean(fmean(rank.losses[-FINAL_STEPS:]) for rank in ranks),
+        held_out_loss=ranks[0].held_out,
+        timing=measured,
+        bytes_per_s=1e3 * bytes_per_step / measured.median_ms,
+        ranks_equal=len({rank.fingerprint for rank in ranks}) == 1,
+    )
+
+
+def train_on_rank(settings: DemoSettings, nproc: int) -> RankResult:
+    """What every process of the demo does. Rank 0 also shows the progress and draws the sample."""
+    world = ws.init()
+    torch.set_num_threads(threads_per_rank(nproc))
+    text = standard_library(max_bytes=settings.text_bytes)
+    recipe = demo_recipe(settings)
+    lanes = [open_lane(kind, recipe, world) for kind in (LaneKind.WHOLESTEP, LaneKind.EAGER_DDP)]
+    batches = (
+        (x.to(world.device), y.to(world.device))
+        for x, y in demo_batches(text.train, settings, rank=world.rank, num_batches=settings.steps)
+    )
+    with _progress(lanes, settings, world) as on_step:
+        race(lanes, batches, block_steps=settings.block_steps, on_step=on_step)
+    results = {lane.kind: _lane_result(lane, text, settings, world) for lane in lanes}
+    if world.rank != 0:
+        return RankResult(lanes=results)
+    compiled, eager = lanes
+    module = compiled.module
+    return RankResult(
+        lanes=results,
+        difference=largest_difference(compiled.module, eager.module),
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        num_files=text.num_files,
+        device=str(world.device),
+        sample=_draw(module, settings),
+        traces=compiled_step(compiled).cache_info().traces,
+        explain=compiled_step(compiled).explain(),
+    )
+
+
+def demo_recipe(settings: DemoSettings) -> Recipe:
+    """The training of the demo, for `open_lane`."""
+    return Recipe(
+        build=partial(GPT, GPTConfig()),
+        step=train_step,
+        num_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        seed=settings.seed,
+    )
+
+
+def demo_batches(text: Tensor, settings: DemoSettings, *, rank: int, num_batches: int) -> Iterator[Batch]:
+    """Batches of one rank, decided by the seed, the rank and the place in the order alone."""
+    draw = torch.Generator().manual_seed(1_000_003 * settings.seed + rank)
+    for _ in range(num_batches):
+        yield batch(text, rows=settings.rows, context=GPTConfig().context, draw=draw)
+
+
+def _lane_result(lane: Lane, text: Text, settings: DemoSettings, world: ws.World) -> LaneResult:
+    digest = hashlib.sha256()
+    for parameter in lane.module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    with torch.inference_mode():
+        held_out = [
+            float(next_byte_loss(lane.module, x.to(world.device), y.to(world.device)))
+            for x, y in demo_batches(text.held_out, settings, rank=0, num_batches=settings.held_out_batches)
+        ]
+    return LaneResult(
+        losses=tuple(lane.losses),
+        times_ms=tuple(lane.times_ms),
+        held_out=fmean(held_out),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _draw(module: nn.Module, settings: DemoSettings) -> str:
+    if not isinstance(module, GPT):
+        raise TypeError(f"The demo samples from its own GPT, got {type(module).__name__}.")
+    return sample(
+        module, b"def ", num_bytes=settings.sample_bytes, temperature=settings.temperature, seed=settings.seed
+    )
+
+
+@contextmanager
+def _progress(
+    lanes: Sequence[Lane], settings: DemoSettings, world: ws.World
+) -> Iterator[Callable[[Lane], None] | None]:
+    """On rank 0, a bar per lane on stderr with its loss and speed; yields what to call after every step."""
+    if world.rank != 0 or settings.quiet:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:>8,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    bytes_per_step = world.size * settings.rows * GPTConfig().context
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        tasks = {
+            lane.kind: progress.add_task(lane.kind.value, total=settings.steps, loss=0.0, speed=0.0) for lane in lanes
+        }
+
+        def on_step(lane: Lane) -> None:
+            recent_ms = fmean(lane.times_ms[-settings.block_steps :])
+            speed = 1e3 * bytes_per_step / recent_ms
+            progress.update(tasks[lane.kind], advance=1, loss=fmean(lane.losses[-FINAL_STEPS:]), speed=speed)
+
+        yield on_step
+
+
+def command(
+    *,
+    steps: Annotated[int, typer.Option(help="Steps of each lane.")] = DemoSettings().steps,
+    seed: Annotated[int, typer.Option(help="Decides the weights, the batches and the sample.")] = 0,
+    nproc: Nproc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a byte-level GPT on the text of Python's standard library: one compiled graph against eager DDP."""
+    report = run_demo(DemoSettings(steps=steps, seed=seed, quiet=as_json), nproc=choose_nproc(nproc))
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
+    console = Console()
+    console.print(
+        f"\nGPT with {report.num_parameters:,} parameters on {report.num_files} files of Python's standard library. "
+        f"The two lanes took turns, {report.settings.block_steps} steps at a time."
+    )
+    console.print(report)
+    console.print(_verdict(report), markup=False)
+    console.print(f"\nText drawn at temperature {report.settings.temperature} from the compiled model:", style="bold")
+    console.print(report.sample, markup=False, highlight=False)
+    console.print("\nThe compiled step, as `explain()` tells it:", style="bold")
+    console.print(report.explain)
+
+
+def _verdict(report: DemoReport) -> str:
+    difference = report.largest_difference
+    told = "0: the same bits" if difference == 0 else f"{difference:.3g}: the order of additions, grown over the steps"
+    return (
+        f"speed ratio, compiled / eager DDP: {report.speed_ratio:.3f}  (medians, the first call apart)\n"
+        f"largest parameter difference:      {told}\n"
+        f"traces of the step:                {report.traces}"
+    )

@@ -1,0 +1,164 @@
+"""The same training in several lanes, in alternating blocks of steps, so that a machine that slows down slows all.
+
+A lane owns its model, optimizer and schedule; all lanes start from the same seed and see the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import wholestep as ws
+from wholestep.errors import InternalError
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[..., Any]
+
+
+class LaneKind(Enum):
+    """Who runs the step. The value is what a reader sees."""
+
+    WHOLESTEP = "wholestep"
+    EAGER_DDP = "eager DDP"
+    TORCH_COMPILE_DDP = "torch.compile + DDP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What all lanes do alike."""
+
+    build: Callable[[], nn.Module]
+    """Makes the model on the CPU, from torch's global generator."""
+    step: Step
+    """`step(model, optimizer, x, y)` -> loss, written for one device."""
+    num_steps: int
+    """Steps in all: the length of the schedule."""
+    learning_rate: float
+    """The peak, reached after the warm-up."""
+    seed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """One training on this rank, and what was measured of it."""
+
+    kind: LaneKind
+    step: Step
+    module: nn.Module
+    """The plain module; what is trained, wrapped or not."""
+    model: nn.Module
+    """What the step is given: the module, or DistributedDataParallel around it."""
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    losses: list[float] = field(default_factory=list)
+    """The loss of every step on this rank's batch."""
+    times_ms: list[float] = field(default_factory=list)
+    """Wall time of every step, until the device is idle; batches and schedule are outside. The first one compiles."""
+
+
+def open_lane(kind: LaneKind, recipe: Recipe, world: ws.World) -> Lane:
+    """Build a lane on the device of `world`: the same weights in every lane and on every rank."""
+    torch.manual_seed(recipe.seed)
+    module = recipe.build().to(world.device)
+    step, model = recipe.step, module
+    if kind is LaneKind.WHOLESTEP:
+        step = ws.compile(recipe.step, strategy=ws.DDP())
+    else:
+        model = DistributedDataParallel(module, device_ids=[world.device] if world.device.type == "cuda" else None)
+        if kind is LaneKind.TORCH_COMPILE_DDP:
+            model.compile()  # in place: still a Module, and DistributedDataParallel knows to split the graph
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    return Lane(
+        kind=kind,
+        step=step,
+        module=module,
+        model=model,
+        optimizer=optimizer,
+        scheduler=LambdaLR(optimizer, lambda done: warmup_cosine(done, num_steps=recipe.num_steps)),
+    )
+
+
+def compiled_step(lane: Lane) -> ws.CompiledStep:
+    """The compiled step of a lane that has one. Raises InternalError for an eager lane."""
+    if not isinstance(lane.step, ws.CompiledStep):
+        raise InternalError(f"The lane {lane.kind.value!r} was asked for a compiled step, but runs a plain function.")
+    return lane.step
+
+
+def warmup_cosine(done: int, *, num_steps: int, warmup: float = 0.08, floor: float = 0.1) -> float:
+    """Factor on the peak rate after `done` steps: a line up over the share `warmup`, then a cosine down to `floor`."""
+    num_warmup = max(1, round(warmup * num_steps))
+    if done < num_warmup:
+        return (done + 1) / num_warmup
+    progress = min(1.0, (done - num_warmup) / max(1, num_steps - num_warmup))
+    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def race(
+    lanes: Sequence[Lane], batches: Iterable[Batch], *, block_steps: int, on_step: Callable[[Lane], None] | None = None
+) -> None:
+    """Run every lane over `batches`, `block_steps` at a time. The order of the lanes turns round at every block."""
+    stream = iter(batches)
+    order = list(lanes)
+    while block := list(islice(stream, block_steps)):
+        for lane in order:
+            for x, y in block:
+                _one_step(lane, x, y)
+                if on_step is not None:
+                    on_step(lane)
+        order.reverse()
+
+
+def _one_step(lane: Lane, x: Tensor, y: Tensor) -> None:
+    _wait_for_device(x.device)
+    start = time.perf_counter()
+    loss = lane.step(lane.model, lane.optimizer, x, y)
+    _wait_for_device(x.device)
+    lane.times_ms.append(1e3 * (time.perf_counter() - start))
+    lane.losses.append(float(loss))
+    lane.scheduler.step()
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Step times of one lane over all ranks; a step is as slow as its slowest rank."""
+
+    first_ms: float
+    """The first call, which compiles."""
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+
+def timing(times_ms_by_rank: Sequence[Sequence[float]]) -> Timing:
+    """Summarise at least two steps per rank, the first one apart."""
+    first, *rest = (max(step) for step in zip(*times_ms_by_rank, strict=True))
+    rest.sort()
+    return Timing(
+        first_ms=first,
+        median_ms=statistics.median(rest),
+        p10_ms=rest[len(rest) // 10],
+        p90_ms=rest[(9 * len(rest)) // 10],
+    )
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """Largest absolute difference between two modules of the same structure, over parameters and buffers."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max((float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0)

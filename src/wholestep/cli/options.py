@@ -1,0 +1,40 @@
+"""Options that several commands share: how many ranks, how many threads each, and JSON."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import torch
+import typer
+
+from wholestep.errors import ConfigError
+
+Nproc = Annotated[int | None, typer.Option(help="Processes (default: one per local GPU, or 2 on the CPU).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+
+CPU_RANKS = 2
+"""Ranks on a machine without GPUs: the smallest number that has something to reduce."""
+
+
+def choose_nproc(asked: int | None) -> int:
+    """The number asked for; by default one per local GPU, or two on the CPU.
+
+    Raises ConfigError for less than one, and for more than there are GPUs.
+    """
+    num_gpus = torch.cuda.device_count()
+    if asked is None:
+        return num_gpus or CPU_RANKS
+    if asked < 1:
+        raise ConfigError(f"--nproc wants at least 1 process, got {asked}.")
+    if 0 < num_gpus < asked:
+        raise ConfigError(
+            f"--nproc asks for {asked} processes, but this machine has {num_gpus} GPUs and each process needs its own. "
+            f"Ask for at most {num_gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU."
+        )
+    return asked
+
+
+def threads_per_rank(nproc: int) -> int:
+    """Cores divided among the ranks of this machine, at least one each."""
+    return max(1, (os.cpu_count() or 1) // nproc)

@@ -1,0 +1,64 @@
+"""The eager backend: the program's own text, compiled by Python and run node by node."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch.fx as fx
+
+from wholestep.program import meta, show
+from wholestep.program.program import Program
+from wholestep.program.show import Step
+
+_numbers = itertools.count()
+
+
+def lower(program: Program) -> Step:
+    """A function from inputs to results, in the order of the program's records.
+
+    The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
+    error from a node carries a note with the user's line, module and shape of that node.
+    """
+    rendered = show.render(program, short_names=True)
+    filename = f"<wholestep step {next(_numbers)}>"
+    namespace = dict(rendered.namespace)
+    exec(compile(rendered.text, filename, "exec"), namespace)
+    step: Step = namespace["step"]
+    origins = {line: _describe(node) for line, node in rendered.nodes.items()}
+
+    def run(inputs: list[Any]) -> tuple[Any, ...]:
+        try:
+            return step(inputs)
+        except Exception as error:
+            line = _line_in(filename, error.__traceback__)
+            if line in origins:
+                error.add_note(origins[line])
+            raise
+
+    # No modification time: linecache then never tries to read the file again.
+    linecache.cache[filename] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), filename)
+    weakref.finalize(run, linecache.cache.pop, filename, None)
+    return run
+
+
+def _line_in(filename: str, traceback: TracebackType | None) -> int:
+    """The line of the generated text that was running; 0 if it was none."""
+    line = 0
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == filename:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def _describe(node: fx.Node) -> str:
+    origin = meta.origin(node)
+    where = f" from {origin.source}" if origin.source else ""
+    module = f" in module {origin.module}" if origin.module else ""
+    shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in meta.tensors(node))
+    gives = f", which gives {shapes}" if shapes else ""
+    return f"while running {node.name} ({node.target}){where}{module}{gives} ({origin.region.value})"

@@ -1,0 +1,26 @@
+"""The one list of passes, in order, and why each stands where it does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from wholestep.passes.bucket import bucket
+from wholestep.passes.cleanup import cleanup
+from wholestep.passes.dedupe import dedupe
+from wholestep.passes.pipeline import Pass
+from wholestep.passes.reinplace import reinplace
+
+
+def default_passes(*, cap_bytes: int) -> list[Pass]:
+    """The passes from a placed program to a scheduled one. `cap_bytes` bounds the bytes of one all-reduce."""
+    return [
+        # First: whatever follows looks at fewer nodes, and two names of one value have become one.
+        cleanup,
+        # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
+        # equal arguments the same node.
+        dedupe,
+        # On the functional graph: readers of gradients can still be moved freely.
+        partial(bucket, cap_bytes=cap_bytes),
+        # Last: from here on the order of the nodes is fixed, and values that are dead are overwritten.
+        reinplace,
+    ]

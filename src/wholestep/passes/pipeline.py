@@ -1,0 +1,53 @@
+"""The runner of passes: the only place that copies, times, checks, logs and keeps history."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from wholestep.errors import InternalError
+from wholestep.program import edit
+from wholestep.program.program import PassRecord, Program
+from wholestep.program.spec import verify
+
+log = logging.getLogger("wholestep.passes")
+
+Pass = Callable[[Program], Program]
+"""Edits the graph it is given and returns the program; options are bound before: ``partial(bucket, cap_bytes=...)``."""
+
+
+def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
+    """Runs `passes` in order on a copy of `program`, which stays as it is.
+
+    The program is verified before the first pass and after each one; a pass that breaks a rule is named in
+    the InternalError. Each pass leaves a record with its time, the nodes left, and its notes.
+    """
+    verify(program)
+    program = edit.copy(program)
+    for one in passes:
+        program = _run_one(program, one)
+    return program
+
+
+def _run_one(program: Program, one: Pass) -> Program:
+    name, before = pass_name(one), program.history
+    start = time.perf_counter()
+    program = one(program)
+    time_ms = 1e3 * (time.perf_counter() - start)
+    try:
+        verify(program)
+    except InternalError as error:
+        raise InternalError(f"after the pass {name}: {error}") from error
+    # What a pass adds to the history are its notes, in records without a name.
+    notes = tuple(note for record in program.history[len(before) :] for note in record.notes)
+    record = PassRecord(name=name, time_ms=time_ms, num_nodes=len(program.graph.nodes), notes=notes)
+    log.debug("%s: %.1f ms, %d nodes%s", name, time_ms, record.num_nodes, "".join(f"; {note}" for note in notes))
+    return replace(program, history=(*before, record))
+
+
+def pass_name(one: Pass) -> str:
+    """The name of a pass: of the function, also where options are bound with ``functools.partial``."""
+    inner = getattr(one, "func", one)
+    return str(getattr(inner, "__name__", type(inner).__name__))

@@ -1,0 +1,285 @@
+"""The last pass: values whose memory is free are overwritten, and writes to inputs become real.
+
+Before it the program is functional: an AdamW update reads a parameter and gives a new one. After it::
+
+    _foreach_mul = aten._foreach_mul.Scalar([w, b], s)          aten._foreach_mul_.Scalar([w, b], s)
+    getitem = _foreach_mul[0]                            ->     ...
+    ... WRITE of w: getitem_16                                  WRITE of w: None (it is already there)
+
+Note: when ``y = f(x, ...)`` may become ``f_(x, ...)``
+    x and y have the same shape, strides and type; nothing that overlaps with x is read behind f, except
+    through y; no other argument of f overlaps with x (being x itself is fine where f is elementwise); x is
+    no constant. If x lives in an input, that input has a WRITE output, shares memory with no other input,
+    and f stands behind the last wait of a collective: a collective that fails leaves every input as it was.
+
+Note: writes
+    A WRITE whose value ends up in the memory of its input is done; all others are copied at the very end.
+    What is returned must not change with a later call, so a returned value in written memory is cloned.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from wholestep.passes import sink
+from wholestep.passes.alias import Memory, same_layout, same_place, tensor_nodes
+from wholestep.program import edit, meta, ops, show
+from wholestep.program.program import InputKind, OutputKind, Program, Stage
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One tensor that a call would overwrite."""
+
+    old: fx.Node
+    new: torch.Tensor
+    """What the functional call gives in its place."""
+    group: int
+    """Position of the argument that is `old` or holds it."""
+    index: int
+    """Place of `old` in that argument; 0 where it is no list."""
+
+
+def reinplace(program: Program) -> Program:
+    """The scheduled program: in-place calls, writes done, a WRITE's result None where nothing is left to do.
+
+    Notes say how many calls run in place and how many bytes of inputs are copied at the end.
+    """
+    if program.stage is Stage.SCHEDULED:
+        return program
+    sunk = sink.sink_updates(program)
+    work = _Reinplace(program)
+    work.walk()
+    copied = work.finish()
+    edit.remove_dead_code(program.graph)
+    program = replace(program, stage=Stage.SCHEDULED)
+    return program.with_notes(
+        f"{work.num_done} calls run in place, {work.num_kept} that could by their schema do not",
+        f"{show.bytes_text(copied)} of inputs are copied at the end of the step",
+        *([f"{sunk} calls moved behind the last wait, because they write to inputs"] if sunk else []),
+    )
+
+
+class _Reinplace:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.memory = Memory(program.graph)
+        self.last_wait = max((self.memory.position[node] for node in sink.collectives(program.graph)), default=-1)
+        written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+        self.writable = {node for index, node in enumerate(program.placeholders) if index in written}
+        self.overwritten: set[fx.Node] = set()
+        """Inputs that a call writes to."""
+        self.num_done = 0
+        self.num_kept = 0
+
+    def walk(self) -> None:
+        """Makes each call in place that can be, in order."""
+        for node in list(self.graph.nodes):
+            if node._erased:  # an item of a list whose call has become in-place
+                continue
+            self.memory.enter(node)
+            twin = ops.in_place_variant(node.target) if node.op == "call_function" else None
+            changes = _changes(node, twin) if twin is not None else []
+            if not changes:
+                continue
+            bad = [change for change in changes if not self._may_overwrite(node, change)]
+            # Cloning a few values that must stay pays if it lets the others be overwritten.
+            if not bad or (2 * _num_bytes(bad) < _num_bytes(changes) and all(map(_can_clone, bad))):
+                self._rewrite(node, twin, changes, bad)
+                self.num_done += 1
+            else:
+                self.num_kept += 1
+
+    def _may_overwrite(self, node: fx.Node, change: _Change) -> bool:
+        value, position = meta.tensor(change.old), self.memory.position[node]
+        if not same_layout(value, change.new):
+            return False
+        if ops.is_collective(node) and not value.is_contiguous():
+            return False  # the functional collective copies into order first, the in-place one refuses
+        block = self.memory.block(change.old)
+        if block.constant or not self._inputs_allow(block.inputs, position):
+            return False
+        return self.memory.read_later(change.old, position) is None and self._arguments_allow(node, change)
+
+    def _inputs_allow(self, inputs: Sequence[fx.Node], position: int) -> bool:
+        if not inputs:
+            return True
+        return len(inputs) == 1 and inputs[0] in self.writable and position > self.last_wait
+
+    def _arguments_allow(self, node: fx.Node, change: _Change) -> bool:
+        """Whether no other argument overlaps with the value, other than as itself in an elementwise call."""
+        value = meta.tensor(change.old)
+        for group, arg in enumerate((*node.args, *node.kwargs.values())):
+            elements = arg if isinstance(arg, (list, tuple)) else [arg]
+            for index, element in enumerate(elements):
+                if (group, index) == (change.group, change.index):
+                    continue
+                # In a foreach call only the elements with the same index meet.
+                meets = index == change.index and isinstance(arg, (list, tuple)) == _gives_lists(node)
+                for other in map(meta.tensor, tensor_nodes(element)):
+                    itself = meets and _is_elementwise(node.target) and same_place(other, value)
+                    if self.memory.overlap(other, value) and not itself:
+                        return False
+        return True
+
+    def _rewrite(self, node: fx.Node, twin: Any, changes: Sequence[_Change], bad: Sequence[_Change]) -> None:
+        memory, args = self.memory, list(node.args)
+        into = {(change.group, change.index): change.old for change in changes}
+        with self.graph.inserting_before(node):
+            for change in bad:
+                clone = edit.emit(self.graph, _aten.clone.default, change.old, like=node)
+                memory.insert(clone, at=node)
+                into[change.group, change.index] = clone
+            for group in {change.group for change in changes}:
+                if _gives_lists(node):
+                    args[group] = [into[group, index] for index in range(len(args[group]))]  # type: ignore[arg-type]
+                else:
+                    args[group] = into[group, 0]
+            new = self.graph.call_function(twin, tuple(args), node.kwargs)
+        meta.copy_meta(node, new)
+        for old in into.values():
+            self.overwritten.update(memory.block(old).inputs)
+        if _gives_lists(node):
+            meta.set_value(new, None)
+            memory.insert(new, at=node)
+            self._read_elements(node, into)
+        else:
+            memory.insert(new, at=node, onto=into[0, 0])
+            edit.replace_node(node, new)
+
+    def _read_elements(self, node: fx.Node, into: dict[tuple[int, int], fx.Node]) -> None:
+        """Readers of the lists that `node` gives read the tensors that were written to; `node` is erased."""
+        for (group, index), readers in _readers(node).items():
+            # What is not in `into` is an argument that the call leaves alone, whatever its schema says.
+            element: fx.Node = into.get((group, index)) or node.args[group][index]  # type: ignore[index,assignment]
+            for reader in readers:
+                self.memory.extend(element, self.memory.last_read[reader])
+                edit.replace_node(reader, element)
+        for item in list(node.users):
+            self.graph.erase_node(item)
+        self.graph.erase_node(node)
+
+    def finish(self) -> int:
+        """Copies what is not yet where it belongs. Gives the number of bytes copied."""
+        placeholders, results = self.program.placeholders, list(self.program.results)
+        pending: dict[fx.Node, fx.Node] = {}
+        for index, output in enumerate(self.program.outputs):
+            value = results[index]
+            if output.kind is OutputKind.WRITE and output.target is not None and isinstance(value, fx.Node):
+                target = placeholders[output.target]
+                if not same_place(meta.tensor(value), meta.tensor(target)):
+                    pending[target] = value
+                results[index] = None
+        with self.graph.inserting_before(self.graph.output_node()):
+            self._protect_returned(results, self.overwritten | pending.keys())
+            self._copy(pending)
+        edit.set_results(self.graph, results)
+        return sum(meta.num_bytes(target) for target in pending)
+
+    def _protect_returned(self, results: list[Any], written: set[fx.Node]) -> None:
+        """Clones what is returned and lives in an input that is written, now or at the next call."""
+        kinds = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        clones: dict[fx.Node, fx.Node] = {}
+        for index, output in enumerate(self.program.outputs):
+            value = results[index]
+            if not isinstance(value, fx.Node) or not isinstance(meta.value(value), torch.Tensor):
+                continue
+            shared = written.intersection(self.memory.block(value).inputs)
+            # The new .grad in the memory of the old one is what eager code leaves.
+            if output.kind is OutputKind.GRAD and value not in self.writable:
+                shared = {node for node in shared if kinds[node].kind is not InputKind.GRAD}
+            if shared and value not in clones:
+                clones[value] = edit.emit(self.graph, _aten.clone.default, value, like=value)
+            results[index] = clones[value] if shared else value
+
+    def _copy(self, pending: dict[fx.Node, fx.Node]) -> None:
+        """``copy_`` into inputs, one call for those of one type. A value that a copy would change is cloned first."""
+        sources = dict(pending)
+        for target, value in pending.items():
+            if not pending.keys().isdisjoint(self.memory.block(value).inputs):
+                sources[target] = edit.emit(self.graph, _aten.clone.default, value, like=value)
+        groups: dict[tuple[torch.device, torch.dtype], list[fx.Node]] = {}
+        for target in pending:
+            tensor = meta.tensor(target)
+            groups.setdefault((tensor.device, tensor.dtype), []).append(target)
+        for targets in groups.values():
+            values = [sources[target] for target in targets]
+            if len(targets) == 1:
+                edit.emit(self.graph, _aten.copy_.default, targets[0], values[0], like=values[0])
+            else:
+                edit.emit(self.graph, _aten._foreach_copy_.default, targets, values, like=values[0])
+
+
+def _changes(node: fx.Node, twin: Any) -> list[_Change]:
+    """What the in-place variant of the call would overwrite; nothing where the call is used in an unknown way."""
+    value = meta.value(node)
+    if isinstance(value, torch.Tensor):
+        old = node.args[0]
+        return [_Change(old, value, 0, 0)] if isinstance(old, fx.Node) else []
+    if not _gives_lists(node) or not _only_items(node):
+        return []
+    lists = [value] if len(node.target._schema.returns) == 1 else value  # type: ignore[union-attr]
+    return [
+        _Change(old, new, group, index)
+        for group in ops.written_by(twin, node.kwargs)
+        for index, (old, new) in enumerate(zip(node.args[group], lists[group], strict=True))  # type: ignore[arg-type]
+    ]
+
+
+def _gives_lists(node: fx.Node) -> bool:
+    """Whether the call gives a list of tensors, or several."""
+    value = meta.value(node)
+    if not isinstance(value, (list, tuple)):
+        return False
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    return all("List[Tensor]" in str(one.type) for one in returns)
+
+
+def _readers(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]]:
+    """The items taken from the lists that a call gives, by list and index."""
+    found: dict[tuple[int, int], list[fx.Node]] = {}
+    if len(node.target._schema.returns) == 1:  # type: ignore[union-attr]
+        for item in node.users:
+            found.setdefault((0, _index(item)), []).append(item)
+    else:
+        for one in node.users:
+            for item in one.users:
+                found.setdefault((_index(one), _index(item)), []).append(item)
+    return found
+
+
+def _only_items(node: fx.Node) -> bool:
+    """Whether the lists that a call gives are read element by element and in no other way."""
+    depth = 1 if len(node.target._schema.returns) == 1 else 2  # type: ignore[union-attr]
+    level = [node]
+    for _ in range(depth):
+        level = [user for one in level for user in one.users]
+        if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in level):
+            return False
+    return True
+
+
+def _index(item: fx.Node) -> int:
+    return int(item.args[1])  # type: ignore[arg-type]
+
+
+def _is_elementwise(op: Any) -> bool:
+    name = op._schema.name
+    return torch.Tag.pointwise in op.tags or name.startswith("aten::_foreach_")
+
+
+def _can_clone(change: _Change) -> bool:
+    return same_layout(meta.tensor(change.old), change.new)
+
+
+def _num_bytes(changes: Sequence[_Change]) -> int:
+    return sum(change.new.numel() * change.new.element_size() for change in changes)

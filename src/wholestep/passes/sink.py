@@ -1,0 +1,76 @@
+"""Moves updates of inputs behind the last wait, so that they may write in place.
+
+An input must not be written before every collective has succeeded. An update that stands before the last
+wait (bucket 1 has arrived and its parameters are updated, bucket 2 is still under way; a metric is reduced
+after the optimizer) is therefore moved behind it, with everything that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.fx as fx
+
+from wholestep.program import edit, ops
+from wholestep.program.program import OutputKind, Program
+
+
+def collectives(graph: fx.Graph) -> list[fx.Node]:
+    """Starts and waits of collectives, in order."""
+    return [node for node in graph.nodes if ops.is_collective(node) or node.target is ops.WAIT]
+
+
+def sink_updates(program: Program) -> int:
+    """Moves updates behind the last wait, in order. Gives the number of nodes moved.
+
+    What a collective, a random number or an effect depends on stays where it is.
+    """
+    fences = collectives(program.graph)
+    if not fences:
+        return 0
+    pinned = _pinned(program.graph)
+    moving = {node for node in _updates(program) if node not in pinned}
+    before = list(program.graph.nodes)
+    before = before[: before.index(fences[-1])]
+    anchor, num_moved = fences[-1], 0
+    for node in before:
+        if node in moving or any(arg in moving for arg in node.all_input_nodes):
+            moving.add(node)
+            anchor.append(node)
+            anchor = node
+            num_moved += 1
+    return num_moved
+
+
+def _updates(program: Program) -> set[fx.Node]:
+    """Calls that could overwrite an input that has a WRITE output, or a view of one."""
+    targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+    written = {node for index, node in enumerate(program.placeholders) if index in targets}
+    found = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not written.isdisjoint(_nodes(node, ops.viewed_args(node.target))):
+            written.add(node)
+        twin = ops.in_place_variant(node.target)
+        if twin is not None and not written.isdisjoint(_nodes(node, ops.written_by(twin, node.kwargs))):
+            found.add(node)
+    return found
+
+
+def _nodes(node: fx.Node, positions: tuple[int, ...]) -> Iterable[fx.Node]:
+    return edit.nodes_of([node.args[i] for i in positions if i < len(node.args)])
+
+
+def _pinned(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that a collective, a random number or an effect depends on, and those themselves."""
+    pinned: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        fixed = ops.is_collective(node) or node.target is ops.WAIT or _has_effect(node)
+        if fixed or any(user in pinned for user in node.users):
+            pinned.add(node)
+    return pinned
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return node.op == "call_function" and ops.has_effect(node.target)

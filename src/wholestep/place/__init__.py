@@ -1,0 +1,1 @@
+"""Where tensors live on the mesh, and which collectives that needs."""

@@ -1,0 +1,83 @@
+"""The one interpreter of placement: writes a captured graph anew, node by node, as a strategy's rules say.
+
+[Note: writing, not tracing]
+Every node of the new graph is either a copy of an old one or emitted by a rule, which computes its value on
+fake tensors. Nothing else is executed, so host scalars pass through untouched, an unchanged part costs a
+copy, and no rank number can enter the graph: the interpreter knows sizes and group names, never a rank.
+
+A rule is looked up by operator (`wholestep.place.rules.RULES`). A strategy that shards inputs adds rules that
+carry shards; an operator without a rule runs on full tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.fx as fx
+
+from wholestep.program import edit, meta
+from wholestep.program.program import MeshAxis, Program, Stage
+
+
+class Strategy(Protocol):
+    """What a strategy decides. The interpreter asks; the strategy emits nodes through it."""
+
+    @property
+    def axis(self) -> MeshAxis:
+        """The mesh axis that data is spread over."""
+        ...
+
+    def begin(self, placer: Placer) -> None:
+        """Called once, after the inputs are written and before the first operation."""
+        ...
+
+    def reduce_gradient(self, placer: Placer, grad: fx.Node, name: str) -> fx.Node:
+        """Emits what makes the local gradient of the parameter `name` the gradient of the whole batch."""
+        ...
+
+
+class Rule(Protocol):
+    """Writes the counterpart of one node. Arguments are those of the old node, in terms of the new graph."""
+
+    def __call__(self, placer: Placer, node: fx.Node, args: Any, kwargs: Any) -> Any: ...
+
+
+class Placer:
+    """One placement under way: `old` is read, `graph` is written."""
+
+    def __init__(self, program: Program, strategy: Strategy, rules: Mapping[Any, Rule]) -> None:
+        self.program, self.strategy, self.rules = program, strategy, rules
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        """Old node -> what stands for it in the new graph."""
+        self.notes: list[str] = []
+
+    def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """Adds a call whose value is computed on fake tensors; its origin is that of `like`."""
+        return edit.emit(self.graph, target, *args, like=like, **kwargs)
+
+    def run(self) -> Program:
+        """The placed program."""
+        old_nodes = list(self.program.graph.nodes)
+        started = False
+        for node in old_nodes:
+            if node.op != "placeholder" and not started:
+                self.strategy.begin(self)
+                started = True
+            self.values[node] = self._write(node)
+        module = fx.GraphModule(self.program.module, self.graph)
+        placed = replace(self.program, module=module, stage=Stage.PLACED, mesh=(self.strategy.axis,))
+        return placed.with_notes(*self.notes) if self.notes else placed
+
+    def _write(self, node: fx.Node) -> Any:
+        rule = self.rules.get(node.target) if node.op == "call_function" else None
+        if rule is None:
+            new = self.graph.node_copy(node, lambda arg: self.values[arg])
+            meta.copy_meta(node, new)
+            return new
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self.values[arg])
+        with torch.no_grad():
+            return rule(self, node, args, kwargs)

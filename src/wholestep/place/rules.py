@@ -1,0 +1,42 @@
+"""Operator -> rule of placement. Data parallel needs one row; sharded strategies add theirs here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from wholestep.place.interpreter import Placer, Rule
+from wholestep.program import ops
+
+_PASS_THROUGH = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+
+def place_gradient(placer: Placer, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """A marker becomes the strategy's reduction, once per gradient that anything but accumulation reads.
+
+    When a step calls backward several times, the earlier markers of a parameter feed only the sum that the
+    last one marks. Reducing the last reduces all: the mean of sums is the sum of means.
+    """
+    grad, name = args
+    return grad if only_accumulated(node, name) else placer.strategy.reduce_gradient(placer, grad, name)
+
+
+def only_accumulated(node: fx.Node, name: str) -> bool:
+    """Whether everything that reads `node` adds it to a later gradient of the same parameter."""
+    if not node.users:
+        return False
+    for user in node.users:
+        if user.target is ops.GRADIENT and user.args[1] == name:
+            continue
+        adds = user.target is torch.ops.aten.add.Tensor and not user.kwargs and len(user.args) == 2
+        copies = user.target is torch.ops.aten.copy.default and user.args[0] is not node
+        if not (adds or copies or user.target in _PASS_THROUGH) or not only_accumulated(user, name):
+            return False
+    return True
+
+
+RULES: dict[Any, Rule] = {
+    ops.GRADIENT: place_gradient,
+}

@@ -1,0 +1,105 @@
+"""Editing a graph: copy, dead code, emitting new nodes with their values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from wholestep.program import meta, ops
+from wholestep.program.program import Program
+
+
+def copy(program: Program) -> Program:
+    """A program whose graph may be edited without changing the original. Taken at stage borders."""
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(program.graph, memo))
+    new = fx.GraphModule(program.module, graph)
+    for old_node, new_node in memo.items():
+        meta.copy_meta(old_node, new_node)
+    return replace(program, module=new)
+
+
+def remove_dead_code(graph: fx.Graph) -> int:
+    """Removes nodes that nobody reads and that have no effect. Placeholders stay. Returns how many went."""
+    removed = 0
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        if node.op == "call_function" and ops.has_effect(node.target):
+            continue
+        graph.erase_node(node)
+        removed += 1
+    return removed
+
+
+def emit(
+    graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any
+) -> fx.Node:
+    """Adds a call at the graph's insertion point and computes its value with the fake values of its arguments.
+
+    `like` gives the new node its origin (part of the step, module, source line).
+    """
+    node = graph.call_function(target, args, kwargs)
+    real_args, real_kwargs = pytree.tree_map(lambda a: meta.value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
+    if target is operator.getitem:
+        meta.set_value(node, real_args[0][real_args[1]])
+    else:
+        with meta.fake_mode(graph), torch.no_grad():
+            meta.set_value(node, target(*real_args, **real_kwargs))
+    if like is not None:
+        meta.set_origin(node, meta.origin(like))
+    return node
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Every reader of `old` reads `new`; `old` is erased."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The place of each node in the order of the graph."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def set_results(graph: fx.Graph, results: Sequence[Any]) -> None:
+    """Replaces what the graph returns."""
+    graph.output_node().args = (tuple(results),)
+
+
+def nodes_of(tree: Any) -> Iterable[fx.Node]:
+    """Every node inside a nest of arguments."""
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, fx.Node))
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Moves nodes that stand before one of their arguments to just behind the last of them; else keeps order."""
+    done: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    cursor = next(iter(graph.nodes))
+    pending = list(graph.nodes)
+
+    def place(node: fx.Node) -> None:
+        nonlocal cursor
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            missing = next((arg for arg in one.all_input_nodes if arg not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(one)
+                continue
+            if one is not cursor:
+                cursor.append(one)
+            cursor = one
+            done.add(one)
+            stack.extend(reversed(waiting.pop(one, [])))
+
+    for node in pending:
+        place(node)

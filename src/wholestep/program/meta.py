@@ -1,0 +1,123 @@
+"""Typed reading and writing of node metadata: the only file that knows the keys of ``node.meta``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from wholestep.errors import InternalError
+
+_VALUE = "val"  # torch's own key, shared with Inductor
+_ORIGIN = "wholestep.origin"
+_BUCKET = "wholestep.bucket"
+
+
+class Region(enum.Enum):
+    """Which part of the step a node comes from."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # forward work done again inside the backward (activation checkpointing)
+    OPTIMIZER = "optimizer"
+    OTHER = "other"  # after the backward and outside an optimizer: clipping, averages, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from: part of the step, module (fully qualified name), the user's ``file.py:line``."""
+
+    region: Region
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one reduction carries: the gradients it reduces, by parameter name, and its size."""
+
+    index: int
+    members: tuple[str, ...]
+    num_bytes: int
+    reason: str
+    """Why the bucket ends where it does."""
+
+
+UNKNOWN = Origin(Region.OTHER)
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor, symbolic number or list of them that the node gives; None where there is none."""
+    return node.meta.get(_VALUE)
+
+
+def set_value(node: fx.Node, new: Any) -> None:
+    """Records what the node gives."""
+    node.meta[_VALUE] = new
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that the node gives. Raises InternalError where it is not one tensor."""
+    found = value(node)
+    if not isinstance(found, torch.Tensor):
+        raise InternalError(f"node {node.name} ({node.target}) gives {type(found).__name__}, not a tensor")
+    return found
+
+
+def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    """Every fake tensor that the node gives: none, one, or those in its list, or in its lists."""
+    return tensors_in(value(node))
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from tensors_in(one)
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of every tensor that the node gives."""
+    return sum(one.numel() * one.element_size() for one in tensors(node))
+
+
+def origin(node: fx.Node) -> Origin:
+    """Where the node comes from."""
+    found: Origin = node.meta.get(_ORIGIN, UNKNOWN)
+    return found
+
+
+def set_origin(node: fx.Node, new: Origin) -> None:
+    """Records where the node comes from."""
+    node.meta[_ORIGIN] = new
+
+
+def bucket(node: fx.Node) -> Bucket | None:
+    """The bucket that a collective carries, where the node is the reduction of gradients."""
+    return node.meta.get(_BUCKET)
+
+
+def set_bucket(node: fx.Node, new: Bucket) -> None:
+    """Records the bucket that a collective carries."""
+    node.meta[_BUCKET] = new
+
+
+def copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """Gives `target` the metadata of `source`."""
+    target.meta = dict(source.meta)
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the values of the graph live in. Raises InternalError in a graph without tensors."""
+    for node in graph.nodes:
+        for one in tensors(node):
+            if isinstance(one, FakeTensor):
+                return one.fake_mode
+    raise InternalError("a graph without fake values: it was not made by capture")

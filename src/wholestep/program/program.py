@@ -1,0 +1,135 @@
+"""Program: the graph of a step, what each of its inputs and outputs means, and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+
+class Stage(enum.Enum):
+    """How far a program has come. `wholestep.program.spec` holds the rules of each stage."""
+
+    CAPTURED = "captured"  # functional, one rank's view, gradients carry markers, knows no strategy
+    PLACED = "placed"  # every collective that the strategy needs is a node; no marker is left
+    SCHEDULED = "scheduled"  # the order of the nodes is the order of execution; in-place operations may exist
+
+
+class InputKind(enum.Enum):
+    """What a graph input means."""
+
+    PARAM = "param"  # a parameter of a module or of an optimizer
+    BUFFER = "buffer"  # a buffer of a module
+    GRAD = "grad"  # the .grad that a parameter already has when the step is called
+    OPTIMIZER = "optimizer"  # a tensor of optimizer.state, or a tensor in a parameter group
+    TENSOR = "tensor"  # a loose tensor found in a closure, a global or an attribute
+    HYPER = "hyper"  # a number of a parameter group, as a 0-d float64 CPU tensor until it is lowered
+    RNG = "rng"  # state of a random generator
+    USER = "user"  # a tensor in the arguments of the call
+
+
+class OutputKind(enum.Enum):
+    """What a graph output means."""
+
+    USER = "user"  # a leaf of what the step returns
+    WRITE = "write"  # the new value of the input numbered `target`
+    GRAD = "grad"  # the .grad of the parameter numbered `target` after the call
+    STATE = "state"  # optimizer state that the step created; `name` says where it goes
+
+
+class Placement(enum.Enum):
+    """Where the values of an input live on the mesh."""
+
+    REPLICATE = "replicate"  # the same values on every rank
+    SHARD = "shard"  # a flat, padded, rank-uniform chunk of the full tensor
+    LOCAL = "local"  # each rank has values of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One graph input, described by meaning and never by position."""
+
+    kind: InputKind
+    name: str
+    """Fully qualified: ``layers.3.mlp.w1``, ``opt.exp_avg.layers.3.mlp.w1``, ``opt.groups.0.lr``, ``args.0``."""
+    shape: tuple[int, ...]
+    """Local shape."""
+    dtype: torch.dtype
+    placement: Placement = Placement.LOCAL
+    trainable: bool = False
+    """Whether a parameter takes part in training (``requires_grad``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One graph output. ``target`` numbers the input that a WRITE or a GRAD belongs to, else it is None."""
+
+    kind: OutputKind
+    name: str
+    target: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis:
+    """One axis of the device mesh as a graph sees it: a size and a group name, and no rank number."""
+
+    name: str
+    size: int
+    group: str
+    """Name of the process group, as functional collectives take it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """What one pass did to the program."""
+
+    name: str
+    time_ms: float
+    num_nodes: int
+    notes: tuple[str, ...] = ()
+    """Decisions of the pass with their reasons, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A whole training step. Functional up to the last pass: it reads inputs and ends in writes.
+
+    The graph's output node holds one flat tuple, an entry per record in `outputs`; an entry is a node or
+    a plain Python constant. Nothing about a program lives anywhere else.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    stage: Stage
+    mesh: tuple[MeshAxis, ...] = ()
+    history: tuple[PassRecord, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The fx graph of the program."""
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Input nodes, in the order of `inputs`."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """Nodes and constants returned by the graph, in the order of `outputs`."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def axis(self, name: str) -> MeshAxis:
+        """The mesh axis called `name`. Raises KeyError."""
+        for axis in self.mesh:
+            if axis.name == name:
+                return axis
+        raise KeyError(name)
+
+    def with_notes(self, *notes: str) -> Program:
+        """The same program with notes for the pass that is running; the runner moves them to its record."""
+        return replace(self, history=(*self.history, PassRecord(name="", time_ms=0.0, num_nodes=0, notes=notes)))

@@ -1,0 +1,130 @@
+"""A sign of life from every rank, written into the rendezvous store by a thread.
+
+The store is the only channel that still works once a collective hangs or fails. Two kinds of news are kept there:
+beats, which stop when a process dies, and farewells, which a process that ends in an orderly way leaves behind.
+From them `wholestep.run.watch` tells who is missing, and `wholestep.run.agree` stops waiting for ranks that ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from wholestep.run.store import PrefixStore, Store, own_connection
+
+BEAT_EVERY_S = 0.5
+RANKS_PER_BEAT_PERIOD = 256  # above so many ranks each beats less often, to bound the load on the store
+SILENT_AFTER_S = 15.0
+"""Without a beat for so long a rank counts as gone, when nothing else is known to be wrong. Long, as a rank may be
+stopped, swapped out or inside one long call that lets no other thread run."""
+OUTSIDE = "outside of any compiled step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What is known about a rank."""
+
+    count: int
+    """How many beats it has sent; 0 when none was seen."""
+    at: str
+    """Where it said it was."""
+    unchanged_s: float
+    """Seconds since this process first saw this beat."""
+
+
+class Pulse:
+    """Beats for this rank and keeps what it has seen of the others. `start` and `stop` bound its thread.
+
+    `at` may be set to a callable that says where the rank is; it is called by the thread, so it only reads.
+    """
+
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+        # A connection of its own: a call that blocks in the main thread must not hold up the beats.
+        self.store = PrefixStore("wholestep/pulse", own_connection(store))
+        self.rank = rank
+        self.size = size
+        self.at: Callable[[], str] | None = None
+        self.beat_every_s = BEAT_EVERY_S * max(1.0, size / RANKS_PER_BEAT_PERIOD)
+        self._count = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wholestep-pulse", daemon=True)
+        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
+        self._farewells: dict[int, str] = {}
+
+    def start(self) -> None:
+        self._send()
+        self._thread.start()
+        # The thread must be gone before the interpreter is: one that returns from C++ too late aborts the process.
+        atexit.register(self.stop)
+
+    def stop(self, farewell: str = "") -> None:
+        """End the thread, and say farewell: by default how this program ends."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        atexit.unregister(self.stop)
+        self._thread.join(timeout=2.0)
+        try:
+            number = self.store.add("farewells", 1)
+            self.store.set(f"farewell/{number}", json.dumps([self.rank, farewell or _how_this_program_ends()]))
+        except dist.DistError:
+            return  # nobody is left to read it
+
+    def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
+        """The last beat of each rank, as seen now and compared with what was seen before."""
+        now = time.monotonic()
+        found = {}
+        for rank in ranks:
+            raw = self.store.get(f"beat/{rank}") if self.store.check([f"beat/{rank}"]) else b""
+            if rank not in self._seen or self._seen[rank][0] != raw:
+                self._seen[rank] = (raw, now)
+            count, at = json.loads(raw) if raw else (0, "not yet in its World")
+            found[rank] = Beat(count=count, at=at, unchanged_s=now - self._seen[rank][1])
+        return found
+
+    def farewells(self) -> dict[int, str]:
+        """Ranks that ended in an orderly way, and how. Costs one question when there is no news."""
+        total = self.store.add("farewells", 0)
+        for number in range(len(self._farewells) + 1, total + 1):
+            if not self.store.check([f"farewell/{number}"]):
+                break  # counted and not yet written
+            rank, how = json.loads(self.store.get(f"farewell/{number}"))
+            self._farewells[rank] = how
+        return dict(self._farewells)
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of `ranks` that have ended or gone silent, and how that is known."""
+        asked = set(ranks) - {self.rank}
+        known = {rank: how for rank, how in self.farewells().items() if rank in asked}
+        for rank, beat in self.beats(asked - known.keys()).items():
+            if beat.count and beat.unchanged_s > max(SILENT_AFTER_S, 4 * self.beat_every_s):
+                known[rank] = f"has given no sign of life for {beat.unchanged_s:.0f} s; it was last {beat.at}"
+        return known
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self.beat_every_s):
+            try:
+                self._send()
+            except dist.DistError:
+                return  # the store has ended, and the job with it
+
+    def _send(self) -> None:
+        self._count += 1
+        at = self.at
+        self.store.set(f"beat/{self.rank}", json.dumps([self._count, OUTSIDE if at is None else at()]))
+
+
+def _how_this_program_ends() -> str:
+    """For atexit, where `sys.last_value` holds the exception that ended the program, if one did."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return "ended its program"
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"ended its program with {type(error).__name__}: {first_line}"

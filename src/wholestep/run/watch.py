@@ -1,0 +1,138 @@
+"""What a failed collective means: which rank died, ended or is elsewhere.
+
+A collective only says that a connection broke or that time ran out. The store still answers, so the ranks' signs of
+life (`wholestep.run.pulse`) tell the rest. The first rank that finds out publishes its verdict, and all others that
+fail later raise the same one: when one rank dies its neighbours fail, and then theirs, for a cause that is not them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from wholestep.errors import RankMissingError
+from wholestep.run.agree import ranks_text
+from wholestep.run.pulse import Beat, Pulse
+from wholestep.run.world import World
+
+DEAD_AFTER_S = 3.0
+"""Without a beat for so long a rank counts as dead, once a collective has failed."""
+
+# The words of gloo, NCCL and c10d for "a peer is not there"; in torch 2.11 and 2.13 gloo raises plain RuntimeErrors.
+_MARKS = ("gloo", "nccl", "c10d", "connection closed by peer", "connection reset by peer", "broken pipe", "socket")
+
+
+@contextmanager
+def named_failures(world: World, what: Callable[[], str]) -> Iterator[None]:
+    """Around the run of a step: a failure of communication is raised as `RankMissingError` that names its cause.
+
+    `what` says where this rank is, such as ``train_step, call 7``: the same words on every rank and new ones at every
+    call. Another thread calls it now and then, so it only reads. The original error is kept as the cause; other
+    errors pass through untouched.
+    """
+    pulse = world.pulse
+    if pulse is None:
+        yield
+        return
+    outer, pulse.at = pulse.at, what
+    try:
+        yield
+    except Exception as error:
+        named = explain_failure(error, world, what())
+        if named is None:
+            raise
+        raise named from error
+    finally:
+        pulse.at = outer
+
+
+def explain_failure(error: BaseException, world: World, what: str) -> RankMissingError | None:
+    """The error that names who caused `error` during `what`, or None when it is no failure of communication.
+
+    Takes up to a few seconds: a rank counts as dead when its signs of life have stopped.
+    """
+    pulse = world.pulse
+    if pulse is None or not is_communication_failure(error):
+        return None
+    said = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[0]
+    try:
+        message = _verdict(pulse, what, said)
+    except dist.DistError:
+        message = (
+            f"Rank 0 of {world.size}, or the launcher, died: {what} failed on rank {world.rank}, and the rendezvous "
+            f"store, which that process keeps, is out of reach. See the output of rank 0. torch said: {said}"
+        )
+    return RankMissingError(message)
+
+
+def is_communication_failure(error: BaseException) -> bool:
+    """Whether `error` comes from a collective that lost a peer or ran out of time."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS)
+
+
+def _verdict(pulse: Pulse, what: str, said: str) -> str:
+    """Published by the first rank that failed in `what`, read by the others that fail there."""
+    key = f"verdict/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    if not pulse.store.check([key]):
+        pulse.store.compare_set(key, "", _diagnosis(pulse, key, what, said))
+    return pulse.store.get(key).decode()
+
+
+def _diagnosis(pulse: Pulse, key: str, what: str, said: str) -> str:
+    """Watch the others until one is found to be gone, or all have shown that they live."""
+    others = [rank for rank in range(pulse.size) if rank != pulse.rank]
+    started = time.monotonic()
+    silent_s = max(DEAD_AFTER_S, 4 * pulse.beat_every_s)
+    first = {rank: beat.count for rank, beat in pulse.beats(others).items()}
+    while True:
+        beats = pulse.beats(others)
+        ended = {rank: how for rank, how in pulse.farewells().items() if rank in others}
+        quiet = [rank for rank in others if rank not in ended and beats[rank].count == first[rank]]
+        if pulse.store.check([key]):
+            return ""  # somebody else knows; what is returned here is not used
+        if ended or not quiet or time.monotonic() - started > silent_s:
+            break
+        time.sleep(0.1)
+    alive = [rank for rank in others if rank not in ended and rank not in quiet]
+    tail = f"The collective failed on rank {pulse.rank} with: {said}"
+    if ended:
+        how = "; ".join(f"rank {rank} {ended[rank]}" for rank in sorted(ended))
+        return (
+            f"{ranks_text(ended).capitalize()} of {pulse.size} ended while {ranks_text([pulse.rank, *alive])} needed "
+            f"{'it' if len(ended) == 1 else 'them'} in {what}: {how}. Every rank must run the same number of steps; "
+            f"uneven data is the usual cause. {tail}"
+        )
+    if quiet:
+        places = "; ".join(f"rank {rank} was last in {beats[rank].at}" for rank in quiet)
+        return (
+            f"{ranks_text(quiet).capitalize()} of {pulse.size} died during {what} (no sign of life for "
+            f"{silent_s:.0f} s, while {ranks_text([pulse.rank, *alive])} lived): {places}. See the output of "
+            f"{ranks_text(quiet)}: a crash in native code, or the system ending it for memory. {tail}"
+        )
+    return _all_alive(pulse, beats, what, tail)
+
+
+def _all_alive(pulse: Pulse, beats: dict[int, Beat], what: str, tail: str) -> str:
+    """Nobody died, so somebody is elsewhere or too slow: say where everybody is."""
+    where: dict[str, list[int]] = defaultdict(list)
+    where[what].append(pulse.rank)
+    for rank, beat in beats.items():
+        where[beat.at].append(rank)
+    absent = [rank for place, ranks in where.items() if place != what for rank in ranks]
+    places = "; ".join(f"{ranks_text(ranks)}: {place}" for place, ranks in where.items())
+    if absent:
+        head = f"{ranks_text(absent).capitalize()} of {pulse.size} did not take part in {what}, though alive. {places}."
+    else:
+        head = f"A collective in {what} failed on rank {pulse.rank} while all {pulse.size} ranks are alive and in it."
+    return (
+        f"{head} Look for a rank that waits (a data loader, a file, a breakpoint) or took another branch, or raise the "
+        f"timeout of wholestep.init(timeout_s=...). {tail}"
+    )

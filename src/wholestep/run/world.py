@@ -1,0 +1,373 @@
+"""The world of ranks: process group, device, mesh and store, made once from what the launcher says."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from wholestep.errors import ConfigError, RankMissingError
+from wholestep.run.agree import agree
+from wholestep.run.launch import REPORT_GRACE_S, Workers
+from wholestep.run.pulse import Pulse
+from wholestep.run.store import HashStore, PrefixStore, Store, TCPStore, default_store
+
+DATA_AXIS = "data"
+"""The name of the one axis of the default mesh."""
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for every process, and what `init` reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    """Number of this process, from 0."""
+    size: int
+    """Number of processes."""
+    local_rank: int
+    """Number of this process on its host, from 0."""
+    device: torch.device
+    """Where this rank computes: ``cuda:<local_rank>`` or ``cpu``."""
+    mesh: DeviceMesh | None
+    """One axis named "data" over all ranks; None for a single process without a process group."""
+    timeout_s: float
+    """How long a rank waits for the others, in seconds: in a barrier, an agreement or a collective."""
+
+    def barrier(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Wait until every rank has come to the barrier of this name. Uses the store, never a collective.
+
+        Raises:
+            RankMissingError: ranks did not come in time (`timeout_s`, by default the world's) or have ended.
+        """
+        session = _session_of(self)
+        if self.size == 1:
+            return
+        session.barriers[name] += 1
+        agree(
+            "",
+            store=session.store,
+            rank=self.rank,
+            size=self.size,
+            key=f"barrier/{session.number}/{name}/{session.barriers[name]}",
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            what=f'the barrier "{name}"',
+            gone=self.gone,
+        )
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of `ranks` that have ended or given no sign of life for long, and how that is known."""
+        pulse = _session_of(self).pulse
+        return {} if pulse is None else pulse.gone(ranks)
+
+    @property
+    def store(self) -> Store:
+        """The rendezvous store that all ranks share; without a process group, one of this process alone."""
+        return _session_of(self).store
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """The signs of life of the ranks; None for a single process."""
+        return _session_of(self).pulse
+
+    def close(self) -> None:
+        """Leave: end the process group if `init` made it, so that a later `init` starts anew. Closing twice is fine."""
+        global _session
+        session = _session
+        if session is None or session.world is not self:
+            return
+        _session = None
+        if session.pulse is not None:
+            session.pulse.stop("left its World")
+        if session.owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    """What belongs to a World and changes or cannot be compared."""
+
+    world: World
+    group: dist.ProcessGroup | None
+    store: Store
+    pulse: Pulse | None
+    owned: bool
+    number: int
+    backend: str
+    barriers: Counter[str] = field(default_factory=Counter)
+
+
+_session: _Session | None = None
+_sessions_made = 0  # part of every key, so that a second World in the same processes reads no old news
+
+
+def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
+    """The World of this process. The first call makes it, later ones return it.
+
+    Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). With none of them set this is
+    a single process, without a process group. A default process group that exists already is adopted as it is.
+
+    `backend` is "gloo", "nccl", a list such as "cpu:gloo,cuda:nccl", or None: that list where CUDA is available,
+    else gloo. A backend without CUDA in it makes the CPU the device. `timeout_s` bounds every wait for other ranks.
+
+    Raises:
+        ConfigError: the environment is half set or contradicts itself, or the backend cannot be used here.
+        RankMissingError: a rank did not come to the rendezvous within `timeout_s`; the message names it.
+    """
+    global _session, _sessions_made
+    if _session is not None and _is_current(_session):
+        if backend is not None and _session.backend not in (backend, _full(backend)):
+            raise ConfigError(
+                f"init(backend={backend!r}) was called in a World that uses {_session.backend!r}. "
+                "Call World.close() first, or leave the backend out."
+            )
+        return _session.world
+    if _session is not None:
+        _session.world.close()
+    if not timeout_s > 0:
+        raise ConfigError(f"init(timeout_s=...) wants a positive number of seconds, got {timeout_s!r}.")
+    _sessions_made += 1
+    place = _read_environment()
+    if dist.is_initialized():
+        _session = _adopted(timeout_s, place)
+    elif place is None:
+        _session = _alone(backend, timeout_s)
+    else:
+        _session = _joined(place, backend, timeout_s)
+    if _session.pulse is not None:
+        _session.pulse.start()
+    return _session.world
+
+
+def run(
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    timeout_s: float = 600.0,
+    backend: str | None = None,
+    grace_s: float = REPORT_GRACE_S,
+) -> list[Any]:
+    """Call ``fn(*args)`` in `nproc` new processes on this host, each in its World; returns the results in rank order.
+
+    For notebooks and tests; programs are started with ``wholestep run`` or torchrun. `fn` must be importable: a
+    function at the top level of a module. When one rank fails the others may report for `grace_s` seconds more and
+    are then ended.
+
+    Raises:
+        ConfigError: `fn`, its arguments or its result cannot travel between processes.
+        RankMissingError: a rank died (with its exit status or signal), or did not finish within `timeout_s`.
+        Exception: what the first failing rank raised, of the same class; its cause names the rank and holds the
+            traceback of that rank.
+    """
+    if not timeout_s > 0:
+        raise ConfigError(f"run(timeout_s=...) wants a positive number of seconds, got {timeout_s!r}.")
+    with Workers(nproc, functools.partial(enter, backend, timeout_s), close_current) as workers:
+        return workers.call(fn, args, timeout_s=timeout_s, grace_s=grace_s)
+
+
+def enter(backend: str | None, timeout_s: float) -> None:
+    """`init` for worker processes, which need no World sent back."""
+    init(backend, timeout_s)
+
+
+def close_current() -> None:
+    """Close the World of this process, if it has one."""
+    if _session is not None:
+        _session.world.close()
+
+
+# ---- the three ways to come by a World ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What the environment says about this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+
+
+def _alone(backend: str | None, timeout_s: float) -> _Session:
+    backend = _chosen_backend(backend)
+    device = _device(backend, 0)
+    world = World(rank=0, size=1, local_rank=0, device=device, mesh=None, timeout_s=timeout_s)
+    return _session_record(world, None, HashStore(), backend, owned=False)
+
+
+def _joined(place: _Place, backend: str | None, timeout_s: float) -> _Session:
+    backend = _chosen_backend(backend)
+    device = _device(backend, place.local_rank)
+    store = _rendezvous(place, timeout_s)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+    )
+    world = World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        device=device,
+        mesh=_mesh(device, place.size),
+        timeout_s=timeout_s,
+    )
+    return _session_record(world, dist.group.WORLD, default_store(), backend, owned=True)
+
+
+def _adopted(timeout_s: float, place: _Place | None) -> _Session:
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), _group_backend()
+    local_rank = place.local_rank if place is not None else rank % max(1, torch.cuda.device_count())
+    device = _device(backend, local_rank)
+    world = World(
+        rank=rank, size=size, local_rank=local_rank, device=device, mesh=_mesh(device, size), timeout_s=timeout_s
+    )
+    return _session_record(world, dist.group.WORLD, default_store(), backend, owned=False)
+
+
+def _session_record(
+    world: World, group: dist.ProcessGroup | None, store: Store, backend: str, *, owned: bool
+) -> _Session:
+    number = _sessions_made
+    pulse = None
+    if world.size > 1:
+        pulse = Pulse(PrefixStore(f"wholestep/world/{number}", store), rank=world.rank, size=world.size)
+    return _Session(
+        world=world, group=group, store=store, pulse=pulse, owned=owned, number=number, backend=_full(backend)
+    )
+
+
+def _session_of(world: World) -> _Session:
+    if _session is None or _session.world is not world:
+        raise ConfigError("This World was closed or replaced; wholestep.init() gives the current one.")
+    return _session
+
+
+def _is_current(session: _Session) -> bool:
+    """Whether the process group is still the one that this session was made for."""
+    return (dist.group.WORLD if dist.is_initialized() else None) is session.group
+
+
+def _rendezvous(place: _Place, timeout_s: float) -> Store:
+    """Connect to the store, and wait until every rank has."""
+    kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            place.host,
+            place.port,
+            place.size,
+            is_master=place.rank == 0 and not kept_by_launcher,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        keeper = "the launcher" if kept_by_launcher else "rank 0"
+        raise RankMissingError(
+            f"Rank {place.rank} could not reach the store of {keeper} at {place.host}:{place.port} (MASTER_ADDR, "
+            f"MASTER_PORT) within {timeout_s:g} s: either {keeper} has not started, or the address is wrong, or the "
+            f"port is taken. torch said: {error}"
+        ) from error
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    room = PrefixStore(f"wholestep/start/{restart}/{_sessions_made}", store)
+    agree(
+        str(place.size),
+        store=room,
+        rank=place.rank,
+        size=place.size,
+        key="rendezvous",
+        timeout_s=timeout_s,
+        what="the rendezvous",
+    )
+    return room
+
+
+# ---- environment, backend, device, mesh --------------------------------------------------------------------------
+
+
+def _read_environment() -> _Place | None:
+    """None when no launcher has set anything.
+
+    Raises:
+        ConfigError: naming the variable that is missing or makes no sense.
+    """
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if len(missing) == len(VARIABLES):
+        return None
+    if missing:
+        present = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name not in missing)
+        raise ConfigError(
+            f"The environment is set by half: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, "
+            f"while {present}. Start the program with `wholestep run` or torchrun, which set all of them; or, for a "
+            f"single process, unset {', '.join(name for name in VARIABLES if name not in missing)}."
+        )
+    rank, size, local_rank, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
+    if not 0 <= local_rank < size:
+        raise ConfigError(f"LOCAL_RANK={local_rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
+    return _Place(rank=rank, size=size, local_rank=local_rank, host=os.environ["MASTER_ADDR"], port=port)
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} wants a whole number, got {os.environ[name]!r}.") from None
+
+
+def _full(backend: str) -> str:
+    """nccl alone cannot carry CPU tensors, such as the step counters of optimizers, so gloo goes with it."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def _chosen_backend(backend: str | None) -> str:
+    if backend is None:
+        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    backend = _full(backend)
+    known = {name.lower() for name in dist.Backend.backend_list}
+    for part in backend.split(","):
+        if part.rpartition(":")[2] not in known:
+            raise ConfigError(f"init(backend={backend!r}): {part!r} is no backend; torch has {sorted(known)}.")
+    if "nccl" in backend and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ConfigError(f"init(backend={backend!r}) wants CUDA and NCCL, which are not available here. Use gloo.")
+    return backend
+
+
+def _group_backend() -> str:
+    """The backend of the adopted group, as ``cpu:gloo,cuda:nccl`` or ``gloo``."""
+    if dist.get_backend() == "nccl":
+        return "nccl"
+    return "cpu:gloo,cuda:nccl" if "nccl" in str(dist.get_backend_config()) else str(dist.get_backend())
+
+
+def _device(backend: str, local_rank: int) -> torch.device:
+    """The device of this rank, made the current one when it is a GPU."""
+    if "nccl" not in backend:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} wants a GPU of its own and this host shows {count}. "
+            'Start fewer processes, or use init(backend="gloo") on the CPU.'
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _mesh(device: torch.device, size: int) -> DeviceMesh:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about a choice of device that was made above
+        return init_device_mesh(device.type, (size,), mesh_dim_names=(DATA_AXIS,))

@@ -1,0 +1,326 @@
+"""Cases about what changes from one call to the next: it must be seen, retraced once, and said."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import FEATURES, HIDDEN, batch_norm_net, class_batches, loss_of, mlp, sgd, usual_job
+
+registry = Registry()
+case = registry.add
+
+
+@case(traces=(2,))
+def last_batch_is_smaller(run: Run) -> Job:
+    """Two epochs of two full batches and a smaller one: traced once per size."""
+    job = usual_job(run, batch_norm_net())
+    sizes = [5, 5, 3, 5, 5, 3]
+    batches = [(x[:size], y[:size]) for (x, y), size in zip(class_batches(run, 6), sizes, strict=True)]
+    return Job(step=job.step, batches=batches, objects=job.objects)
+
+
+@case(traces=(2,))
+def train_and_eval_flips(run: Run) -> Job:
+    """One step in both modes: dropout and batch statistics follow the flag, and each mode is traced once."""
+    module = nn.Sequential(batch_norm_net(), nn.Dropout(0.5))
+    job = usual_job(run, module)
+
+    def between(call: int) -> None:
+        module.train(call % 2 == 1)
+
+    return Job(step=job.step, batches=class_batches(run, 6), objects=job.objects, between=between)
+
+
+@case(traces=(2,))
+def one_layer_set_to_eval(run: Run) -> Job:
+    module = nn.Sequential(batch_norm_net(), nn.Dropout(0.5))
+    return changed(run, module, lambda opt: module[0][1].eval())
+
+
+def changed(
+    run: Run, module: nn.Module, change: Callable[[torch.optim.Optimizer], object], *, calls: int = 4, **options: Any
+) -> Job:
+    """The usual step, with ``change(opt)`` made once, after the second call."""
+    job = usual_job(run, module, **options)
+
+    def between(call: int) -> None:
+        if call == 1:
+            change(job.objects["opt"])  # type: ignore[arg-type]
+
+    return Job(step=job.step, batches=class_batches(run, calls), objects=job.objects, between=between)
+
+
+@case()
+def rate_set_by_hand(run: Run) -> Job:
+    return changed(run, mlp(), lambda opt: opt.param_groups[0].update(lr=0.01))
+
+
+@case(traces=(1, 2))
+def momentum_set_by_hand(run: Run) -> Job:
+    return changed(run, mlp(), lambda opt: opt.param_groups[0].update(momentum=0.5))
+
+
+@case(traces=(1, 2))
+def weight_decay_set_by_hand(run: Run) -> Job:
+    """From zero to a number: SGD takes another branch, so the graph has another shape."""
+    return changed(run, mlp(), lambda opt: opt.param_groups[0].update(weight_decay=0.1))
+
+
+@case(traces=(2,))
+def nesterov_switched_on(run: Run) -> Job:
+    return changed(run, mlp(), lambda opt: opt.param_groups[0].update(nesterov=True))
+
+
+@case(traces=(2,))
+def parameter_added_to_group(run: Run) -> Job:
+    """The head is trained from the third call on."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module[0])
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        for param in module.parameters():
+            param.grad = None
+        return loss
+
+    def between(call: int) -> None:
+        if call == 1:
+            opt.add_param_group({"params": list(module[2].parameters()), "lr": 0.02})
+
+    return Job(step=step, batches=class_batches(run, 4), objects={"model": module, "opt": opt}, between=between)
+
+
+@case(traces=(1, 2))
+def state_loaded(run: Run) -> Job:
+    """Back to the state after the first call: parameters, buffers, moments and rate."""
+    module = batch_norm_net()
+    job = usual_job(run, module)
+    opt: Any = job.objects["opt"]
+    saved: list[Any] = []
+
+    def between(call: int) -> None:
+        if call == 0:
+            saved.extend(copy.deepcopy([module.state_dict(), opt.state_dict()]))
+            opt.param_groups[0]["lr"] = 0.3
+        if call == 2:
+            module.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
+
+    return Job(step=job.step, batches=class_batches(run, 5), objects=job.objects, between=between)
+
+
+@case(ranks=False, traces=(2,))  # DistributedDataParallel goes on with the parameter it was built around
+def parameter_replaced(run: Run) -> Job:
+    """Another object under the same name, in the module and in the optimizer."""
+    module = mlp()
+
+    def replace(opt: torch.optim.Optimizer) -> None:
+        old = module[0].weight
+        module[0].weight = nn.Parameter(torch.full_like(old, 0.1))
+        opt.param_groups[0]["params"][0] = module[0].weight
+        del opt.state[old]
+
+    return changed(run, module, replace)
+
+
+@case(ranks=False, traces=(2,))
+def parameter_replaced_by_another_shape(run: Run) -> Job:
+    """Both layers grow; the optimizer starts anew."""
+    module = mlp()
+    opt = sgd(module)
+    holder = {"opt": opt}
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(module, x, y)
+        loss.backward()
+        holder["opt"].step()
+        holder["opt"].zero_grad()
+        return loss
+
+    def between(call: int) -> None:
+        if call == 1:
+            module[0], module[2] = nn.Linear(FEATURES, HIDDEN + 3), nn.Linear(HIDDEN + 3, 3)
+            holder["opt"] = sgd(module)
+
+    objects = {"model": module, "opt": lambda: holder["opt"].state_dict()}
+    return Job(step=step, batches=class_batches(run, 4), objects=objects, between=between)
+
+
+@case(ranks=False, traces=(1, 2))
+def parameter_data_replaced(run: Run) -> Job:
+    """``param.data = ...`` keeps the object and changes its storage."""
+    module = mlp()
+
+    def replace(opt: torch.optim.Optimizer) -> None:
+        module[0].weight.data = torch.full((HIDDEN, FEATURES), 0.1)
+
+    return changed(run, module, replace)
+
+
+class Scaled(nn.Module):
+    """A body with a Python number and a Python flag that the forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.scale, self.squared = 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.scale * self.body(x)
+        return out.square() if self.squared else out
+
+
+@case(traces=(2,))
+def module_number_changed(run: Run) -> Job:
+    module = Scaled()
+    return changed(run, module, lambda opt: setattr(module, "scale", 0.25))
+
+
+@case(traces=(2,))
+def module_flag_changed(run: Run) -> Job:
+    module = Scaled()
+    return changed(run, module, lambda opt: setattr(module, "squared", True))
+
+
+@case(traces=(2,))
+def dropout_rate_changed(run: Run) -> Job:
+    module = mlp(dropout=0.5)
+    return changed(run, module, lambda opt: setattr(module[2], "p", 0.1))
+
+
+@case(traces=(2,))
+def layer_replaced(run: Run) -> Job:
+    """A layer without parameters gives way to another."""
+    module = mlp()
+    return changed(run, module, lambda opt: setattr(module, "1", nn.ReLU()))
+
+
+@case(traces=(2,))
+def forward_hook_added(run: Run) -> Job:
+    module = mlp()
+    return changed(run, module, lambda opt: module[1].register_forward_hook(lambda layer, args, out: 0.5 * out))
+
+
+@case(traces=(2,))
+def backward_hook_added(run: Run) -> Job:
+    module = mlp()
+    hook = lambda layer, grads_in, grads_out: (0.5 * grads_in[0],)  # noqa: E731
+    return changed(run, module, lambda opt: module[2].register_full_backward_hook(hook))
+
+
+@case(traces=(2,))
+def parameter_hook_added(run: Run) -> Job:
+    module = mlp()
+    return changed(run, module, lambda opt: module[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)))
+
+
+@case(traces=(2,))
+def hook_removed(run: Run) -> Job:
+    module = mlp()
+    handle = module[1].register_forward_hook(lambda layer, args, out: 0.5 * out)
+    return changed(run, module, lambda opt: handle.remove())
+
+
+@case(ranks=False, traces=(2,))  # DistributedDataParallel waits for the frozen parameter
+def parameter_frozen(run: Run) -> Job:
+    module = mlp()
+    return changed(run, module, lambda opt: module[0].requires_grad_(False))
+
+
+@case(traces=(2,))
+def gradients_preset(run: Run) -> Job:
+    """Gradients that the caller left before the third call are added to."""
+    module = mlp()
+
+    def preset(opt: torch.optim.Optimizer) -> None:
+        for param in module.parameters():
+            param.grad = torch.full_like(param, 0.1)
+
+    return changed(run, module, preset)
+
+
+@case(traces=(1, 2))
+def parameters_written_by_the_caller(run: Run) -> Job:
+    """The caller writes parameters and moments in place: they are read at the next call."""
+    module = mlp()
+
+    def write(opt: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.mul_(0.5)
+                opt.state[param]["momentum_buffer"].zero_()
+
+    return changed(run, module, write)
+
+
+@case(traces=(2,))
+def optimizer_state_cleared(run: Run) -> Job:
+    """SGD with dampening: its first update has no moment to damp, and so has the first one after the clearing."""
+    return changed(run, mlp(), lambda opt: opt.state.clear(), dampening=0.5)
+
+
+@case(traces=(2,))
+def argument_changed(run: Run) -> Job:
+    """A Python number given at every call; its second value comes back and is not traced again."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor, smoothing: float) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y, label_smoothing=smoothing)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    values = [0.1, 0.2, 0.1, 0.2]
+    batches = [(x, y, value) for (x, y), value in zip(class_batches(run, 4), values, strict=True)]
+    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+
+
+class ToFloat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() / 3
+
+
+@case(traces=(2,))
+def dtype_of_the_batch_changed(run: Run) -> Job:
+    """The same shapes in float64 every second call."""
+    job = usual_job(run, nn.Sequential(ToFloat(), mlp()))
+    made = class_batches(run, 4)
+    batches = [(x if call % 2 else x.double(), y) for call, (x, y) in enumerate(made)]
+    return Job(step=job.step, batches=batches, objects=job.objects)
+
+
+@case(traces=(1, 2))
+def strides_of_the_batch_changed(run: Run) -> Job:
+    """Every second batch is a transposed view with the same shape."""
+    job = usual_job(run, mlp())
+    made = class_batches(run, 4)
+    batches = [(x if call % 2 else x.t().contiguous().t(), y) for call, (x, y) in enumerate(made)]
+    return Job(step=job.step, batches=batches, objects=job.objects)
+
+
+@case()
+def rows_differ_by_rank(run: Run) -> Job:
+    """Every rank has its own batch size, always: the mean over the ranks does not weigh them, as in eager code."""
+    return usual_job(run, batch_norm_net(), rows=5 - 2 * run.rank)
+
+
+@case(traces=(1, 2))
+def last_batch_is_smaller_on_one_rank(run: Run) -> Job:
+    """Uneven data: the last rank retraces and the others do not, and nobody waits for nobody."""
+    job = usual_job(run, batch_norm_net())
+    sizes = [5, 5, 5 - 2 * run.rank, 5, 5 - 2 * run.rank]
+    batches = [(x[:size], y[:size]) for (x, y), size in zip(class_batches(run, 5), sizes, strict=True)]
+    return Job(step=job.step, batches=batches, objects=job.objects)

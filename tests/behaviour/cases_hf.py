@@ -1,0 +1,307 @@
+"""Cases about architectures of Hugging Face transformers: tiny configurations, unmodified code, dropout off and on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from tests.behaviour.harness import Job, Registry, Run
+
+registry = Registry()
+
+VOCABULARY, ROWS, LENGTH, CLASSES = 31, 2, 6, 3
+TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def tokens(generator: torch.Generator, low: int = 3) -> Tensor:
+    return torch.randint(low, VOCABULARY, (ROWS, LENGTH), generator=generator)
+
+
+def text_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    ids = tokens(generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def masked_text_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    """With a padding mask, and labels on some positions only."""
+    ids, mask = tokens(generator), torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, -2:] = 0
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, ids, -100)
+    labels[:, 0] = ids[:, 0]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def pair_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {"input_ids": tokens(generator), "labels": tokens(generator)}
+
+
+def image_batch(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(ROWS, 3, size, size, generator=generator),
+        "labels": torch.randint(CLASSES, (ROWS,), generator=generator),
+    }
+
+
+def sound_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "input_values": torch.randn(ROWS, 16, 8, generator=generator),
+        "labels": torch.randint(CLASSES, (ROWS,), generator=generator),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A configuration, the model built from it, and one batch with labels."""
+
+    config: Callable[..., Any]
+    options: dict[str, Any]
+    model: Callable[..., Any]
+    batch: Callable[[torch.Generator], dict[str, Tensor]]
+    dropout: dict[str, float]
+    """The options that turn dropout on; all are set to zero for the run without."""
+    from_config: dict[str, Any] = field(default_factory=dict)
+
+
+ARCHITECTURES = {
+    "bert": Architecture(  # encoder
+        config=hf.BertConfig,
+        options={
+            **TEXT,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "max_position_embeddings": 8,
+        },
+        model=hf.BertForMaskedLM,
+        batch=masked_text_batch,
+        dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    ),
+    "gpt2": Architecture(  # decoder, tied embedding
+        config=hf.GPT2Config,
+        options={**TEXT, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8},
+        model=hf.GPT2LMHeadModel,
+        batch=text_batch,
+        dropout={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    ),
+    "llama": Architecture(  # decoder, rotary positions, grouped heads
+        config=hf.LlamaConfig,
+        options={
+            **TEXT,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 16,
+            "max_position_embeddings": 8,
+        },
+        model=hf.LlamaForCausalLM,
+        batch=masked_text_batch,
+        dropout={"attention_dropout": 0.1},
+    ),
+    "t5": Architecture(  # encoder and decoder, relative positions
+        config=hf.T5Config,
+        options={
+            "vocab_size": VOCABULARY,
+            "d_model": 8,
+            "d_kv": 4,
+            "d_ff": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+        model=hf.T5ForConditionalGeneration,
+        batch=pair_batch,
+        dropout={"dropout_rate": 0.1},
+    ),
+    "mixtral": Architecture(  # mixture of experts, in the implementation whose shapes do not depend on the routing
+        config=hf.MixtralConfig,
+        options={
+            **TEXT,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 16,
+            "max_position_embeddings": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+        },
+        model=hf.MixtralForCausalLM,
+        batch=text_batch,
+        dropout={"attention_dropout": 0.1, "router_jitter_noise": 0.1},
+        from_config={"experts_implementation": "batched_mm"},
+    ),
+    "vit": Architecture(  # vision transformer
+        config=hf.ViTConfig,
+        options={
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "image_size": 8,
+            "patch_size": 4,
+            "num_labels": CLASSES,
+        },
+        model=hf.ViTForImageClassification,
+        batch=image_batch,
+        dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    ),
+    "convnextv2": Architecture(  # convolutional, layer norm, stochastic depth
+        config=hf.ConvNextV2Config,
+        options={
+            "hidden_sizes": [4, 8],
+            "depths": [1, 2],
+            "num_stages": 2,
+            "patch_size": 2,
+            "image_size": 8,
+            "num_labels": CLASSES,
+        },
+        model=hf.ConvNextV2ForImageClassification,
+        batch=image_batch,
+        dropout={"drop_path_rate": 0.2},
+    ),
+    "resnet": Architecture(  # convolutional, batch norm
+        config=hf.ResNetConfig,
+        options={
+            "embedding_size": 4,
+            "hidden_sizes": [4, 8],
+            "depths": [1, 1],
+            "layer_type": "basic",
+            "num_labels": CLASSES,
+        },
+        model=hf.ResNetForImageClassification,
+        batch=partial(image_batch, size=16),
+        dropout={},
+    ),
+    "mamba": Architecture(  # state-space, the slow path in plain torch
+        config=hf.MambaConfig,
+        options={**TEXT, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2},
+        model=hf.MambaForCausalLM,
+        batch=text_batch,
+        dropout={},
+    ),
+    "ast": Architecture(  # speech: a transformer on spectrograms
+        config=hf.ASTConfig,
+        options={
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "patch_size": 4,
+            "frequency_stride": 4,
+            "time_stride": 4,
+            "max_length": 16,
+            "num_mel_bins": 8,
+            "num_labels": CLASSES,
+        },
+        model=hf.ASTForAudioClassification,
+        batch=sound_batch,
+        dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    ),
+    "whisper": Architecture(  # speech: encoder on spectrograms, decoder on text
+        config=hf.WhisperConfig,
+        options={
+            **TEXT,
+            "d_model": 8,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "decoder_ffn_dim": 16,
+            "num_mel_bins": 4,
+            "max_source_positions": 8,
+            "max_target_positions": 8,
+            "decoder_start_token_id": 1,
+        },
+        model=hf.WhisperForConditionalGeneration,
+        batch=lambda generator: {
+            "input_features": torch.randn(ROWS, 4, 16, generator=generator),
+            "labels": tokens(generator),
+        },
+        dropout={"dropout": 0.1, "attention_dropout": 0.1},
+    ),
+    "wav2vec2": Architecture(
+        config=hf.Wav2Vec2Config,
+        options={
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "conv_dim": (4, 4),
+            "conv_stride": (2, 2),
+            "conv_kernel": (4, 4),
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
+            "num_labels": CLASSES,
+            "apply_spec_augment": False,
+            "layerdrop": 0.0,
+            "classifier_proj_size": 4,
+        },
+        model=hf.Wav2Vec2ForSequenceClassification,
+        batch=lambda generator: {
+            "input_values": torch.randn(ROWS, 64, generator=generator),
+            "labels": torch.randint(CLASSES, (ROWS,), generator=generator),
+        },
+        dropout={"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    ),
+    "deberta": Architecture(
+        config=hf.DebertaV2Config,
+        options={
+            **TEXT,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "max_position_embeddings": 8,
+        },
+        model=hf.DebertaV2ForMaskedLM,
+        batch=masked_text_batch,
+        dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    ),
+}
+
+
+RETURNED_WHOLE = ("bert", "vit")
+"""Steps that return the model's own output record and not only the loss."""
+
+
+def build_model(architecture: Architecture, dropout: bool) -> Any:
+    rates = architecture.dropout if dropout else dict.fromkeys(architecture.dropout, 0.0)
+    config = architecture.config(**architecture.options, **rates)
+    model = architecture.model._from_config(config, **architecture.from_config)
+    return model.train()
+
+
+def architecture_job(run: Run, name: str, dropout: bool) -> Job:
+    architecture = ARCHITECTURES[name]
+    module = build_model(architecture, dropout)
+    # Some models hold parameters that only masking or generation uses.
+    model, opt = run.model(module, find_unused_parameters=True), torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    @run.compile
+    def step(batch: dict[str, Tensor]) -> Any:
+        out = model(**batch)
+        out.loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return out if name in RETURNED_WHOLE else out.loss
+
+    generator = torch.Generator().manual_seed(run.rank)
+    batches = [(architecture.batch(generator),) for _ in range(3)]
+    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+
+
+for _name, _architecture in ARCHITECTURES.items():
+    registry.add(name=_name)(partial(architecture_job, name=_name, dropout=False))
+    if _architecture.dropout:
+        registry.add(name=f"{_name}_dropout")(partial(architecture_job, name=_name, dropout=True))

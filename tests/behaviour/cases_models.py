@@ -1,0 +1,250 @@
+"""Cases about what the model is made of: parameters, buffers, layers, random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import (
+    CLASSES,
+    FEATURES,
+    HIDDEN,
+    ROWS,
+    batch_norm_net,
+    class_batches,
+    loss_of,
+    mlp,
+    sgd,
+    usual_job,
+)
+
+registry = Registry()
+case = registry.add
+
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+
+
+class Tied(nn.Module):
+    """One matrix as embedding and as output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(FEATURES, HIDDEN)
+        self.head = nn.Linear(HIDDEN, FEATURES, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+@case()
+def tied_weights(run: Run) -> Job:
+    module = Tied()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(tokens: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    generator = torch.Generator().manual_seed(run.rank)
+    batches = [(torch.randint(FEATURES, (ROWS, 4), generator=generator),) for _ in range(3)]
+    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+
+
+@case()
+def one_layer_used_twice(run: Run) -> Job:
+    layer = nn.Linear(FEATURES, FEATURES)
+    return usual_job(run, nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(FEATURES, CLASSES)))
+
+
+@case()
+def frozen_parameters(run: Run) -> Job:
+    """Frozen in the middle of the model, and still given to the optimizer."""
+    module = mlp()
+    module[0].bias.requires_grad_(False)
+    module[2].weight.requires_grad_(False)
+    return usual_job(run, module)
+
+
+class Extras(nn.Module):
+    """A model with a layer that the forward skips and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.skipped = nn.Linear(HIDDEN, CLASSES)
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@case()
+def unused_parameters(run: Run) -> Job:
+    """No gradient and no optimizer state for them, as in eager code."""
+    return usual_job(run, Extras(), ddp=UNUSED, weight_decay=0.1)
+
+
+@case()
+def unused_parameters_adam(run: Run) -> Job:
+    module = Extras()
+    model, opt = run.model(module, **UNUSED), torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+@case(traces=(2,))
+def parameters_without_optimizer(run: Run) -> Job:
+    """The optimizer holds half of the parameters: the gradients of the others pile up."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module[2])
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+class Counting(nn.Module):
+    """Buffers of three kinds written in the forward, in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", torch.zeros(FEATURES), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.rows += len(x)
+            self.last = x[0] + self.last
+        return self.body(x - self.mean)
+
+
+@case()
+def buffers_written_in_forward(run: Run) -> Job:
+    return usual_job(run, Counting())
+
+
+@case()
+def batch_norm(run: Run) -> Job:
+    return usual_job(run, batch_norm_net())
+
+
+@case()
+def batch_norm_called_twice(run: Run) -> Job:
+    """Two forwards of one model in one step: the statistics move twice."""
+    module = batch_norm_net()
+    # Broadcasting buffers before the second forward would write what the first backward still needs.
+    model, opt = run.model(module, broadcast_buffers=False), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(torch.cat([x, -x])), torch.cat([y, y])) + module[0].weight.square().sum()
+        loss.backward()
+        with torch.no_grad():
+            module(x)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+@case()
+def dropout(run: Run) -> Job:
+    """The same masks as eager code, and the generator left in the same state."""
+    return usual_job(run, mlp(dropout=0.5))
+
+
+class Noisy(nn.Module):
+    """Random numbers of several kinds drawn in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[torch.randperm(len(x)).argsort()] + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(x.shape)
+        return F.gumbel_softmax(self.body(x), tau=2.0)
+
+
+@case()
+def random_numbers_in_forward(run: Run) -> Job:
+    return usual_job(run, Noisy())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.cell = kind(2, 4, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.cell(x.view(len(x), 3, 2))
+        return self.head(out[:, -1])
+
+
+for _kind in (nn.GRU, nn.LSTM, nn.RNN):
+    case(name=f"recurrent_{_kind.__name__.lower()}")(lambda run, kind=_kind: usual_job(run, Recurrent(kind)))
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = F.pad(x, (0, 2)).view(len(x), 2, 4)
+        mask = nn.Transformer.generate_square_subsequent_mask(2)
+        return self.head(self.layer(tokens, src_mask=mask).mean(1))
+
+
+@case()
+def transformer_layer(run: Run) -> Job:
+    return usual_job(run, Attention(0.0))
+
+
+@case()
+def transformer_layer_with_dropout(run: Run) -> Job:
+    return usual_job(run, Attention(0.2))
+
+
+@case()
+def weight_norm(run: Run) -> Job:
+    module = mlp()
+    nn.utils.parametrizations.weight_norm(module[0])
+    return usual_job(run, module)
+
+
+@case()
+def spectral_norm(run: Run) -> Job:
+    """Power iteration writes its vectors in every training forward."""
+    module = mlp()
+    nn.utils.parametrizations.spectral_norm(module[0])
+    # The broadcast of buffers writes into vectors that the backward still needs.
+    return usual_job(run, module, ddp={"broadcast_buffers": False})

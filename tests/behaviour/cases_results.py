@@ -1,0 +1,247 @@
+"""Cases about what a step returns and writes beside the update: results, evaluation, clipping, averages, inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import batch_norm_net, class_batches, loss_of, mlp, sgd
+
+registry = Registry()
+case = registry.add
+
+
+class Named(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    logits: Tensor
+    note: str
+
+
+def returning(run: Run, make: Any) -> Job:
+    """The usual step, returning ``make(loss, logits, x, module)``."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> object:
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return make(loss, logits, x, module)
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+RETURNS = {
+    "nothing": lambda loss, logits, x, module: None,
+    "tuple": lambda loss, logits, x, module: (loss, logits),
+    "one_tuple": lambda loss, logits, x, module: (loss,),
+    "dict": lambda loss, logits, x, module: {"loss": loss, "logits": logits},
+    "ordered_dict": lambda loss, logits, x, module: OrderedDict(b=loss, a=logits),
+    "named_tuple": lambda loss, logits, x, module: Named(loss, logits),
+    "dataclass": lambda loss, logits, x, module: Result(loss=loss, logits=logits, note="fine"),
+    "nested": lambda loss, logits, x, module: {"out": [loss, {"deep": (logits, None)}], "empty": [], "none": None},
+    "constants": lambda loss, logits, x, module: {"loss": loss, "rows": len(x), "name": "train", "on": True, "f": 0.5},
+    "twice": lambda loss, logits, x, module: (loss, loss, loss.detach()),
+    "its_input": lambda loss, logits, x, module: (x, loss),
+    "a_parameter": lambda loss, logits, x, module: module[0].weight,
+    "views": lambda loss, logits, x, module: (logits[0], logits.t(), logits.argmax(-1)),
+    "dataclass_in_dict": lambda loss, logits, x, module: {"result": Result(loss=loss, logits=logits, note="")},
+}
+for _name, _make in RETURNS.items():
+    case(name=f"returns_{_name}")(lambda run, make=_make: returning(run, make))
+
+
+@case()
+def returns_item(run: Run) -> Job:
+    """``.item()`` gives a fresh Python float at every call."""
+    return returning(run, lambda loss, logits, x, module: loss.item())
+
+
+@case()
+def returns_items_and_arithmetic(run: Run) -> Job:
+    return returning(
+        run,
+        lambda loss, logits, x, module: {
+            "loss": loss.item(),
+            "double": 2 * loss.item() + 1,
+            "right": logits.argmax(-1).eq(0).sum().item(),
+        },
+    )
+
+
+@case(traces=(2,))
+def evaluation_no_grad(run: Run) -> Job:
+    """Training and evaluation are two compiled functions over one model; training is called first."""
+    return train_and_evaluate(run, torch.no_grad, batch_norm_net())
+
+
+@case(traces=(2,))
+def evaluation_inference_mode(run: Run) -> Job:
+    return train_and_evaluate(run, torch.inference_mode, mlp(dropout=0.3))
+
+
+def train_and_evaluate(run: Run, mode: Any, module: nn.Module) -> Job:
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    @run.compile
+    def evaluate(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with mode():
+            logits = model(x)
+            return {"loss": F.cross_entropy(logits, y), "right": (logits.argmax(-1) == y).sum()}
+
+    def both(x: Tensor, y: Tensor) -> tuple[object, ...]:
+        module.train()
+        trained = train(x, y)
+        module.eval()
+        return trained, evaluate(x, y)
+
+    return Job(step=both, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+@case(traces=(1,))
+def evaluation_decorated(run: Run) -> Job:
+    module = mlp().eval()
+    model = run.model(module)
+
+    @run.compile
+    @torch.no_grad()
+    def evaluate(x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, x, y)
+
+    return Job(step=evaluate, batches=class_batches(run), objects={"model": module})
+
+
+@case(traces=(2,))
+def caller_turns_grad_off(run: Run) -> Job:
+    """The caller's grad mode is part of what the step means."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        if torch.is_grad_enabled():
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return loss
+
+    calls = [0]
+
+    def caller(x: Tensor, y: Tensor) -> object:
+        calls[0] += 1
+        with torch.set_grad_enabled(calls[0] % 2 == 1):
+            return step(x, y)
+
+    return Job(step=caller, batches=class_batches(run, 4), objects={"model": module, "opt": opt})
+
+
+def clipping(run: Run, clip: Any) -> Job:
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> tuple[object, ...]:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        norm = clip(module.parameters())
+        opt.step()
+        opt.zero_grad()
+        return loss, norm
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+CLIPS = {
+    "norm": lambda params: nn.utils.clip_grad_norm_(params, 0.1),
+    "norm_not_reached": lambda params: nn.utils.clip_grad_norm_(params, 1e6),
+    "norm_single_tensor": lambda params: nn.utils.clip_grad_norm_(params, 0.1, foreach=False),
+    "norm_inf": lambda params: nn.utils.clip_grad_norm_(params, 0.1, norm_type=float("inf")),
+    "norm_one": lambda params: nn.utils.clip_grad_norm_(params, 0.1, norm_type=1.0),
+    "value": lambda params: nn.utils.clip_grad_value_(params, 0.05),
+    "value_single_tensor": lambda params: nn.utils.clip_grad_value_(params, 0.05, foreach=False),
+}
+for _name, _clip in CLIPS.items():
+    case(name=f"clip_{_name}")(lambda run, clip=_clip: clipping(run, clip))
+
+
+@case()
+def weight_ema(run: Run) -> Job:
+    """A moving average of the weights, kept in a copy of the module and written inside the step."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+    average = copy.deepcopy(module).requires_grad_(False)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), module.parameters(), strict=True):
+                mean.lerp_(param, 0.1)
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "average": average})
+
+
+@case()
+def input_written_in_the_step(run: Run) -> Job:
+    """The caller's own batch tensor changes, as it does eagerly."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(0.5)
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+@case()
+def loose_tensor_written(run: Run) -> Job:
+    """A tensor of the closure that belongs to no module."""
+    module, total = mlp(), torch.zeros(())
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            total.add_(loss)
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "total": total})

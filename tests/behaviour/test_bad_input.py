@@ -1,0 +1,259 @@
+"""Steps that cannot become one graph: one clear error that names the line, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.behaviour.parts import FEATURES, loss_of, sgd
+from tests.behaviour.untouched import assert_untouched, batch, everything, finish, net, place_of, warm_up
+
+HERE = Path(__file__).name
+
+STEPS: dict[str, Callable[..., Any]] = {}
+
+
+def refused(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that must be refused at the line that carries the mark."""
+    STEPS[step.__name__] = step
+    return step
+
+
+@refused
+def branch_on_a_tensor(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    if loss > 3:  # <- here
+        loss = loss / 2
+    return finish(loss, opt)
+
+
+@refused
+def branch_on_an_item(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    if loss.item() > 3:  # <- here
+        loss = loss / 2
+    return finish(loss, opt)
+
+
+@refused
+def branch_after_the_update(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = finish(loss_of(model, x, y), opt)
+    if model[0].weight.isnan().any():  # <- here
+        raise FloatingPointError("NaN")
+    return loss
+
+
+@refused
+def turned_into_a_float(model: Any, opt: Any, x: Tensor, y: Tensor) -> float:
+    return float(finish(loss_of(model, x, y), opt))  # <- here
+
+
+@refused
+def turned_into_an_index(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    kept = x[: int(y.max())]  # <- here
+    return finish(loss_of(model, kept, y[: len(kept)]), opt)
+
+
+@refused
+def a_mask_that_changes_shapes(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    kept = logits[y > 0]  # <- here
+    return finish(kept.square().mean(), opt)
+
+
+@refused
+def converted_to_numpy(model: Any, opt: Any, x: Tensor, y: Tensor) -> Any:
+    loss = finish(loss_of(model, x, y), opt)
+    return loss.detach().numpy()  # <- here
+
+
+@refused
+def converted_to_a_list(model: Any, opt: Any, x: Tensor, y: Tensor) -> Any:
+    loss = finish(loss_of(model, x, y), opt)
+    return loss.detach().reshape(1).tolist()  # <- here
+
+
+@refused
+def formatted_with_a_precision(model: Any, opt: Any, x: Tensor, y: Tensor) -> str:
+    loss = finish(loss_of(model, x, y), opt)
+    return f"{loss.detach():.3f}"  # <- here
+
+
+@torch.library.custom_op("wholestep_bad_input::without_fake", mutates_args=())
+def without_fake(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@refused
+def operator_without_fake_kernel(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    doubled = without_fake(x)  # <- here
+    return finish(loss_of(model, doubled, y), opt)
+
+
+@refused
+def shapes_that_do_not_fit(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x) @ x  # <- here
+    return finish(logits.mean(), opt)
+
+
+@refused
+def devices_that_do_not_fit(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    far = torch.zeros(5, 3, device="meta")
+    logits = model(x) + far  # <- here
+    return finish(F.cross_entropy(logits, y), opt)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("name", STEPS)
+def test_is_refused_at_its_line(name: str, warm: bool) -> None:
+    module = net()
+    opt = sgd(module)
+    if warm:
+        warm_up(module, opt)
+    x, y = batch()
+    step = ws.compile(STEPS[name], backend="eager")
+    before = everything(module=module, opt=opt, x=x, y=y)
+    with pytest.raises(ws.CaptureError, match=re.escape(place_of(STEPS[name])) + r"\b"):
+        step(module, opt, x, y)
+    assert_untouched(before, everything(module=module, opt=opt, x=x, y=y))
+
+
+def test_the_models_are_usable_after_an_error() -> None:
+    """The step that was refused, mended: it gives what eager code gives."""
+    torch.manual_seed(0)
+    twins = [net(), net()]
+    twins[1].load_state_dict(twins[0].state_dict())
+    opts = [sgd(module) for module in twins]
+    x, y = batch()
+    with pytest.raises(ws.CaptureError):
+        ws.compile(branch_on_a_tensor, backend="eager")(twins[0], opts[0], x, y)
+    good = ws.compile(lambda model, opt, x, y: finish(loss_of(model, x, y), opt), backend="eager")
+    for _ in range(3):
+        torch.manual_seed(1)
+        compiled = good(twins[0], opts[0], x, y)
+        torch.manual_seed(1)
+        assert torch.equal(compiled, finish(loss_of(twins[1], x, y), opts[1]))
+    assert_untouched(everything(module=twins[1].state_dict()), everything(module=twins[0].state_dict()))
+
+
+def test_own_exception_of_the_step_comes_through() -> None:
+    def step(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = finish(loss_of(model, x, y), opt)
+        raise ValueError("my own complaint")  # <- here
+        return loss
+
+    module = net()
+    opt = sgd(module)
+    x, y = batch()
+    before = everything(module=module, opt=opt)
+    with pytest.raises((ValueError, ws.CaptureError), match="my own complaint"):
+        ws.compile(step, backend="eager")(module, opt, x, y)
+    assert_untouched(before, everything(module=module, opt=opt))
+
+
+def test_error_while_the_graph_runs_leaves_everything() -> None:
+    """An index out of range is met in the forward, after the statistics of the batch norm have moved."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.table = net(), nn.Embedding(3, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.body(x) + self.table(y)).square().mean()
+
+    module = Net()
+    opt = sgd(module)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return finish(module(x, y), opt)
+
+    x, y = batch()
+    step(x, y)
+    before = everything(module=module, opt=opt)
+    with pytest.raises((IndexError, ws.WholestepError)):
+        step(x, y + 3)
+    after = everything(module=module, opt=opt)
+    before["rng"] = after["rng"]  # the dropout before the failure has drawn, as it would have eagerly
+    assert_untouched(before, after)
+
+
+def lbfgs_step(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    return opt.step(closure)  # <- here
+
+
+def test_lbfgs_is_refused() -> None:
+    module = net()
+    opt = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2)
+    x, y = batch()
+    before = everything(module=module, opt=opt)
+    with pytest.raises(ws.CaptureError, match="LBFGS") as raised:
+        ws.compile(lbfgs_step, backend="eager")(module, opt, x, y)
+    assert HERE in str(raised.value)
+    assert_untouched(before, everything(module=module, opt=opt))
+
+
+def sparse_step(model: Any, opt: Any, tokens: Tensor) -> Tensor:
+    loss = model(tokens).square().mean()
+    loss.backward()
+    opt.step()  # <- here
+    opt.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse_gradients", "dense_gradients"])
+def test_sparse_adam_is_refused(sparse: bool) -> None:
+    """Its step counter is a Python number: a trace would freeze it."""
+    module = nn.Embedding(10, 4, sparse=sparse)
+    opt = torch.optim.SparseAdam(module.parameters(), lr=0.1)
+    before = everything(module=module, opt=opt)
+    with pytest.raises(ws.CaptureError, match="SparseAdam") as raised:
+        ws.compile(sparse_step, backend="eager")(module, opt, torch.tensor([1, 2, 3]))
+    assert HERE in str(raised.value)
+    assert_untouched(before, everything(module=module, opt=opt))
+
+
+def test_more_retraces_than_allowed() -> None:
+    module = net()
+    opt = sgd(module)
+
+    @ws.compile(backend="eager", max_retraces=2)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return finish(loss_of(module, x, y), opt)
+
+    x, y = batch()
+    for rows in (5, 4, 3):  # the first trace and two more
+        step(x[:rows], y[:rows])
+    before = everything(module=module, opt=opt)
+    with pytest.raises(ws.RetraceLimitError) as raised:
+        step(x[:2], y[:2])
+    text = str(raised.value)
+    assert HERE in text
+    assert all(f"{rows}, {FEATURES}" in text for rows in (5, 4, 3, 2)), f"the reasons are missing in: {text}"
+    assert_untouched(before, everything(module=module, opt=opt))
+    step(x[:4], y[:4])  # what is cached still runs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "ddp"}, {"backend": "fast"}, {"max_retraces": -1}, {"passes": 3}, {"mesh": "world"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_are_checked_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(ws.ConfigError, match=next(iter(options))):
+        ws.compile(lambda x: x, **options)

@@ -1,0 +1,39 @@
+"""Architectures of Hugging Face transformers against plain eager code on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import wholestep as ws
+from tests.behaviour.cases_hf import ARCHITECTURES, registry
+from tests.behaviour.harness import Run, check
+from tests.behaviour.untouched import assert_untouched, everything
+
+
+@pytest.mark.parametrize("name", registry.cases)
+def test_equals_eager(name: str) -> None:
+    complaints = check(registry.cases[name], Run())
+    assert not complaints, "\n".join(complaints)
+
+
+def test_experts_with_shapes_that_follow_the_routing_are_refused() -> None:
+    """The eager implementation of experts gives every expert the tokens that chose it: no static shapes."""
+    architecture = ARCHITECTURES["mixtral"]
+    module = architecture.model._from_config(
+        architecture.config(**architecture.options), experts_implementation="eager"
+    ).train()
+    opt = torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    @ws.compile(backend="eager")
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = module(**batch).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    before = everything(module=module, opt=opt)
+    with pytest.raises(ws.CaptureError, match=r"\.py:\d+"):
+        step(architecture.batch(torch.Generator().manual_seed(0)))
+    assert_untouched(before, everything(module=module, opt=opt))

@@ -1,0 +1,195 @@
+"""Python that runs while a step is traced runs once and never again: it is refused and undone, or said.
+
+Nothing of it may be baked in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wholestep as ws
+from tests.behaviour.harness import Record
+from tests.behaviour.parts import loss_of, sgd
+from tests.behaviour.untouched import assert_untouched, batch, everything, finish, net, place_of
+
+HERE = Path(__file__).name
+
+
+class Trainer:
+    """Everything a step may reach: counters, lists, a scheduler."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.opt = sgd(self.model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, step_size=1, gamma=0.5)
+        self.calls, self.losses, self.log = 0, [], {"loss": None}  # type: ignore[var-annotated]
+
+    def update(self, x: Tensor, y: Tensor) -> Tensor:
+        return finish(loss_of(self.model, x, y), self.opt)
+
+    def counter(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return self.update(x, y)
+
+    def growing_list(self, x: Tensor, y: Tensor) -> Tensor:
+        self.losses.append(self.update(x, y).detach())
+        return self.losses[-1]
+
+    def written_dictionary(self, x: Tensor, y: Tensor) -> Tensor:
+        self.log["loss"] = self.update(x, y).detach()
+        return self.log["loss"]
+
+    def new_attribute(self, x: Tensor, y: Tensor) -> Tensor:
+        self.last_loss = self.update(x, y).detach()
+        return self.last_loss
+
+    def scheduler_inside(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.update(x, y)
+        self.scheduler.step()
+        return loss
+
+    def rate_written_inside(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.update(x, y)
+        self.opt.param_groups[0]["lr"] *= 0.5
+        return loss
+
+    def module_switched_inside(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.update(x, y)
+        self.model.eval()
+        return loss
+
+    def python_random(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(x * random.random(), y)
+
+    def numpy_random(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(x * float(np.random.rand()), y)
+
+    def seen(self) -> Record:
+        attributes = {name: value for name, value in vars(self).items() if name not in ("model", "opt", "scheduler")}
+        schedule = {name: value for name, value in vars(self.scheduler).items() if name != "optimizer"}
+        seen = everything(model=self.model, opt=self.opt, attributes=attributes)
+        seen["schedule"] = repr(schedule)
+        return seen
+
+
+SIDE_EFFECTS = {  # method -> what the message must name
+    "counter": "calls",
+    "growing_list": "losses",
+    "written_dictionary": "log",
+    "new_attribute": "last_loss",
+    "scheduler_inside": "schedul|lr",
+    "rate_written_inside": "lr",
+    "module_switched_inside": "training|eval",
+    "python_random": "random",
+    "numpy_random": "numpy",
+}
+
+
+@pytest.mark.parametrize("name", SIDE_EFFECTS)
+def test_side_effect_is_refused_and_undone(name: str) -> None:
+    trainer = Trainer()
+    x, y = batch()
+    step = ws.compile(getattr(trainer, name), backend="eager")
+    before = trainer.seen()
+    with pytest.raises(ws.CaptureError, match=SIDE_EFFECTS[name]) as raised:
+        step(x, y)
+    assert HERE in str(raised.value)
+    assert_untouched(before, trainer.seen())
+
+
+CALLS = 0
+
+
+def counting_in_a_global(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return finish(loss_of(model, x, y), opt)
+
+
+def test_counter_in_a_global_is_refused_and_undone() -> None:
+    module = net()
+    opt = sgd(module)
+    with pytest.raises(ws.CaptureError, match="CALLS") as raised:
+        ws.compile(counting_in_a_global, backend="eager")(module, opt, *batch())
+    assert HERE in str(raised.value)
+    assert CALLS == 0
+
+
+def test_counter_in_a_closure_is_refused_and_undone() -> None:
+    module, calls = net(), 0
+    opt = sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss = loss_of(module, x, y)
+        return finish(loss / 2 if calls % 4 == 0 else loss, opt)
+
+    with pytest.raises(ws.CaptureError, match="calls") as raised:
+        ws.compile(step, backend="eager")(*batch())
+    assert HERE in str(raised.value)
+    assert calls == 0
+
+
+def test_losses_collected_in_a_closure_are_refused_and_undone() -> None:
+    module, losses = net(), []  # type: ignore[var-annotated]
+    opt = sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses.append(finish(loss_of(module, x, y), opt))
+        return losses[-1]
+
+    with pytest.raises(ws.CaptureError, match="losses") as raised:
+        ws.compile(step, backend="eager")(*batch())
+    assert HERE in str(raised.value)
+    assert losses == []
+
+
+def printing(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = finish(loss_of(model, x, y), opt)
+    print(loss)  # <- here
+    return loss
+
+
+def test_print_warns_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    module = net()
+    opt = sgd(module)
+    step = ws.compile(printing, backend="eager")
+    with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.WARNING):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(module, opt, *batch())
+    said = [str(one.message) for one in warned] + [one.getMessage() for one in caplog.records]
+    assert sum(place_of(printing) in text for text in said) == 1, said
+
+
+def test_a_step_without_side_effects_is_not_suspected() -> None:
+    """Local containers, comprehensions and counters of its own are a step's own business."""
+    module = net()
+    opt = sgd(module)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        parts, count = [], 0
+        for half in x.split(3):
+            parts.append(module(half))
+            count += len(half)
+        report = {"loss": F.cross_entropy(torch.cat(parts), y)}
+        report["scaled"] = finish(report["loss"], opt) * count
+        return report
+
+    x, y = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = [step(torch.cat([x, x[:1]]), torch.cat([y, y[:1]])) for _ in range(3)]
+    assert all(set(result) == {"loss", "scaled"} for result in results)

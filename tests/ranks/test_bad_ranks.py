@@ -1,0 +1,207 @@
+"""Ranks that do not fit together: an error with its reason on every rank, within bounded time, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.behaviour.parts import FEATURES, batch_norm_net, loss_of, mlp, sgd
+from tests.behaviour.untouched import assert_untouched, batch, everything, finish
+
+pytestmark = pytest.mark.ranks
+
+
+def outcome(step: Any, batches: list[tuple[Tensor, ...]], **objects: object) -> tuple[type, str, int, float]:
+    """Call the step on every batch until it fails: class and text of the error, completed calls, seconds waited.
+
+    Checks that the call that failed has left every object as it was.
+    """
+    for call, one in enumerate(batches):
+        before, started = everything(**objects), time.monotonic()
+        try:
+            step(*one)
+        except ws.WholestepError as error:
+            assert_untouched(before, everything(**objects))
+            return type(error), str(error), call, time.monotonic() - started
+    raise AssertionError("no call failed")
+
+
+def models_differ(what: str) -> tuple[type, str, int, float]:
+    rank = dist.get_rank()
+    module: nn.Module = mlp()
+    if what == "width" and rank == 1:
+        module = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, 3))
+    if what == "depth" and rank == 1:
+        module = nn.Sequential(mlp(), nn.Tanh(), nn.Linear(3, 3))
+    if what == "dtype" and rank == 1:
+        module.double()
+    if what == "frozen" and rank == 1:
+        module[0].requires_grad_(False)  # type: ignore[index]
+    if what == "buffers" and rank == 1:
+        module = nn.Sequential(module, nn.BatchNorm1d(3, affine=False))
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return finish(loss_of(module, x.to(next(module.parameters()).dtype), y), opt)
+
+    return outcome(step, [batch()], module=module, opt=opt)
+
+
+@pytest.mark.parametrize("what", ["width", "depth", "dtype", "frozen", "buffers"])
+def test_models_that_differ(pool2: Any, what: str) -> None:
+    first, second = pool2.run(models_differ, what)
+    assert first[0] is second[0] is ws.RankMismatchError
+    assert first[1] == second[1], "every rank must show the same difference"
+    assert "rank" in first[1].lower()
+
+
+def code_paths_differ(how: str) -> tuple[type, str, int, float]:
+    rank = dist.get_rank()
+    module = nn.ModuleDict({"body": mlp(), "left": nn.Linear(3, 3), "right": nn.Linear(3, 3)})
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = module["body"](x)
+        if how == "heads":
+            hidden = module["left" if rank == 0 else "right"](hidden)
+        loss = nn.functional.cross_entropy(hidden, y)
+        if how == "no_backward" and rank == 1:
+            return loss
+        return finish(loss, opt)
+
+    return outcome(step, [batch()], module=module, opt=opt)
+
+
+@pytest.mark.parametrize("how", ["heads", "no_backward"])
+def test_code_paths_that_differ(pool2: Any, how: str) -> None:
+    first, second = pool2.run(code_paths_differ, how)
+    assert first[0] is second[0] is ws.RankMismatchError
+    assert first[1] == second[1]
+
+
+def paths_part_later() -> tuple[type, str, int, float]:
+    """Alike for two calls; then the flag of one rank changes, and with it the set of gradients."""
+    module = nn.ModuleDict({"body": mlp(), "head": nn.Linear(3, 3)})
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor, with_head: bool) -> Tensor:
+        hidden = module["body"](x)
+        return finish(nn.functional.cross_entropy(module["head"](hidden) if with_head else hidden, y), opt)
+
+    batches: list[Any] = [(*batch(), True), (*batch(), True), (*batch(), dist.get_rank() == 0)]
+    return outcome(step, batches, module=module, opt=opt)
+
+
+def test_code_paths_that_part_after_two_calls(pool2: Any) -> None:
+    """One rank has a program to agree on and the other has none: an error on both, in bounded time."""
+    found = pool2.run(paths_part_later)
+    assert {kind for kind, _, _, _ in found} <= {ws.RankMismatchError, ws.RankMissingError}
+    assert [call for _, _, call, _ in found] == [2, 2]
+
+
+def one_rank_cannot_capture() -> tuple[type, str, int, float]:
+    """The data of one rank leads into a branch that cannot be captured."""
+    module = mlp()
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(module, x, y)
+        if dist.get_rank() == 1 and loss > 3:
+            loss = loss / 2
+        return finish(loss, opt)
+
+    return outcome(step, [batch()], module=module, opt=opt)
+
+
+def test_a_rank_that_cannot_capture_does_not_leave_the_others_waiting(pool2: Any) -> None:
+    first, second = pool2.run(one_rank_cannot_capture)
+    assert second[0] is ws.CaptureError
+    assert "test_bad_ranks.py" in second[1]
+    assert first[0] is ws.RankMissingError
+    assert "1" in first[1]
+    assert first[3] < 30, "the others learn it at once, not after the timeout"
+
+
+def exits_before_the_first_step(how: str) -> None:
+    module = batch_norm_net()
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return finish(loss_of(module, x, y), opt)
+
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(4)
+        ws.init().close()
+        return
+    kind, text, call, _ = outcome(step, [batch()], module=module, opt=opt)
+    assert kind is ws.RankMissingError
+    assert call == 0
+    raise ws.RankMissingError(text)
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies"])
+def test_a_rank_that_exits_before_the_first_step(pool2: Any, how: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ws.RankMissingError, match=r"[Rr]ank 1"):
+        pool2.run(exits_before_the_first_step, how, grace_s=60)
+    assert time.monotonic() - started < 70
+
+
+FUSE = {"calls_left": -1}
+"""How many more times the operator below may run on this rank before its process ends; negative: for ever."""
+
+
+@torch.library.custom_op("wholestep_bad_ranks::fuse", mutates_args=())
+def fuse(x: Tensor) -> Tensor:
+    """A copy of its argument; the process that has used up its calls dies here, in the middle of a step."""
+    if FUSE["calls_left"] == 0:
+        os._exit(9)
+    FUSE["calls_left"] -= 1
+    return x.clone()
+
+
+@fuse.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+fuse.register_autograd(lambda ctx, grad: fuse(grad))
+
+
+def dies_in_the_middle_of_a_step() -> None:
+    module = mlp()
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = fuse(module[1](module[0](x)))  # runs again in the backward, between the two layers' gradients
+        return finish(nn.functional.cross_entropy(module[2](hidden), y), opt)
+
+    # Forward and backward of two steps and the forward of the third: dies in its backward.
+    FUSE["calls_left"] = 5 if dist.get_rank() == 1 else -1
+    kind, text, call, waited_s = outcome(step, [batch() for _ in range(4)])
+    assert kind is ws.RankMissingError
+    assert call == 2
+    assert waited_s < 50
+    raise ws.RankMissingError(text)
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_step(pool2: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(ws.RankMissingError, match="Rank 1 of 2") as caught:
+        pool2.run(dies_in_the_middle_of_a_step, grace_s=60)
+    assert time.monotonic() - started < 70
+    assert "step" in str(caught.value)

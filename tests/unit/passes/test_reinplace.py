@@ -1,0 +1,544 @@
+"""reinplace: updates write into their inputs, temporaries are reused, and no bit of a result changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from tests.unit import builders
+from tests.unit.builders import aten, c10d
+from wholestep.lower import eager
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.program import meta, ops
+from wholestep.program.program import InputKind, OutputKind, Program, Stage
+
+
+def scheduled(program: Program) -> Program:
+    return run_passes(builders.without_gradients(program), [reinplace])
+
+
+def check(program: Program, tensors: list[torch.Tensor]) -> Program:
+    """The program after the pass, which gives the same bits."""
+    after = scheduled(program)
+    assert after.stage is Stage.SCHEDULED
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    return after
+
+
+def copies(program: Program) -> int:
+    return builders.count(program, aten.copy_.default, aten._foreach_copy_.default, aten.clone.default)
+
+
+def adamw_step(variant: str) -> tuple[Any, list[torch.Tensor]]:
+    shapes = [(6, 4), (4,), ()]
+    flags = {"foreach": variant == "foreach", "fused": variant == "fused"}
+
+    def step(*tensors: torch.Tensor) -> None:
+        params, grads, avgs, sqs, steps = (list(tensors[i : i + 3]) for i in range(0, 15, 3))
+        lr = 1e-3 if variant == "fused" else tensors[15].item()
+        adamw(
+            params, grads, avgs, sqs, [], steps, amsgrad=False, beta1=0.9, beta2=0.999, lr=lr,
+            weight_decay=0.01, eps=1e-8, maximize=False, **flags,
+        )  # fmt: skip
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(shape, generator=generator) for _ in range(4) for shape in shapes]
+    return step, [*tensors, *(torch.tensor(3.0) for _ in shapes), torch.tensor(1e-3, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("variant", ["single", "foreach", "fused"])
+def test_adamw_copies_no_parameter_and_no_state(variant):
+    step, tensors = adamw_step(variant)
+    program = builders.capture(step, tensors)
+    after = check(program, tensors)
+    assert copies(after) == 0
+    assert set(after.results) == {None}
+    called = builders.calls(after)
+    wanted = {"single": "aten.addcdiv_.default", "foreach": "aten._foreach_addcdiv_.ScalarList"}
+    assert wanted.get(variant, "aten._fused_adamw_.default") in called
+    assert any("0 B of inputs" in note for note in after.history[-1].notes)
+
+
+@pytest.mark.parametrize("variant", ["single", "foreach", "fused"])
+def test_adamw_writes_into_the_tensors_it_is_given(variant):
+    step, tensors = adamw_step(variant)
+    after = scheduled(builders.capture(step, tensors))
+    expected = [tensor.clone() for tensor in tensors]
+    step(*expected)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    with torch.no_grad():
+        eager.lower(after)(list(tensors))
+    assert builders.same(tensors, expected)
+    assert pointers == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_an_adamw_update_allocates_less_than_twice_the_parameters():
+    """Alive at once besides the inputs: the denominator, and nothing of parameter size next to it."""
+    step, tensors = adamw_step("single")
+    tensors = [tensor.new_zeros(1000, 10) if tensor.shape == (6, 4) else tensor for tensor in tensors]
+    program = builders.capture(step, tensors)
+    parameter_bytes = 1000 * 10 * 4
+    peaks = []
+    for one in (program, scheduled(program)):
+        inputs = [tensor.clone() for tensor in tensors]
+        run = eager.lower(one)
+        with torch.no_grad(), builders.live_bytes() as live:
+            live.know(inputs)
+            run(inputs)
+        peaks.append(live.peak / parameter_bytes)
+    assert peaks[0] > 3
+    assert peaks[1] < 1.1
+
+
+def test_fused_update_leaves_gradients_that_are_returned():
+    """The schema says that grads are written to; without a scale they are not, and need no copy."""
+    step, tensors = adamw_step("fused")
+
+    def and_grads(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grads = [arg * 2 for arg in args[3:6]]
+        step(*args[:3], *grads, *args[6:])
+        return tuple(grads)
+
+    after = check(builders.capture(and_grads, tensors), tensors)
+    assert copies(after) == 0
+    assert "aten._fused_adamw_.default" in builders.calls(after)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_sgd_with_momentum(foreach):
+    def step(p, q, g, h, m, n):
+        sgd([p, q], [g, h], [m, n], foreach=foreach, weight_decay=0.1, momentum=0.9, lr=0.1, dampening=0.0, nesterov=True, maximize=False)
+
+    tensors = [torch.randn(5, 3), torch.randn(3)] * 3
+    after = check(builders.capture(step, tensors), tensors)
+    assert copies(after) == 0
+
+
+def test_temporaries_are_reused():
+    def fn(x):
+        return (x * 2).relu().sigmoid().add(1)
+
+    after = check(builders.capture(fn, [torch.randn(4)]), [torch.randn(4)])
+    assert builders.calls(after) == ["aten.mul.Tensor", "aten.relu_.default", "aten.sigmoid_.default", "aten.add_.Tensor"]
+
+
+def test_a_value_read_later_stays():
+    def fn(x):
+        y = x * 2
+        return y.relu() + y
+
+    after = check(builders.capture(fn, [torch.randn(4)]), [torch.randn(4)])
+    assert builders.calls(after) == ["aten.mul.Tensor", "aten.relu.default", "aten.add_.Tensor"]
+
+
+def test_a_view_that_is_read_later_keeps_its_base():
+    def fn(x):
+        y = x * 2
+        view = y.t()[1:]
+        return y.relu(), view + 1
+
+    after = check(builders.capture(fn, [torch.randn(4, 4)]), [torch.randn(4, 4)])
+    assert "aten.relu.default" in builders.calls(after)
+
+
+def test_parts_of_one_buffer_that_do_not_meet_are_overwritten_one_by_one():
+    def fn(x):
+        y = x * 2
+        top, bottom = y.split(2)
+        return top.relu(), bottom.sigmoid()
+
+    after = check(builders.capture(fn, [torch.randn(4, 4)]), [torch.randn(4, 4)])
+    assert {"aten.relu_.default", "aten.sigmoid_.default"} <= set(builders.calls(after))
+
+
+def test_the_same_tensor_twice_in_an_elementwise_call_is_fine():
+    def fn(x):
+        y = x + 1
+        return y * y
+
+    after = check(builders.capture(fn, [torch.randn(4)]), [torch.randn(4)])
+    assert "aten.mul_.Tensor" in builders.calls(after)
+
+
+def test_another_view_of_the_same_memory_in_the_call_is_not():
+    def fn(x):
+        y = x + 1
+        return y * y.t()
+
+    tensors = [torch.randn(4, 4)]
+    assert "aten.mul.Tensor" in builders.calls(check(builders.capture(fn, tensors), tensors))
+
+
+def test_broadcasting_and_promotion_do_not_go_in_place():
+    def fn(x, row, n):
+        return (row + 1) * (x + 1), (n + 1) * 0.5
+
+    tensors = [torch.randn(4, 3), torch.randn(3), torch.arange(3)]
+    assert builders.calls(check(builders.capture(fn, tensors), tensors))[2] == "aten.mul.Tensor"
+
+
+def test_an_input_without_a_write_is_never_touched():
+    def fn(x):
+        return x.mul(2)
+
+    after = check(builders.capture(fn, [torch.randn(4)]), [torch.randn(4)])
+    assert builders.calls(after) == ["aten.mul.Tensor"]
+
+
+def test_a_constant_is_never_touched():
+    constant = torch.ones(3)
+
+    def fn(x):
+        return constant.mul(2) + x
+
+    program = builders.capture(fn, [torch.randn(3)])
+    check(program, [torch.randn(3)])
+    assert constant.equal(torch.ones(3))
+
+
+def test_a_value_that_cannot_be_in_place_is_copied_at_the_end():
+    def fn(weight, x):
+        weight.copy_(x @ x)
+
+    tensors = [torch.randn(4, 4), torch.randn(4, 4)]
+    after = check(builders.capture(fn, tensors), tensors)
+    assert builders.calls(after) == ["aten.mm.default", "aten.copy_.default"]
+    assert any("64 B of inputs are copied" in note for note in after.history[-1].notes)
+
+
+def test_copies_of_one_type_are_one_call():
+    def fn(a, b, c, x):
+        a.copy_(x @ x)
+        b.copy_(x @ x.t())
+        c.copy_((x @ x).double())
+
+    tensors = [*(torch.randn(4, 4) for _ in range(2)), torch.randn(4, 4).double(), torch.randn(4, 4)]
+    after = check(builders.capture(fn, tensors), tensors)
+    assert builders.count(after, aten._foreach_copy_.default) == 1
+    assert builders.count(after, aten.copy_.default) == 1
+
+
+def test_two_buffers_that_swap():
+    program = swapped(builders.capture(lambda a, b: (a.add_(1), b.add_(1)), [torch.zeros(3), torch.ones(3)]))
+    _, inputs = builders.execute(scheduled(program), [torch.zeros(3), torch.ones(3)])
+    assert builders.same(inputs, [torch.ones(3), torch.zeros(3)])
+
+
+def swapped(program: Program) -> Program:
+    """WRITE a := b and WRITE b := a; what functionalisation gives for a swap by way of clones, without the clones."""
+    writes = tuple(output for output in program.outputs if output.kind is OutputKind.WRITE)
+    first, second = program.placeholders
+    program.graph.output_node().args = ((second, first),)
+    return replace(program, outputs=writes)
+
+
+def test_a_write_of_an_input_to_itself_is_dropped():
+    program = builders.capture(lambda a: a.add_(1), [torch.zeros(3)])
+    program.graph.output_node().args = ((program.placeholders[0],),)
+    after = scheduled(replace(program, outputs=(program.outputs[1],)))
+    assert after.results == (None,)
+    assert copies(after) == 0
+
+
+def test_a_view_of_an_input_written_through():
+    def fn(weight):
+        weight.view(-1).mul_(2)
+
+    tensors = [torch.randn(4, 3)]
+    after = check(builders.capture(fn, tensors), tensors)
+    assert copies(after) == 0
+
+
+def test_the_old_value_of_an_input_can_be_returned():
+    def fn(weight):
+        old = weight.clone()
+        weight.mul_(2)
+        return old
+
+    program = builders.capture(fn, [torch.randn(4)])
+    clone = program.graph.find_nodes(op="call_function", target=aten.clone.default)[0]
+    clone.replace_all_uses_with(program.placeholders[0])  # a program is functional: without the clone it means the same
+    check(program, [torch.randn(4)])
+
+
+def test_what_is_returned_does_not_change_with_the_next_call():
+    def fn(weight):
+        new = weight * 2
+        weight.copy_(new)
+        return new, new.view(2, 2)
+
+    tensors = [torch.randn(4)]
+    after = check(builders.capture(fn, tensors), tensors)
+    returned = [one for one in eager.lower(after)(tensors) if one is not None]
+    kept = [one.clone() for one in returned]
+    eager.lower(after)(tensors)
+    assert builders.same(returned, kept)
+
+
+def test_a_gradient_that_accumulates_stays_in_its_memory():
+    def fn(grad, x):
+        grad.add_(x)
+
+    program = builders.capture(fn, [torch.zeros(3), torch.ones(3)], kinds=[InputKind.GRAD, InputKind.USER])
+    outputs = (*program.outputs[1:], replace(program.outputs[1], kind=OutputKind.GRAD, target=0))
+    value = program.results[1]
+    program.graph.output_node().args = ((value, value),)
+    after = scheduled(replace(program, outputs=outputs))
+    assert copies(after) == 0
+
+
+def test_foreach_with_one_element_that_must_stay_clones_that_one():
+    def fn(a, b, c, d):
+        first = [x + 1 for x in (a, b, c, d)]
+        second = torch._foreach_mul(first, 2.0)
+        return (first[1], *second)
+
+    tensors = [torch.randn(8) for _ in range(4)]
+    after = check(builders.capture(fn, tensors), tensors)
+    assert "aten._foreach_mul_.Scalar" in builders.calls(after)
+    assert builders.count(after, aten.clone.default) == 1
+
+
+def test_foreach_with_the_same_tensor_twice():
+    def fn(a, b):
+        y = a + b
+        return tuple(torch._foreach_mul([y, y], 2.0))
+
+    tensors = [torch.randn(3), torch.randn(3)]
+    check(builders.capture(fn, tensors), tensors)
+
+
+def test_foreach_with_lists_that_cross():
+    def fn(a, b):
+        y = [a + 1, b + 1]
+        return tuple(torch._foreach_mul(y, [y[1], y[0]]))
+
+    tensors = [torch.randn(3), torch.randn(3)]
+    assert "aten._foreach_mul.List" in builders.calls(check(builders.capture(fn, tensors), tensors))
+
+
+def reduce(tensor: torch.Tensor) -> torch.Tensor:
+    return ops.WAIT(c10d.all_reduce.default(tensor, "sum", builders.world_group()))
+
+
+def with_mesh(program: Program) -> Program:
+    return builders.place(program)
+
+
+def test_no_input_is_written_before_the_last_wait():
+    def fn(mean, a, b, x):
+        mean.lerp_(x.mean(0), 0.1)
+        a.sub_(reduce(x.sum(0)))
+        b.sub_(reduce(x.square().sum(0)))
+
+    tensors = [torch.randn(3), torch.randn(3), torch.randn(3), torch.randn(5, 3)]
+    program = with_mesh(builders.capture(fn, tensors))
+    after = run_passes(program, [reinplace])
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    assert copies(after) == 0
+    calls = builders.calls(after)
+    last = max(index for index, call in enumerate(calls) if "wait_tensor" in call)
+    writes = [index for index, call in enumerate(calls) if call in ("aten.lerp_.Scalar", "aten.sub_.Tensor")]
+    assert len(writes) == 3
+    assert min(writes) > last
+
+
+class FailAtWait(torch.utils._python_dispatch.TorchDispatchMode):
+    """Fails in the n-th wait."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ops.WAIT:
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("a peer is gone")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_collective_that_fails_leaves_every_input_as_it_was(number):
+    def fn(mean, a, b, x):
+        mean.lerp_(x.mean(0), 0.1)
+        a.sub_(reduce(x.sum(0)))
+        b.sub_(reduce(x.square().sum(0)))
+
+    tensors = [torch.randn(3), torch.randn(3), torch.randn(3), torch.randn(5, 3)]
+    after = run_passes(with_mesh(builders.capture(fn, tensors)), [reinplace])
+    before = [tensor.clone() for tensor in tensors]
+    with torch.no_grad(), FailAtWait(number), pytest.raises(RuntimeError, match="peer"):
+        eager.lower(after)(tensors)
+    assert builders.same(tensors, before)
+
+
+def test_a_metric_reduced_behind_the_optimizer_costs_no_copy():
+    def fn(weight, x):
+        loss = (x @ weight).sum()
+        weight.sub_(x.sum(0))
+        return reduce(loss)
+
+    tensors = [torch.randn(3), torch.randn(5, 3)]
+    program = with_mesh(builders.capture(fn, tensors))
+    after = run_passes(program, [reinplace])
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    assert copies(after) == 0
+    assert any("moved behind the last wait" in note for note in after.history[-1].notes)
+
+
+def test_an_update_that_a_collective_depends_on_is_copied_at_the_end():
+    def fn(weight, x):
+        weight.sub_(x)
+        return reduce(weight * 1)
+
+    tensors = [torch.randn(3), torch.randn(3)]
+    program = with_mesh(builders.capture(fn, tensors))
+    after = run_passes(program, [reinplace])
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    assert builders.calls(after)[-1] == "aten.copy_.default"
+
+
+def test_random_operators_keep_their_order():
+    def fn(weight, x):
+        weight.sub_(x)
+        noise = torch.rand_like(weight)
+        loss = reduce(x.sum())
+        return noise, torch.rand_like(x), loss
+
+    tensors = [torch.randn(3), torch.randn(3)]
+    program = with_mesh(builders.capture(fn, tensors))
+    after = run_passes(program, [reinplace])
+    results = []
+    for one in (program, after):
+        torch.manual_seed(1)
+        results.append(builders.execute(one, tensors))
+    assert builders.same(*results)
+
+
+def test_an_all_reduce_of_a_dead_value_goes_in_place_and_of_a_live_one_does_not():
+    def fn(x):
+        dead, live = x * 2, x * 3
+        return reduce(dead), reduce(live), live
+
+    tensors = [torch.randn(3)]
+    program = with_mesh(builders.capture(fn, tensors))
+    after = run_passes(program, [reinplace])
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    assert builders.count(after, c10d.all_reduce_.default) == 1
+    assert builders.count(after, c10d.all_reduce.default) == 1
+
+
+def test_the_input_of_an_all_gather_is_not_overwritten_while_it_is_under_way():
+    def fn(x):
+        shard = x * 2
+        gathered = c10d.all_gather_into_tensor.default(shard, 1, builders.world_group())
+        meanwhile = shard.add(1)
+        return ops.WAIT(gathered), meanwhile
+
+    tensors = [torch.randn(3)]
+    program = with_mesh(builders.capture(fn, tensors))
+    assert "aten.add.Tensor" in builders.calls(run_passes(program, [reinplace]))
+
+
+def test_buckets_keep_what_is_known_about_them():
+    program = builders.place(builders.capture(lambda g: builders.gradient(g * 2, "w"), [torch.randn(3)]))
+    after = run_passes(program, [reinplace])
+    (node,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce_.default)
+    assert meta.bucket(node) == meta.Bucket(0, ("w",), 12, "alone")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a random program; `a`, `b`, `c` choose values, `kind` what is done with them."""
+
+    kind: str
+    a: int
+    b: int
+    c: int
+
+
+KINDS = [
+    "relu", "scale", "add", "mul", "addcmul", "lerp", "view", "transpose", "halves", "row", "foreach", "foreach2",
+    "copy", "mul_", "add_view_", "matmul", "clone", "reduce", "sum",
+]  # fmt: skip
+instructions = st.lists(
+    st.builds(Instruction, st.sampled_from(KINDS), *(st.integers(0, 30) for _ in range(3))), min_size=1, max_size=14
+)
+
+
+def interpret(program: list[Instruction], inputs: list[torch.Tensor], kept: list[int]) -> tuple[torch.Tensor, ...]:
+    """Runs the instructions on a growing pool of 4x4 values; the inputs come first and may be written to."""
+    pool = list(inputs)
+    for one in program:
+        a, b, c = (pool[index % len(pool)] for index in (one.a, one.b, one.c))
+        pool += step_of(one.kind, a, b, c, inputs[one.c % len(inputs)])
+    return tuple(pool[index % len(pool)] for index in kept)
+
+
+def step_of(kind: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+    match kind:
+        case "relu":
+            return [a.relu()]
+        case "scale":
+            return [a * 0.5]
+        case "add":
+            return [a + b]
+        case "mul":
+            return [a * b]
+        case "addcmul":
+            return [torch.addcmul(a, b, c, value=0.5)]
+        case "lerp":
+            return [torch.lerp(a, b, 0.25)]
+        case "view":
+            return [a.reshape(16).view(4, 4)]
+        case "transpose":
+            return [a.t()]
+        case "halves":
+            return [torch.cat([a[:2].mul(0.5), b[2:].sigmoid()])]
+        case "row":
+            return [a + b[1]]
+        case "foreach":
+            return list(torch._foreach_mul([a, b], 0.5))
+        case "foreach2":
+            return list(torch._foreach_add([a, b], [b, c]))
+        case "copy":
+            target.copy_(a)
+        case "mul_":
+            a.mul_(0.5)
+        case "add_view_":
+            a[1:3].add_(b[:2])
+        case "matmul":
+            return [(a @ b) * 0.1]
+        case "clone":
+            return [a.clone()]
+        case "reduce":
+            return [reduce(a)]
+        case "sum":
+            return [a + b.sum()]
+    return []
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(instructions, st.lists(st.integers(0, 40), max_size=3), st.integers(1, 3))
+def test_any_program_gives_the_same_bits(program, kept, num_inputs):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(4, 4, generator=generator) for _ in range(num_inputs)]
+    before = with_mesh(builders.capture(lambda *inputs: interpret(program, list(inputs), kept), tensors))
+    after = run_passes(before, [reinplace])
+    assert builders.same(builders.execute(after, tensors), builders.execute(before, tensors))
+    inputs = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():
+        results = eager.lower(after)(inputs)
+    written = {output.target for output in after.outputs if output.kind is OutputKind.WRITE}
+    pointers = {inputs[index].untyped_storage().data_ptr() for index in written if index is not None}
+    assert all(one is None or one.untyped_storage().data_ptr() not in pointers for one in results)
+    assert builders.count(after, aten.copy_.default) <= len(written)
