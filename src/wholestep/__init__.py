@@ -1,1 +1,43 @@
-"""wholestep: an ordinary PyTorch training step as one graph, spread over a mesh, with its communication scheduled."""
+"""wholestep: an ordinary PyTorch training step as one graph, spread over a mesh, its communication scheduled.
+
+>>> import wholestep as ws
+>>> @ws.compile(strategy=ws.DDP())
+... def train_step(model, opt, x, y): ...
+"""
+
+from wholestep.config import DDP
+from wholestep.errors import (
+    ArtifactError,
+    CaptureError,
+    ConfigError,
+    HyperparameterError,
+    InternalError,
+    PlacementError,
+    RankMismatchError,
+    RankMissingError,
+    RetraceLimitError,
+    WholestepError,
+)
+from wholestep.passes.default import default_passes
+from wholestep.run.world import World, init, run
+from wholestep.step import CompiledStep, compile
+
+__all__ = [
+    "DDP",
+    "ArtifactError",
+    "CaptureError",
+    "CompiledStep",
+    "ConfigError",
+    "HyperparameterError",
+    "InternalError",
+    "PlacementError",
+    "RankMismatchError",
+    "RankMissingError",
+    "RetraceLimitError",
+    "WholestepError",
+    "World",
+    "compile",
+    "default_passes",
+    "init",
+    "run",
+]

@@ -48,7 +48,8 @@ def rate_changed(cells: Any) -> None:
 
 
 def parameter_exchanged(cells: Any) -> None:
-    cells["opt"].param_groups[0]["params"][1] = torch.nn.Parameter(torch.zeros(8))
+    """Equal values in another object: the optimizer would go on with the old one."""
+    cells["model"][0].bias = torch.nn.Parameter(cells["model"][0].bias.detach().clone())
 
 
 def number_drawn(cells: Any) -> None:

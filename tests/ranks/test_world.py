@@ -15,7 +15,7 @@ import torch.distributed as dist
 from wholestep.errors import CaptureError, ConfigError, RankMissingError
 from wholestep.run.launch import RemoteTraceback
 from wholestep.run.watch import named_failures
-from wholestep.run.world import close_current, init, run
+from wholestep.run.world import init, run
 
 pytestmark = pytest.mark.ranks
 
@@ -243,9 +243,7 @@ def fails_midway(how, victim):
                 if world.rank == victim and step == 2:
                     if how == "dies":
                         os._exit(9)
-                    if how == "ends":
-                        world.close()
-                        return "left", None
+                    sys.exit(0)
                 dist.all_reduce(torch.ones(1000))
     except RankMissingError as error:
         return error, type(error.__cause__)
@@ -270,17 +268,17 @@ def test_survivors_name_the_rank_that_died_midway(pool4, tmp_path, victim):
         assert float(waited_s) < 30  # the timeout of the collective itself is 60 s
 
 
-def enters_anew():
-    close_current()
-    init("gloo")
+def runs_out_of_data(folder):
+    error, cause = fails_midway("ends", 1)
+    (folder / "verdict").write_text(f"{error} from {cause.__name__}")
 
 
-def test_a_rank_that_ended_early_is_named(pool2):
-    (error, cause), (left, _) = pool2.run(fails_midway, "ends", 1)
-    pool2.run(enters_anew)
-    assert left == "left"
-    assert "Rank 1 of 2 ended while rank 0 needed it in train_step, call 2: rank 1 left its World" in str(error)
-    assert issubclass(cause, RuntimeError)
+def test_a_rank_that_ended_early_is_named(pool2, tmp_path):
+    with pytest.raises(RankMissingError, match="Rank 1 of 2 ended with exit status 0"):
+        pool2.run(runs_out_of_data, tmp_path, grace_s=20)
+    verdict = (tmp_path / "verdict").read_text()
+    assert verdict.startswith("Rank 1 of 2 ended while rank 0 needed it in train_step, call 2: rank 1 ended its program.")
+    assert verdict.endswith("from RuntimeError")
 
 
 def sleeps_midway():

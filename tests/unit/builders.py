@@ -42,6 +42,8 @@ def capture(
 
     with mode, torch.autograd.set_multithreading_enabled(False):
         raw = make_fx(flat, tracing_mode="real")(*fakes)
+    _unfuse_writes(raw.graph)
+    raw.recompile()
     fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
     with mode, torch.no_grad():
         module = make_fx(torch.func.functionalize(raw, remove="mutations"), tracing_mode="real")(*fakes)
@@ -52,6 +54,22 @@ def capture(
         for kind, name, tensor in zip(kinds, names, tensors, strict=True)
     )
     return _with_outputs(module, inputs)
+
+
+def _unfuse_writes(graph: fx.Graph) -> None:
+    """``_fused_adamw_(...)`` -> ``_fused_adamw(...)`` and copies; torch refuses the empty lists of the former."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not str(node.target).startswith("aten._fused_"):
+            continue
+        functional = getattr(getattr(aten, node.target._schema.name.split("::")[1][:-1]), node.target._overloadname)
+        with graph.inserting_before(node):
+            call = graph.call_function(functional, node.args, node.kwargs)
+            for group in ops.written_by(node.target, node.kwargs):
+                values = graph.call_function(operator.getitem, (call, group))
+                for index, old in enumerate(node.args[group]):
+                    new = graph.call_function(operator.getitem, (values, index))
+                    graph.call_function(aten.copy_.default, (old, new))
+        graph.erase_node(node)
 
 
 def _with_outputs(module: fx.GraphModule, inputs: tuple[Input, ...]) -> Program:

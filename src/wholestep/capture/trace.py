@@ -38,6 +38,24 @@ from wholestep.program import ops
 from wholestep.program.program import InputKind
 
 
+_capturing = 0
+
+
+def is_capturing() -> bool:
+    """Whether a step is being captured at this moment."""
+    return _capturing > 0
+
+
+@contextmanager
+def _capture_flag() -> Iterator[None]:
+    global _capturing
+    _capturing += 1
+    try:
+        yield
+    finally:
+        _capturing -= 1
+
+
 @dataclass(slots=True)
 class Trace:
     """What one run of the step on fake tensors left."""
@@ -145,6 +163,7 @@ class Tracer:
                 _exchange(real, fake)
 
     def _contexts(self) -> Iterator[Any]:
+        yield _capture_flag()
         yield self._mode
         yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
         yield marked_gradients({id(s.tensor): (s.name, s.tensor) for s in self._state.params})

@@ -30,6 +30,7 @@ _MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
+_NO_STATE = ("torch", "numpy", "builtins", "_thread", "threading", "logging", "wholestep")
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _LIBRARY_ROOTS = ("torch.", "numpy.", "wholestep.")
 
@@ -161,7 +162,7 @@ class Walker:
             self._watch(thing, name, None)
             for key, item in list(thing.items()):
                 self.visit(f"{name}[{key!r}]", item, depth + 1)
-        elif not type(thing).__module__.startswith(("torch", "numpy", "builtins", "_thread", "threading", "logging")):
+        elif not type(thing).__module__.startswith(_NO_STATE):
             self._later.append((name, thing))
 
     def finish(self) -> Found:

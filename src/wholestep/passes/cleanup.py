@@ -1,5 +1,6 @@
 """Drops what does no work: profiler marks, views of views that lead back, dead code.
 
+What a fold removes is a second name of a value, or a copy whose place nobody looks at before the write.
 Before and after::
 
     t = aten.t.default(w)                    mm = aten.mm.default(x, w)
@@ -12,13 +13,14 @@ Random operators, effects, collectives and clones stay.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 import torch.fx as fx
 
-from wholestep.passes.alias import same_place
+from wholestep.passes.alias import same_layout, same_place
 from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program
+from wholestep.program.program import OutputKind, Program
 
 _aten = torch.ops.aten
 
@@ -35,10 +37,13 @@ def cleanup(program: Program) -> Program:
     """The program without profiler marks, needless views and dead code."""
     graph = program.graph
     marks = _strip_profiler(graph)
-    views = _fold_views(graph)
+    views = _fold_views(program)
+    copies = _fold_copies(program)
     _fold_items_of_literals(graph)
     dead = edit.remove_dead_code(graph)
-    return program.with_notes(f"dropped {marks} profiler marks, {views} views of what was there, {dead} dead nodes")
+    return program.with_notes(
+        f"dropped {marks} profiler marks, {views} views and {copies} copies of what was there, {dead} dead nodes"
+    )
 
 
 def _strip_profiler(graph: fx.Graph) -> int:
@@ -48,12 +53,23 @@ def _strip_profiler(graph: fx.Graph) -> int:
     return len(marks)
 
 
-def _fold_views(graph: fx.Graph) -> int:
+def _fold_views(program: Program) -> int:
     """Replaces a view by the first value up its chain of views that is the same place in memory."""
+    return _fold(program, _original)
+
+
+def _fold_copies(program: Program) -> int:
+    """``copy(old, new)``, which functionalisation makes of ``old.copy_(new)``, is `new` if it casts nothing."""
+    return _fold(program, _copied)
+
+
+def _fold(program: Program, find: Callable[[fx.Node], fx.Node | None]) -> int:
+    """Replaces nodes by the value that `find` gives for them. Gives how many were replaced."""
     folded = 0
-    returned = set(graph.output_node().all_input_nodes)
-    for node in list(graph.nodes):
-        original = _original(node)
+    pairs = zip(program.results, program.outputs, strict=True)
+    returned = {result for result, output in pairs if output.kind is not OutputKind.WRITE}
+    for node in list(program.graph.nodes):
+        original = find(node)
         # A result must stay a tensor object of its own: not the caller's parameter, not another result.
         if original is None or (node in returned and (original in returned or original.op != "call_function")):
             continue
@@ -62,6 +78,14 @@ def _fold_views(graph: fx.Graph) -> int:
         edit.replace_node(node, original)
         folded += 1
     return folded
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    if node.target is not _aten.copy.default:
+        return None
+    old, new = node.args[:2]
+    both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
+    return new if both and same_layout(meta.tensor(old), meta.tensor(new)) else None
 
 
 def _original(node: fx.Node) -> fx.Node | None:

@@ -55,11 +55,11 @@ def reinplace(program: Program) -> Program:
     """
     if program.stage is Stage.SCHEDULED:
         return program
+    edit.remove_dead_code(program.graph)  # once a call writes in place it cannot be dropped
     sunk = sink.sink_updates(program)
     work = _Reinplace(program)
     work.walk()
     copied = work.finish()
-    edit.remove_dead_code(program.graph)
     program = replace(program, stage=Stage.SCHEDULED)
     return program.with_notes(
         f"{work.num_done} calls run in place, {work.num_kept} that could by their schema do not",

@@ -32,11 +32,16 @@ def remove_dead_code(graph: fx.Graph) -> int:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node.op == "call_function" and ops.has_effect(node.target):
+        if node.op == "call_function" and (ops.has_effect(node.target) or _ends_an_effect(node)):
             continue
         graph.erase_node(node)
         removed += 1
     return removed
+
+
+def _ends_an_effect(node: fx.Node) -> bool:
+    """Whether the node waits for a collective that writes in place, and so for its result."""
+    return node.target is ops.WAIT and any(ops.mutated_args(arg.target) for arg in node.all_input_nodes)
 
 
 def emit(

@@ -47,7 +47,7 @@ def test_the_step_learns_clips_and_leaves_no_gradient(model: GPT) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     losses = [float(train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:]))]
     moved = torch.stack([(a - b).norm() for a, b in zip(model.parameters(), before, strict=True)]).norm()
-    assert float(moved) <= 1.0 + 1e-5  # SGD at rate 1 moves by the gradient, whose norm was clipped to 1
+    assert moved.item() <= 1.0 + 1e-5  # SGD at rate 1 moves by the gradient, whose norm was clipped to 1
     assert all(parameter.grad is None for parameter in model.parameters())
     losses += [float(train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:])) for _ in range(10)]
     assert losses[-1] < losses[0] - 1

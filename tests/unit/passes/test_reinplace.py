@@ -15,6 +15,7 @@ from torch.optim.sgd import sgd
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
 from wholestep.lower import eager
+from wholestep.passes.cleanup import cleanup
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.program import meta, ops
@@ -22,7 +23,7 @@ from wholestep.program.program import InputKind, OutputKind, Program, Stage
 
 
 def scheduled(program: Program) -> Program:
-    return run_passes(builders.without_gradients(program), [reinplace])
+    return run_passes(builders.without_gradients(program), [cleanup, reinplace])
 
 
 def check(program: Program, tensors: list[torch.Tensor]) -> Program:
@@ -64,7 +65,7 @@ def test_adamw_copies_no_parameter_and_no_state(variant):
     called = builders.calls(after)
     wanted = {"single": "aten.addcdiv_.default", "foreach": "aten._foreach_addcdiv_.ScalarList"}
     assert wanted.get(variant, "aten._fused_adamw_.default") in called
-    assert any("0 B of inputs" in note for note in after.history[-1].notes)
+    assert any(note.startswith("0 B of inputs") for note in after.history[-1].notes)
 
 
 @pytest.mark.parametrize("variant", ["single", "foreach", "fused"])
@@ -115,9 +116,12 @@ def test_fused_update_leaves_gradients_that_are_returned():
 @pytest.mark.parametrize("foreach", [False, True])
 def test_sgd_with_momentum(foreach):
     def step(p, q, g, h, m, n):
-        sgd([p, q], [g, h], [m, n], foreach=foreach, weight_decay=0.1, momentum=0.9, lr=0.1, dampening=0.0, nesterov=True, maximize=False)
+        sgd(
+            [p, q], [g, h], [m, n], foreach=foreach, weight_decay=0.1, momentum=0.9, lr=0.1,
+            dampening=0.0, nesterov=True, maximize=False,
+        )  # fmt: skip
 
-    tensors = [torch.randn(5, 3), torch.randn(3)] * 3
+    tensors = [torch.randn(shape) for _ in range(3) for shape in ((5, 3), (3,))]
     after = check(builders.capture(step, tensors), tensors)
     assert copies(after) == 0
 
@@ -527,13 +531,13 @@ def step_of(kind: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, target
     return []
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(instructions, st.lists(st.integers(0, 40), max_size=3), st.integers(1, 3))
 def test_any_program_gives_the_same_bits(program, kept, num_inputs):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 4, generator=generator) for _ in range(num_inputs)]
     before = with_mesh(builders.capture(lambda *inputs: interpret(program, list(inputs), kept), tensors))
-    after = run_passes(before, [reinplace])
+    after = run_passes(before, [cleanup, reinplace])
     assert builders.same(builders.execute(after, tensors), builders.execute(before, tensors))
     inputs = [tensor.clone() for tensor in tensors]
     with torch.no_grad():

@@ -1,0 +1,1 @@
+"""Reads programs of any stage and changes none."""

@@ -1,0 +1,248 @@
+"""The page: an ordinary training step, compiled. Reads top to bottom as the stages of wholestep.
+
+    step ──capture──▶ CAPTURED ──place──▶ PLACED ──passes──▶ SCHEDULED ──lower──▶ Executable ──run──▶ numbers
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from wholestep.capture import tree
+from wholestep.capture.capture import Captured, capture
+from wholestep.capture.trace import is_capturing
+from wholestep.config import DDP, Strategy
+from wholestep.errors import ConfigError, RetraceLimitError, WholestepError
+from wholestep.lower.eager import lower
+from wholestep.passes.default import default_passes
+from wholestep.passes.pipeline import Pass, run_passes
+from wholestep.place.strategies import place
+from wholestep.program.program import MeshAxis, Program, Stage
+from wholestep.program.show import plan_text
+from wholestep.report.explain import Explanation, explain
+from wholestep.run.agree import abandon, agree
+from wholestep.run.executable import Executable, describe_state, make_equal
+from wholestep.run.world import World, init
+
+log = logging.getLogger("wholestep")
+_generations = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """How often a step was captured and how often a captured graph was used again."""
+
+    traces: int
+    hits: int
+    reasons: tuple[str, ...]
+    """Why each trace after the first was needed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """One signature of the step: the program at each stage and what runs it."""
+
+    captured: Captured
+    programs: dict[Stage, Program]
+    executable: Executable
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    strategy: Strategy | None
+    mesh: DeviceMesh | None
+    passes: tuple[Pass, ...]
+    max_retraces: int
+
+
+class CompiledStep:
+    """A training step that runs as one graph. Made by `wholestep.compile`; called like the function it was made of."""
+
+    def __init__(self, step: Callable[..., Any], options: _Options) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self._step, self._options = step, options
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._entries: list[_Entry] = []
+        self._reasons: list[str] = []
+        self._hits = self._traces = 0
+        self._agreed: set[str] = set()
+        self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
+        if is_capturing():  # one compiled step inside another: part of the outer graph
+            return self._step(*args, **kwargs)
+        leaves, spec = tree.flatten((args, kwargs))
+        reason = None
+        for position, entry in enumerate(self._entries):
+            why_not = entry.captured.guards.why_not(leaves, spec)
+            if why_not is None:
+                if position:
+                    self._entries.insert(0, self._entries.pop(position))
+                self._hits += 1
+                return entry.executable(leaves)
+            reason = reason or why_not
+        return self._compile(args, kwargs, reason).executable(leaves)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
+        """Every stage, in order, for one signature."""
+        world = init()
+        axis = _axis(world, self._options.mesh)
+        self._allow_retrace(reason)
+        key = f"plan/{next(_generations)}"
+        try:
+            captured = capture(self._step, args, kwargs)
+            placed = place(captured.program, self._strategy(world), axis)
+            scheduled = run_passes(placed, [*self._default_passes(), *self._options.passes])
+            runner = lower(scheduled)
+        except WholestepError as error:
+            if world.size > 1:
+                abandon(error, store=world.store, rank=world.rank, key=key, size=world.size, what=f"the plan of {self._name}")
+            raise
+        plan = plan_text(scheduled) + describe_state(captured.program)
+        self._agree(plan, world, key)
+        if axis is not None and axis.size > 1 and (self._strategy(world) or DDP()).sync_at_start:
+            make_equal(captured.binding.synced(captured.program), axis, self._equal)
+        executable = Executable(scheduled, captured.binding, runner, world, self._name)
+        programs = {program.stage: program for program in (captured.program, placed, scheduled)}
+        self._entries.insert(0, _Entry(captured=captured, programs=programs, executable=executable, plan=plan))
+        self._traces += 1
+        return self._entries[0]
+
+    def _allow_retrace(self, reason: str | None) -> None:
+        if reason is None:
+            return
+        if len(self._reasons) >= self._options.max_retraces:
+            listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self._reasons, reason], 1))
+            raise RetraceLimitError(
+                f"{self._name} needs another trace, and max_retraces={self._options.max_retraces} are used up. The reasons were:\n"
+                f"{listing}\nKeep what changes out of the step or make it a tensor, or raise max_retraces."
+            )
+        self._reasons.append(reason)
+        log.warning("%s is captured again: %s", self._name, reason)
+
+    def _strategy(self, world: World) -> DDP | None:
+        return DDP() if self._options.strategy is None and world.size > 1 else self._options.strategy
+
+    def _default_passes(self) -> list[Pass]:
+        return default_passes(cap_bytes=(self._options.strategy or DDP()).cap_bytes)
+
+    def _agree(self, plan: str, world: World, key: str) -> None:
+        # A plan that all ranks agreed on before needs no second meeting, to which the others might not come:
+        # a rank whose last batch is smaller captures again, with the same schedule.
+        if world.size > 1 and plan not in self._agreed:
+            agree(
+                plan, store=world.store, rank=world.rank, size=world.size, key=key, timeout_s=world.timeout_s,
+                what=f"the plan of {self._name}", gone=world.gone,
+            )  # fmt: skip
+            self._agreed.add(plan)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
+        """A decorated method: one compiled step per instance."""
+        if instance is None:
+            return self
+        try:
+            bound = self._bound.get(instance)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self._name} is a compiled method of {type(instance).__name__}, whose instances cannot be held in a "
+                f"weak dictionary ({error}). Make the class hashable, or compile a function that takes the object."
+            ) from error
+        if bound is None:
+            bound = self._bound[instance] = CompiledStep(types.MethodType(self._step, instance), self._options)
+        return bound
+
+    def cache_info(self) -> CacheInfo:
+        """Traces, hits, and the reasons of the retraces."""
+        return CacheInfo(traces=self._traces, hits=self._hits, reasons=tuple(self._reasons))
+
+    def program(self, stage: Stage = Stage.SCHEDULED) -> Program:
+        """The program of the last signature used, as it was at the end of `stage`."""
+        return self._last().programs[stage]
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph that runs."""
+        return self.program().module
+
+    @property
+    def plan(self) -> str:
+        """The text that all ranks agreed on: the schedule of collectives and the parameters."""
+        return self._last().plan
+
+    def explain(self) -> Explanation:
+        """What the last signature used runs: collectives, bytes, buckets, reasons."""
+        strategy = "DDP" if self._last().programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
+        return explain(self.program(), step=self._name, strategy=strategy, backend="eager")
+
+    def _last(self) -> _Entry:
+        if not self._entries:
+            raise ConfigError(f"{self._name} has not been called yet, so there is nothing to look at. Call it once.")
+        return self._entries[0]
+
+
+def _axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:
+    """The mesh axis that data is spread over, as graphs see it."""
+    mesh = world.mesh if mesh is None else mesh
+    if mesh is None:
+        return None
+    if mesh.ndim != 1:
+        raise ConfigError(f"wholestep.compile(mesh=...) wants a mesh with one axis for DDP, got the axes {mesh.mesh_dim_names}.")
+    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
+    return MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name)
+
+
+@overload
+def compile(fn: Callable[..., Any], **options: Any) -> CompiledStep: ...
+@overload
+def compile(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile(
+    fn: Callable[..., Any] | None = None,
+    *,
+    strategy: Strategy | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: Literal["auto", "eager"] = "auto",
+    passes: Pass | Sequence[Pass] | None = None,
+    max_retraces: int = 8,
+) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
+    """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
+
+    Args:
+        fn: the step, written for one device. Without it a decorator is returned.
+        strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
+        mesh: a DeviceMesh with one axis; by default one axis over the world.
+        backend: "eager" runs the graph's own text node by node; "auto" chooses it.
+        passes: a function ``Program -> Program``, or several, run after the default ones.
+        max_retraces: how many new signatures may be captured after the first.
+
+    Raises:
+        ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
+    """
+    if fn is None:
+        return functools.partial(
+            compile, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
+        )
+    if not callable(fn):
+        raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
+    if isinstance(fn, torch.nn.Module):
+        raise ConfigError("wholestep.compile wants a whole training step, got a module. Write a function that calls it.")
+    if strategy is not None and not isinstance(strategy, DDP):
+        raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
+    if backend not in ("auto", "eager"):
+        raise ConfigError(f'wholestep.compile(backend=...) knows "auto" and "eager" in this version, got {backend!r}.')
+    if max_retraces < 0:
+        raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
+    extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)
+    return CompiledStep(fn, _Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces))
