@@ -36,7 +36,10 @@ DOORS: dict[str, dict[str, str]] = {
     # file below src/wholestep -> {private part of torch: why it is opened there}
     "capture/blame.py": {"torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"},
     "capture/functional.py": {"torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"},
-    "capture/host.py": {"torch.fx.experimental.proxy_tensor": "the node behind a host scalar"},
+    "capture/host.py": {
+        "torch.fx.experimental.proxy_tensor": "the node behind a host scalar",
+        "torch.utils._python_dispatch": "to compute with no tracing mode active",
+    },
     "capture/origin.py": {
         "torch._C._current_autograd_node": "which forward operation a backward one belongs to",
         "torch.autograd._get_sequence_nr": "the number that ties the two",
@@ -48,6 +51,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.autograd._engine_run_backward": "to see every backward as it runs",
         "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",
         "torch.fx.experimental.symbolic_shapes": "host scalars are symbols of a ShapeEnv",
+    },
+    "run/executable.py": {
+        "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",
     },
     "run/store.py": {"torch._C._distributed_c10d": "the stores, which torch.distributed gives without types"},
 }

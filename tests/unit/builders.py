@@ -93,14 +93,17 @@ def gradient(grad: torch.Tensor, name: str) -> torch.Tensor:
     return ops.GRADIENT(grad, name)
 
 
-def place(program: Program, *, size: int = 1, mean: bool = True, group: str = "") -> Program:
-    """Data parallelism: each marker becomes a product with 1/size, an all-reduce and a wait."""
+def place(program: Program, *, size: int = 2, mean: bool = True, group: str = "") -> Program:
+    """Data parallelism: each marker becomes a product with 1/size, an all-reduce and a wait.
+
+    The group that runs has this process alone; the size says what the program believes.
+    """
     program = edit.copy(program)
     group = group or world_group()
     for index, node in enumerate(program.graph.find_nodes(op="call_function", target=ops.GRADIENT)):
         grad, name = node.args
         with program.graph.inserting_before(node):
-            scaled = edit.emit(program.graph, aten.mul.Tensor, grad, 1 / max(size, 2), like=node) if mean else grad
+            scaled = edit.emit(program.graph, aten.mul.Tensor, grad, 1 / size, like=node) if mean else grad
             reduced = edit.emit(program.graph, c10d.all_reduce.default, scaled, "sum", group, like=node)
             meta.set_bucket(reduced, meta.Bucket(index, (name,), meta.num_bytes(reduced), "alone"))
             waited = edit.emit(program.graph, ops.WAIT, reduced, like=node)

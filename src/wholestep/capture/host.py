@@ -55,10 +55,12 @@ class HostValues:
         if node.op == "get_attr":
             held = getattr(self._tracer.root, str(node.target), None)
             return held if isinstance(held, torch.Tensor) and held.dim() == 0 and held.device.type == "cpu" else _UNKNOWN
-        if node.op != "call_function" or not all(arg in self._values for arg in node.all_input_nodes):
-            for arg in node.all_input_nodes:  # an unknown operation may have written to what was known
-                if ops.mutated_args(node.target):
-                    self._values.pop(arg, None)
+        if node.op != "call_function":
+            return _UNKNOWN
+        if not all(arg in self._values for arg in node.all_input_nodes):
+            for position in ops.mutated_args(node.target):  # what an unknown number is written to is unknown
+                if position < len(node.args):
+                    fx.node.map_arg(node.args[position], lambda arg: self._values.pop(arg, None))
             return _UNKNOWN
         if not node.all_input_nodes or ops.is_random(node.target) or ops.is_collective(node):
             return _UNKNOWN

@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -25,7 +24,6 @@ from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
 
 _aten = torch.ops.aten
-_SCALES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +34,8 @@ class _Reduction:
     waits: tuple[fx.Node, ...]
     grad: fx.Node
     """The gradient before it is scaled."""
-    scale: tuple[Any, ...] | None
-    """Operator and arguments behind the gradient of the product with 1/size; None for a sum."""
+    scale: float | None
+    """1/size where gradients are averaged; None for a sum."""
 
 
 def bucket(program: Program, *, cap_bytes: int) -> Program:
@@ -46,7 +44,7 @@ def bucket(program: Program, *, cap_bytes: int) -> Program:
     A gradient larger than that is a bucket of its own. Only reductions that placement has marked
     (`meta.bucket`) take part. Order of random operators: unchanged.
     """
-    reductions = list(_reductions(program.graph))
+    reductions = list(_reductions(program))
     if not reductions:
         return program
     groups = pack(
@@ -67,14 +65,16 @@ def bucket(program: Program, *, cap_bytes: int) -> Program:
     return program.with_notes(*notes)
 
 
-def _reductions(graph: fx.Graph) -> Iterator[_Reduction]:
+def _reductions(program: Program) -> Iterator[_Reduction]:
     """The marked reductions, in the order in which they start, which is that of the gradients' readiness."""
-    for node in graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
+    scales = {axis.group: 1 / axis.size for axis in program.mesh}
+    for node in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
         if meta.bucket(node) is None:
             continue
         grad, scale = node.args[0], None
-        if grad.target in _SCALES and len(grad.users) == 1 and isinstance(grad.args[1], (int, float)):
-            grad, scale = grad.args[0], (grad.target, *grad.args[1:])
+        # Only the product that placement has put there: one of the user's own would split buckets by its factor.
+        if grad.target is _aten.mul.Tensor and grad.args[1] == scales[node.args[-1]] and len(grad.users) == 1:
+            grad, scale = grad.args
         waits = tuple(user for user in node.users if user.target is ops.WAIT)
         yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)
 
@@ -134,7 +134,7 @@ def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket) 
         flat = flats[0] if len(flats) == 1 else edit.emit(graph, _aten.cat.default, flats, like=last)
         scale = members[0].scale
         if scale is not None:
-            flat = edit.emit(graph, scale[0], flat, *scale[1:], like=last)
+            flat = edit.emit(graph, _aten.mul.Tensor, flat, scale, like=last)
         start = edit.emit(graph, last.target, flat, *last.args[1:], like=last)  # type: ignore[arg-type]
         meta.set_bucket(start, record)
     with graph.inserting_before(_first_reader(graph, members, behind=last)):

@@ -131,7 +131,12 @@ def test_temporaries_are_reused():
         return (x * 2).relu().sigmoid().add(1)
 
     after = check(builders.capture(fn, [torch.randn(4)]), [torch.randn(4)])
-    assert builders.calls(after) == ["aten.mul.Tensor", "aten.relu_.default", "aten.sigmoid_.default", "aten.add_.Tensor"]
+    assert builders.calls(after) == [
+        "aten.mul.Tensor",
+        "aten.relu_.default",
+        "aten.sigmoid_.default",
+        "aten.add_.Tensor",
+    ]
 
 
 def test_a_value_read_later_stays():

@@ -1,0 +1,71 @@
+"""The eager backend runs the text, gives memory back, and says where an error comes from."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import traceback
+
+import pytest
+import torch
+
+from tests.unit import builders
+from tests.unit.builders import aten
+from wholestep.lower import eager
+from wholestep.program import meta
+
+
+def test_results_come_in_the_order_of_the_records():
+    program = builders.capture(lambda x, y: (x + y, 3, x.sum().item()), [torch.ones(2), torch.ones(2)])
+    results = eager.lower(program)([torch.ones(2), torch.full((2,), 2.0)])
+    assert builders.same(results, (torch.full((2,), 3.0), 3, 2.0))
+
+
+def test_an_error_shows_the_generated_line_and_names_the_users_line():
+    program = builders.capture(lambda w, x: (x @ w).relu(), [torch.randn(4, 3), torch.randn(2, 4)])
+    (mm,) = program.graph.find_nodes(op="call_function", target=aten.mm.default)
+    meta.set_origin(mm, meta.Origin(meta.Region.FORWARD, "layers.3", "train.py:12"))
+    run = eager.lower(program)
+    with pytest.raises(RuntimeError) as caught:
+        run([torch.randn(4, 3), torch.randn(2, 5)])
+    (note,) = caught.value.__notes__
+    assert (
+        note
+        == "while running mm (aten.mm.default) from train.py:12 in module layers.3, which gives float32[2, 3] (forward)"
+    )
+    assert "mm = aten_mm_default(arg1_1, arg0_1)" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_outside_the_nodes_has_no_note():
+    run = eager.lower(builders.capture(lambda x: x + 1, [torch.ones(2)]))
+    with pytest.raises(ValueError, match="unpack") as caught:
+        run([torch.ones(2), torch.ones(2)])
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_the_text_goes_when_the_step_goes():
+    before = set(linecache.cache)
+    run = eager.lower(builders.capture(lambda x: x + 1, [torch.ones(2)]))
+    (name,) = (name for name in set(linecache.cache) - before if name.startswith("<wholestep step"))
+    linecache.checkcache()
+    assert name in linecache.cache
+    del run
+    gc.collect()
+    assert name not in linecache.cache
+
+
+def test_two_steps_do_not_share_constants():
+    one, two = torch.ones(2), torch.zeros(2)
+    runs = [eager.lower(builders.capture(lambda x, c=constant: x + c, [torch.ones(2)])) for constant in (one, two)]
+    assert [float(run([torch.ones(2)])[0].sum()) for run in runs] == [4.0, 2.0]
+
+
+def test_random_numbers_are_those_of_eager_code():
+    def fn(x):
+        return torch.nn.functional.dropout(x, 0.5, True) + torch.rand(3)
+
+    run = eager.lower(builders.capture(fn, [torch.ones(3)]))
+    torch.manual_seed(3)
+    expected = fn(torch.ones(3))
+    torch.manual_seed(3)
+    assert builders.same(run([torch.ones(3)])[0], expected)

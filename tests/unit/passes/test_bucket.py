@@ -1,0 +1,289 @@
+"""bucket merges gradient reductions: fewer collectives, the same bits, no cycle, no random operator moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit import builders
+from tests.unit.builders import aten, c10d, gradient
+from wholestep.passes.bucket import DEPENDS, END, FULL, Group, bucket, pack
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.program import meta, ops
+from wholestep.program.program import Program
+
+
+def bucketed(fn, tensors: list[torch.Tensor], cap_bytes: int = 1 << 20, *, mean: bool = True) -> Program:
+    """The program of `fn` with buckets, which gives the same bits as without."""
+    before = builders.place(builders.capture(fn, tensors), mean=mean)
+    after = run_passes(before, [partial(bucket, cap_bytes=cap_bytes)])
+    results = []
+    for one in (before, after, run_passes(after, [reinplace])):
+        torch.manual_seed(0)
+        results.append(builders.execute(one, tensors))
+    assert builders.same(results[1], results[0])
+    assert builders.same(results[2], results[0])
+    return after
+
+
+def starts(program: Program) -> list[meta.Bucket | None]:
+    return [meta.bucket(node) for node in program.graph.nodes if ops.is_collective(node)]
+
+
+def three(a, b, c):
+    return tuple(gradient(x * 2, name) for x, name in ((a, "a"), (b, "b"), (c, "c")))
+
+
+THREE = [torch.randn(4, 3), torch.randn(5), torch.randn(())]
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_one_reduction_for_all(mean):
+    after = bucketed(three, THREE, mean=mean)
+    assert starts(after) == [meta.Bucket(0, ("a", "b", "c"), 4 * (12 + 5 + 1), END)]
+    called = builders.calls(after)
+    assert called.count("aten.cat.default") == 1
+    assert called.count("aten.mul.Tensor") == 3 + mean
+    assert called.count("_c10d_functional.wait_tensor.default") == 1
+    assert after.history[-1].notes == (f"bucket 0: 3 gradients, 72 B; {END}",)
+
+
+def test_after_reinplace_the_bucket_costs_one_copy():
+    after = run_passes(bucketed(three, THREE), [reinplace])
+    called = builders.calls(after)
+    assert "_c10d_functional.all_reduce_.default" in called
+    assert called[called.index("aten.cat.default") + 1] == "aten.mul_.Tensor"
+    assert called.count("aten.clone.default") == 0
+
+
+def test_a_factor_of_the_users_own_splits_no_bucket():
+    def fn(a, b):
+        return gradient(a * 2, "a"), gradient(b * 3, "b")
+
+    assert len(starts(bucketed(fn, [torch.randn(3), torch.randn(3)], mean=False))) == 1
+
+
+def test_the_bound_is_kept():
+    after = bucketed(three, THREE, cap_bytes=60)
+    assert [(one.members, one.reason) for one in starts(after)] == [(("a",), FULL), (("b", "c"), END)]
+    assert builders.count(after, aten.cat.default) == 1
+
+
+def test_a_single_gradient_is_reduced_as_it_is():
+    after = bucketed(lambda a: gradient(a * 2, "a"), [torch.randn(4, 3)])
+    assert builders.calls(after) == [
+        "aten.mul.Tensor",
+        "aten.mul.Tensor",
+        "_c10d_functional.all_reduce.default",
+        "_c10d_functional.wait_tensor.default",
+    ]
+    assert starts(after) == [meta.Bucket(0, ("a",), 48, END)]
+
+
+def test_types_do_not_mix():
+    def fn(a, b, c):
+        return gradient(a * 2, "a"), gradient(b * 2, "b"), gradient(c * 2, "c")
+
+    after = bucketed(fn, [torch.randn(3), torch.randn(3).double(), torch.randn(3)])
+    assert [one.members for one in starts(after)] == [("b",), ("a", "c")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+        lambda x: x[:2].t(),
+        lambda x: x.expand(2, 4, 6).permute(1, 0, 2),
+        lambda x: x[:0],
+        lambda x: x.reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last) + 0,
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_gradients_that_are_not_contiguous(layout, alone):
+    def fn(x, y):
+        grads = gradient(layout(x * 2), "x"), *(() if alone else (gradient(y * 2, "y"),))
+        return tuple(grad * 1 for grad in grads)
+
+    after = bucketed(fn, [torch.randn(4, 6), torch.randn(3)])
+    (collective,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    assert meta.tensor(collective).is_contiguous()
+
+
+def test_a_dense_gradient_keeps_its_strides_and_is_not_copied():
+    after = bucketed(lambda x: gradient((x * 2).t(), "x"), [torch.randn(4, 6)])
+    assert meta.tensor(after.results[0]).stride() == (1, 6)
+    assert builders.count(after, aten.clone.default, aten.contiguous.default) == 0
+
+
+def test_the_reduction_starts_when_its_last_member_is_ready():
+    def fn(a, b):
+        first = gradient(a * 2, "a")
+        second = gradient(b * 2, "b")
+        meanwhile = (a @ a.t()).sum()
+        return first, second, meanwhile
+
+    called = builders.calls(bucketed(fn, [torch.randn(4, 3), torch.randn(5)]))
+    start, wait = (called.index(f"_c10d_functional.{name}.default") for name in ("all_reduce", "wait_tensor"))
+    assert start < called.index("aten.mm.default") < called.index("aten.sum.default") < wait
+
+
+def test_the_wait_stands_before_the_first_reader():
+    def fn(a, b):
+        first, second = gradient(a * 2, "a"), gradient(b * 2, "b")
+        meanwhile = a.exp()
+        norm = first.norm()
+        return meanwhile.sin(), norm, second
+
+    called = builders.calls(bucketed(fn, [torch.randn(4, 3), torch.randn(5)]))
+    wait = called.index("_c10d_functional.wait_tensor.default")
+    assert called.index("aten.exp.default") < wait < called.index("aten.linalg_vector_norm.default")
+
+
+def test_a_reader_that_stood_before_the_last_member_moves():
+    def fn(a, b):
+        first = gradient(a * 2, "a") + 1
+        return first, gradient(b * 2, "b")
+
+    assert len(starts(bucketed(fn, [torch.randn(3), torch.randn(3)]))) == 1
+
+
+def test_a_gradient_that_depends_on_a_reduction_is_not_in_its_bucket():
+    def fn(a, b):
+        first = gradient(a * 2, "a")
+        return first, gradient(b * first, "b")
+
+    after = bucketed(fn, [torch.randn(3), torch.randn(3)])
+    assert [(one.members, one.reason) for one in starts(after)] == [(("a",), DEPENDS), (("b",), END)]
+
+
+def test_buckets_of_two_types_do_not_depend_on_each_other():
+    """a1 -> b1 (double), b2 (double) needs a1, a2 needs b1: merging by type alone would make a cycle."""
+
+    def fn(x, y):
+        a1 = gradient(x * 2, "a1")
+        b1 = gradient(y * 2, "b1")
+        b2 = gradient(y * a1, "b2")
+        a2 = gradient(x * b1.float(), "a2")
+        return a1, a2, b1, b2
+
+    after = bucketed(fn, [torch.randn(3), torch.randn(3).double()])
+    assert len(starts(after)) == 3
+
+
+def test_random_operators_keep_their_order():
+    def fn(a, b):
+        first = gradient(a * 2, "a")
+        noise = torch.rand_like(first)  # would be delayed with its bucket, past the next one
+        other = torch.rand(3)
+        return first + noise, gradient(b * 2, "b"), other
+
+    after = bucketed(fn, [torch.randn(3), torch.randn(3)])
+    assert [one.members for one in starts(after)] == [("a",), ("b",)]
+
+
+def test_other_collectives_are_left_alone():
+    def fn(a, b):
+        loss = ops.WAIT(c10d.all_reduce.default(a.sum(), "sum", builders.world_group()))
+        return loss, gradient(a * 2, "a"), gradient(b * 2, "b")
+
+    after = bucketed(fn, [torch.randn(3), torch.randn(3)])
+    assert starts(after)[0] is None
+    assert len(starts(after)) == 2
+
+
+def test_buckets_are_numbered_as_they_start():
+    def fn(*xs):
+        return tuple(gradient(x * 2, str(index)) for index, x in enumerate(xs))
+
+    tensors = [torch.randn(8) if index % 2 else torch.randn(8).double() for index in range(10)]
+    after = bucketed(fn, tensors, cap_bytes=100)
+    assert [one.index for one in starts(after)] == list(range(len(starts(after))))
+    assert sorted(name for one in starts(after) for name in one.members) == sorted(map(str, range(10)))
+
+
+def test_a_product_that_someone_else_reads_stays():
+    def fn(a, b):
+        return gradient(a * 2, "a"), gradient(b * 2, "b")
+
+    program = builders.place(builders.capture(fn, [torch.randn(3), torch.randn(3)]))
+    scaled = program.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)[0].args[0]
+    program.graph.output_node().args = ((*program.results, scaled),)
+    program = replace(program, outputs=(*program.outputs, replace(program.outputs[0], name="scaled")))
+    after = run_passes(program, [partial(bucket, cap_bytes=1 << 20)])
+    tensors = [torch.randn(3), torch.randn(3)]
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+
+
+def test_nothing_to_do():
+    program = builders.without_gradients(builders.capture(lambda x: x + 1, [torch.randn(3)]))
+    assert run_passes(program, [partial(bucket, cap_bytes=1)]).history[-1].notes == ()
+
+
+def test_pack_fills_in_order():
+    assert pack([4, 4, 4, 9, 1], ["k"] * 5, 8) == [
+        Group(items=(0, 1), num_bytes=8, reason=FULL),
+        Group(items=(2,), num_bytes=4, reason=FULL),
+        Group(items=(3,), num_bytes=9, reason=FULL),
+        Group(items=(4,), num_bytes=1, reason=END),
+    ]
+
+
+def test_pack_keeps_a_group_open_for_each_key():
+    groups = pack([1, 1, 1, 1], ["x", "y", "x", "y"], 10)
+    assert [group.items for group in groups] == [(0, 2), (1, 3)]
+
+
+@st.composite
+def packing(draw):
+    count = draw(st.integers(0, 25))
+    sizes = draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
+    keys = draw(st.lists(st.sampled_from("ab"), min_size=count, max_size=count))
+    needs: list[frozenset[int]] = []
+    for item in range(count):
+        direct = draw(st.frozensets(st.integers(0, item - 1), max_size=2)) if item else frozenset()
+        needs.append(direct.union(*(needs[other] for other in direct)))
+    return sizes, keys, draw(st.integers(1, 40)), needs
+
+
+@given(packing())
+def test_pack_keeps_its_promises(case):
+    sizes, keys, cap, needs = case
+    groups = pack(sizes, keys, cap, needs=needs)
+    assert sorted(item for group in groups for item in group.items) == list(range(len(sizes)))
+    for group in groups:
+        assert list(group.items) == sorted(group.items)
+        assert len({keys[item] for item in group.items}) == 1
+        assert group.num_bytes == sum(sizes[item] for item in group.items)
+        assert group.num_bytes <= cap or len(group.items) == 1
+    assert_no_cycle(groups, needs)
+    assert_no_group_could_be_larger(groups, sizes, keys, cap)
+
+
+def assert_no_cycle(groups: list[Group], needs: list[frozenset[int]]) -> None:
+    """The groups can be done one after another: at any time one is left whose needs are done."""
+    done: set[int] = set()
+    left = list(groups)
+    while left:
+        ready = next((group for group in left if all(needs[item] <= done for item in group.items)), None)
+        assert ready is not None
+        done.update(ready.items)
+        left.remove(ready)
+
+
+def assert_no_group_could_be_larger(groups: list[Group], sizes: list[int], keys: list[str], cap: int) -> None:
+    """A group that is full could not take the first item of the next group of its key."""
+    for group in groups:
+        later = [
+            other for other in groups if keys[other.items[0]] == keys[group.items[0]] and other.items > group.items
+        ]
+        assert (group.reason == END) == (not later)
+        if group.reason == FULL:
+            first = min(later, key=lambda other: other.items[0])
+            assert group.num_bytes + sizes[first.items[0]] > cap

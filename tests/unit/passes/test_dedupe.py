@@ -1,0 +1,57 @@
+"""dedupe does the same collective of the same value once."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.unit import builders
+from tests.unit.builders import c10d
+from wholestep.passes.dedupe import dedupe
+from wholestep.passes.pipeline import run_passes
+from wholestep.program import meta, ops
+
+
+def reduce(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
+    return ops.WAIT(c10d.all_reduce.default(x, how, builders.world_group()))
+
+
+def deduped(fn, tensors, num_collectives):
+    program = builders.place(builders.capture(fn, tensors))
+    after = run_passes(program, [dedupe])
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    assert builders.count(after, *ops.COLLECTIVES) == num_collectives
+    assert builders.count(after, ops.WAIT) == num_collectives
+    return after
+
+
+def test_the_same_collective_is_done_once():
+    after = deduped(lambda x: (reduce(x) + 1, reduce(x) * 2), [torch.randn(3)], 1)
+    assert after.history[0].notes == ("dropped 1 collectives that repeat another one",)
+
+
+def test_also_where_the_second_starts_before_the_first_is_waited_for():
+    def fn(x):
+        group = builders.world_group()
+        one, two = (c10d.all_gather_into_tensor.default(x, 1, group) for _ in range(2))
+        return ops.WAIT(two) + 1, ops.WAIT(one) * 2
+
+    deduped(fn, [torch.randn(3)], 1)
+
+
+def test_other_values_and_other_arguments_are_other_collectives():
+    deduped(lambda x, y: (reduce(x), reduce(y), reduce(x, "max"), reduce(x + 0)), [torch.randn(3), torch.randn(3)], 4)
+
+
+def test_a_chain_of_repeats():
+    deduped(lambda x: reduce(reduce(x)) + reduce(reduce(x)), [torch.randn(3)], 2)
+
+
+def test_a_gradient_of_two_parameters_is_one_member_for_both():
+    def fn(x):
+        grad = x * 2
+        return builders.gradient(grad, "a"), builders.gradient(grad, "b")
+
+    program = builders.place(builders.capture(fn, [torch.randn(3)]), mean=False)
+    after = run_passes(program, [dedupe])
+    (start,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    assert meta.bucket(start).members == ("a", "b")
