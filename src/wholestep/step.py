@@ -165,8 +165,13 @@ class CompiledStep:
         return bound
 
     def cache_info(self) -> CacheInfo:
-        """Traces, hits, and the reasons of the retraces."""
-        return CacheInfo(traces=self._traces, hits=self._hits, reasons=tuple(self._reasons))
+        """Traces, hits, and the reasons of the retraces; of a decorated method, those of all instances."""
+        steps = [self, *self._bound.values()]
+        return CacheInfo(
+            traces=sum(step._traces for step in steps),
+            hits=sum(step._hits for step in steps),
+            reasons=tuple(reason for step in steps for reason in step._reasons),
+        )
 
     def program(self, stage: Stage = Stage.SCHEDULED) -> Program:
         """The program of the last signature used, as it was at the end of `stage`."""

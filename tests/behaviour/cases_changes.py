@@ -263,9 +263,12 @@ def parameters_written_by_the_caller(run: Run) -> Job:
     return changed(run, module, write)
 
 
-@case(traces=(2,))
+@case(traces=(3,))
 def optimizer_state_cleared(run: Run) -> Job:
-    """SGD with dampening: its first update has no moment to damp, and so has the first one after the clearing."""
+    """SGD with dampening: its first update has no moment to damp, and so has the first one after the clearing.
+
+    The state made after the clearing is a new set of tensors, so the graph of later updates is captured once more.
+    """
     return changed(run, mlp(), lambda opt: opt.state.clear(), dampening=0.5)
 
 

@@ -76,11 +76,11 @@ class _Job:
         user = _unique([leaf for leaf, is_data in zip(leaves, data, strict=True) if is_data])
         stating.check_devices(self.state, user)
         names = {id(m): n for root, top in self._found.modules.values() for n, m in _named(root, top)}
-        tracer = Tracer(self.state, lifter, user, names)
+        tracer = Tracer(self.state, lifter, user, names, self._found.watches)
         with _no_side_effects(self._found, self.state):
             self.trace = tracer.run(self._call)
         _check_discovered(self.trace)
-        functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode)
+        functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         program, kept = self._program(functional, lifter, user)
         verify(program)
         binding = self._binding(program, kept, lifter, leaves)
@@ -241,6 +241,7 @@ def _optimizer_watches(state: State, trace: Trace) -> list[walk.Watch]:
     for name, opt in state.optimizers:
         watch(vars(opt), name, ("state", "param_groups"))
         watch(opt.param_groups, f"{name}.param_groups")
+        watch(opt.state, f"{name}.state")
         for number, group in enumerate(opt.param_groups):
             watch(group["params"], f"{name}.groups.{number}.params")
             for param in group["params"]:

@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from wholestep.capture.host import HostValues, host_branches
 from wholestep.capture.origin import node_hook
 from wholestep.errors import CaptureError
 from wholestep.program import edit, meta, ops
@@ -34,19 +35,28 @@ class Functional:
     writes: dict[int, fx.Node]
 
 
-def functionalize(traced: fx.GraphModule, inputs: list[torch.Tensor], mode: FakeTensorMode) -> Functional:
+def functionalize(
+    traced: fx.GraphModule, inputs: list[torch.Tensor], mode: FakeTensorMode, known: list[torch.Tensor | None]
+) -> Functional:
     """The functional form of `traced`, with values and origins on its nodes.
 
     Args:
         traced: a graph of ATen operators that may write to its inputs; returns a flat list.
         inputs: fake tensors, one per placeholder.
         mode: the fake mode they live in.
+        known: per placeholder the real value of a host number, or None.
     """
+    keep_random_layout(traced.graph)
     replace_custom_writes(traced.graph)
     interpreter = _OriginKeeper(traced)
     plain = [tensor.detach() for tensor in inputs]
-    with mode, torch.no_grad(), node_hook(interpreter.tag):
-        run = torch.func.functionalize(lambda *args: interpreter.run(*args), remove="mutations")
+    host: list[HostValues] = []
+
+    def run(*args: Any) -> Any:
+        host[:] = [HostValues.of_trace(known)]
+        return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
+
+    with mode, torch.no_grad(), node_hook(interpreter.tag), host_branches(lambda: host[0] if host else None):
         module = make_fx(run)(*plain)
     return _take_writes(module)
 
@@ -98,6 +108,26 @@ _HIDDEN_WRITES = {
 """Operators that update running statistics in training although their schemas do not say so."""
 
 
+_NEEDS_GRAD_MODE = frozenset({_aten.mkldnn_rnn_layer.default}) if hasattr(_aten, "mkldnn_rnn_layer") else frozenset()
+"""Operators that keep what their backward needs only while gradients are on."""
+
+ops.LIBRARY.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+ops.LIBRARY.impl("bernoulli_like", lambda like, p: torch.empty_like(like).bernoulli_(p), "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep::bernoulli_like", lambda like, p: torch.empty_like(like), lib=ops.LIBRARY)
+
+
+def keep_random_layout(graph: fx.Graph) -> None:
+    """``bernoulli_`` fills a tensor in the order of its memory; its functional form would always be contiguous."""
+    for node in graph.find_nodes(op="call_function", target=_aten.bernoulli_.float):
+        if not meta.tensor(node).is_contiguous() and not node.kwargs:
+            with graph.inserting_before(node):
+                drawn = graph.call_function(torch.ops.wholestep.bernoulli_like.default, node.args)
+                write = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
+            for new in (drawn, write):
+                meta.copy_meta(node, new)
+            edit.replace_node(node, write)
+
+
 def _written(node: fx.Node) -> tuple[int, ...]:
     """Positions of the arguments that a call writes to and that torch would not make functional."""
     if not ops.is_op(node):
@@ -116,7 +146,7 @@ def replace_custom_writes(graph: fx.Graph) -> None:
     """Replaces operators whose writes torch does not make functional by functional twins and ATen copies."""
     for node in list(graph.nodes):
         mutated = _written(node)
-        if not mutated:
+        if not mutated and node.target not in _NEEDS_GRAD_MODE:
             continue
         schema = node.target._schema
         twin, arguments = functional_twin(node.target, mutated), schema.arguments
@@ -169,7 +199,12 @@ def functional_twin(op: Any, written: tuple[int, ...]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         copies = [given[names[i]].clone() for i in written]
         given.update({names[i]: copy for i, copy in zip(written, copies, strict=True)})
-        returned = op(**given)
+        if op in _NEEDS_GRAD_MODE:
+            plain = {key: arg.detach() if isinstance(arg, torch.Tensor) else arg for key, arg in given.items()}
+            with torch.enable_grad():
+                returned = op(**plain)
+        else:
+            returned = op(**given)
         parts = [] if not schema.returns else [returned] if len(schema.returns) == 1 else list(returned)
         everything = (*parts, *copies)
         return everything[0] if len(everything) == 1 else everything

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from wholestep.capture import tree
 from wholestep.capture.quick import TensorCheck, dict_version
 from wholestep.capture.state import Slot, State
-from wholestep.capture.walk import Watch, same
+from wholestep.capture.walk import CellView, Watch, same
 from wholestep.program.program import InputKind
 
 _grad = attrgetter("grad")
@@ -89,8 +89,8 @@ class Guards:
         self._check = TensorCheck([slot.tensor for slot in self.state])
         self.watches = [watch for watch in self.watches if watch.guard]
         self._lists = [w for w in self.watches if isinstance(w.container, list)]
-        self._cells = [w for w in self.watches if not isinstance(w.container, list) and type(w.container) is not dict]
-        dicts = [w for w in self.watches if type(w.container) is dict]
+        self._cells = [w for w in self.watches if isinstance(w.container, CellView)]
+        dicts = [w for w in self.watches if isinstance(w.container, dict) and not isinstance(w.container, CellView)]
         self._empty = [w for w in dicts if not w.container and w.keys is None]
         self._filled = [w for w in dicts if w.container or w.keys is not None]
         self._containers = [w.container for w in self._filled]

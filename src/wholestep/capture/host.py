@@ -11,14 +11,18 @@ host inputs to the truth value, checked before each later call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._prims_common as prims
 import torch.fx as fx
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wholestep.capture import blame
 from wholestep.program import ops
 
 _UNKNOWN = object()
@@ -27,6 +31,14 @@ _TRUTH: Callable[[Any], bool] = bool
 
 class HostValues:
     """Knows the values of the host scalars in a graph that is being written. Catches up when asked."""
+
+    @classmethod
+    def of_trace(cls, known: list[torch.Tensor | None]) -> HostValues:
+        """For the trace that is running; `known` holds the real 0-d value per placeholder, or None."""
+        mode = get_innermost_proxy_mode()
+        assert mode is not None
+        placeholders = mode.tracer.graph.find_nodes(op="placeholder")
+        return cls(mode.tracer, {n.name: real for n, real in zip(placeholders, known, strict=True) if real is not None})
 
     def __init__(self, tracer: Any, known: dict[str, torch.Tensor]) -> None:
         self._tracer = tracer
@@ -100,7 +112,33 @@ def _in_place(node: fx.Node) -> bool:
     return bool(ops.mutated_args(node.target)) or node.target is operator.getitem
 
 
-def predicate_graph(values: HostValues, inputs: list[fx.Node]) -> tuple[fx.GraphModule, list[bool], list[str]] | None:
+@contextmanager
+def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
+    """While open, Python may branch on symbolic numbers that are host scalars; on others it is the usual error."""
+
+    def truth_or(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def truth(symbol: Any) -> bool:
+            host = values()
+            known = None if host is None else host.truth(symbol, blame.current_line())
+            return original(symbol) if known is None else known
+
+        return truth
+
+    def constructor(dtype: torch.dtype) -> Callable[[Any], Any]:
+        make = original_constructor(dtype)
+        # Fake kernels of complex operators convert numbers to complex, which needs a value; the dtype is all they use.
+        return lambda number: number if dtype.is_complex and isinstance(number, torch.SymFloat) else make(number)
+
+    original_constructor = prims.dtype_to_type_ctor
+    with (
+        patch.object(prims, "dtype_to_type_ctor", constructor),
+        patch.object(torch.SymBool, "__bool__", truth_or(torch.SymBool.__bool__)),
+        patch.object(torch.SymFloat, "__bool__", truth_or(torch.SymFloat.__bool__)),
+    ):
+        yield
+
+
+def predicate_graph(values: HostValues) -> tuple[fx.GraphModule, list[bool], list[str]] | None:
     """A graph from the traced graph's placeholders to every predicate, with the values and lines found.
 
     Writes in it fall on clones that the caller passes. None where Python branched on nothing.
@@ -111,7 +149,7 @@ def predicate_graph(values: HostValues, inputs: list[fx.Node]) -> tuple[fx.Graph
     needed = _ancestors(wanted, known=values._values.keys())
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
+    for node in wanted[0].graph.find_nodes(op="placeholder"):
         memo[node] = graph.placeholder(node.name)
     for node in wanted[0].graph.nodes:
         if node in needed and node not in memo:

@@ -23,16 +23,17 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from wholestep.capture import blame, tree
-from wholestep.capture.host import HostValues, predicate_graph
+from wholestep.capture.host import HostValues, host_branches, predicate_graph
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.mark import marked_gradients
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.state import State
+from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
 from wholestep.program import ops
 from wholestep.program.program import InputKind
@@ -84,19 +85,22 @@ class Trace:
 class Tracer:
     """One trace of one call. `reals` are the tensors of the state, the boxes of numbers, and the arguments."""
 
-    def __init__(self, state: State, lifter: Lifter, user: list[torch.Tensor], names: dict[int, str]) -> None:
-        self._state, self._lifter = state, lifter
+    def __init__(
+        self, state: State, lifter: Lifter, user: list[torch.Tensor], names: dict[int, str], watches: list[Watch]
+    ) -> None:
+        self._state, self._lifter, self._watches = state, lifter, watches
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         self._recorder = OriginRecorder(names)
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._out: Trace | None = None
         self._host: HostValues | None = None
+        self.known = self._known_host_values()
+        """Per placeholder: the real value of a host number, or None."""
 
     def run(self, call: Callable[[], Any]) -> Trace:
         """Traces `call`. Raises CaptureError with the user's line; the user's objects are as before in any case."""
         entry_grads = [(s, s.tensor.grad) for s in self._state.params if s.tensor.grad is not None]
         fakes = self._make_fakes()
-        known = self._known_host_values()
         for slot, _ in entry_grads:
             slot.tensor.grad = None
         try:
@@ -106,7 +110,7 @@ class Tracer:
                     slot.tensor.grad = grad
                 for context in self._contexts():
                     stack.enter_context(context)
-                module = make_fx(lambda *args: self._body(call, known), tracing_mode="real")(*self.reals)
+                module = make_fx(lambda *args: self._body(call), tracing_mode="real")(*self.reals)
         except Exception as error:
             raise blame.explain(error) from error
         finally:
@@ -172,8 +176,7 @@ class Tracer:
         yield from self._patches()
 
     def _patches(self) -> Iterator[Any]:
-        yield patch.object(torch.SymBool, "__bool__", self._truth(torch.SymBool.__bool__))
-        yield patch.object(torch.SymFloat, "__bool__", self._truth(torch.SymFloat.__bool__))
+        yield host_branches(lambda: self._host)
         yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
         yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
         yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))
@@ -183,13 +186,6 @@ class Tracer:
             scope = getattr(opt, "_init_group", opt.step).__globals__
             for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
                 yield patch.dict(scope, {name: _two_numbers(getattr(builtins, name), symbolic)})
-
-    def _truth(self, original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        def truth(symbol: Any) -> bool:
-            known = None if self._host is None else self._host.truth(symbol, blame.current_line())
-            return original(symbol) if known is None else known
-
-        return truth
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         names = {id(s.tensor): s.name for s in self._state.params}
@@ -211,29 +207,46 @@ class Tracer:
 
     def _note_step(self, opt: torch.optim.Optimizer) -> None:
         assert self._out is not None
+        if id(opt) not in {id(known) for _, known in self._state.optimizers}:
+            raise CaptureError(
+                f"The step uses an optimizer ({type(opt).__name__}) that wholestep could not find in its arguments, "
+                f"closure, globals or attributes. Pass the object that holds it as an argument of the step."
+            )
         self._out.stepped_optimizers.add(id(opt))
         for group in opt.param_groups:
             self._out.stepped.update(id(p) for p in group["params"] if p.grad is not None)
 
-    def _body(self, call: Callable[[], Any], known: list[torch.Tensor | None]) -> list[Any]:
-        mode = get_innermost_proxy_mode()
-        assert mode is not None
-        placeholders = mode.tracer.graph.find_nodes(op="placeholder")
-        values = {node.name: real for node, real in zip(placeholders, known, strict=True) if real is not None}
-        self._host = HostValues(mode.tracer, values)
+    def _body(self, call: Callable[[], Any]) -> list[Any]:
+        self._host = HostValues.of_trace(self.known)
         out = self._out = Trace(None, [], self._mode, None, 0, [])  # type: ignore[arg-type]
         self._lifter.install()
         storages = [slot.tensor.untyped_storage()._cdata for slot in self._state.slots]
         leaves, out.result_spec = tree.flatten(call())
+        self._write_replaced()
         self._check_storages(storages)
         out.num_results = len(leaves)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
-        out.results = [None if isinstance(leaf, traced) else leaf for leaf in leaves]
-        flat: list[Any] = [leaf if isinstance(leaf, traced) else None for leaf in leaves]
+        held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
+        out.results = [leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)]
+        flat: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         flat += self._gradients(out) + self._created_state(out)
-        out.predicates = predicate_graph(self._host, placeholders)
+        out.predicates = predicate_graph(self._host)
         self._host = None
         return flat
+
+    def _write_replaced(self) -> None:
+        """A tensor that the step put in the place of one of the state is written to that one instead.
+
+        ``self.last = x.mean(0)`` leaves a new object in a buffer; its values are what the next call sees.
+        """
+        for watch in self._watches:
+            for _, then, now in list(watch.changes()):
+                if not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)) or id(then) not in self._state.index:
+                    continue
+                if then.shape == now.shape and then.dtype == now.dtype and not then.requires_grad:
+                    with torch.no_grad():
+                        then.copy_(now)
+                    watch.put_back(now, then)
 
     def _gradients(self, out: Trace) -> list[torch.Tensor]:
         grads = []

@@ -70,6 +70,16 @@ class Watch:
             if not same(then, new):
                 yield f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{key!r}]", then, new
 
+    def put_back(self, new: Any, old: Any) -> None:
+        """Puts `old` where the container holds `new`."""
+        items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
+        for key, item in list(items):
+            if item is new:
+                if isinstance(self.container, CellView):
+                    self.container.update({key: old})
+                else:
+                    self.container[key] = old
+
     def restore(self) -> None:
         """Puts back what the container held (after a refused trace)."""
         if isinstance(self.container, list):
@@ -215,12 +225,21 @@ class Walker:
             self._watch(child.__dict__, path, None)
             for hooks in _HOOKS:
                 self._watch(getattr(child, hooks), f"{path}.{hooks}", None)
+                self._hooks(f"{path}.{hooks}", getattr(child, hooks), depth)
+            for key, param in child._parameters.items():
+                if param is not None:
+                    self._hooks(f"hook of {path}.{key}", param._backward_hooks, depth)
+                    self._hooks(f"hook of {path}.{key}", param._post_accumulate_grad_hooks, depth)  # type: ignore[attr-defined]
             for key, item in list(child.__dict__.items()):
                 if key not in _OWN_ATTRIBUTES:
                     self.visit(f"{path}.{key}", item, depth + 1)
             forward = type(child).forward
             if isinstance(forward, types.FunctionType) and is_user_code(forward):
                 self._function(f"{type(child).__name__}.forward", forward, depth)
+
+    def _hooks(self, name: str, hooks: Any, depth: int) -> None:
+        for hook in (hooks or {}).values():
+            self.visit(name, hook, depth + 1)
 
     def _function(self, name: str, thing: Any, depth: int) -> None:
         if isinstance(thing, functools.partial):
@@ -233,6 +252,8 @@ class Walker:
             self.visit(name, thing.__func__, depth + 1)
             return
         self._seen.add(id(thing))
+        if hasattr(thing, "__wrapped__"):  # a decorator such as torch.no_grad()
+            self.visit(name, thing.__wrapped__, depth + 1)
         if not is_user_code(thing):
             return
         names = {n for code in _codes(thing.__code__) for n in code.co_names}
@@ -252,7 +273,7 @@ class Walker:
             content = cell.cell_contents
         except ValueError:  # the variable is not assigned yet
             return
-        self._watch(_CellView(cell, key), "closure", (key,))
+        self._watch(CellView(cell, key), "closure", (key,))
         self.visit(key, content, depth + 1)
 
     def _object(self, name: str, thing: Any) -> None:
@@ -265,7 +286,7 @@ class Walker:
                 self.visit(f"{name}.{key}", getattr(thing, key), 1)
 
 
-class _CellView(dict[str, Any]):
+class CellView(dict[str, Any]):
     """A closure cell that looks like a dict with one key, so that it can be watched and restored."""
 
     def __init__(self, cell: types.CellType, key: str) -> None:

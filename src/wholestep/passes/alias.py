@@ -193,4 +193,5 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def tensor_nodes(tree: Any) -> Iterator[fx.Node]:
     """Every node inside a nest of arguments whose value is one tensor."""
-    return (node for node in edit.nodes_of(tree) if isinstance(meta.value(node), torch.Tensor))
+    nodes = (tree,) if isinstance(tree, fx.Node) else edit.nodes_of(tree)
+    return (node for node in nodes if isinstance(meta.value(node), torch.Tensor))

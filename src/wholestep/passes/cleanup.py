@@ -70,7 +70,7 @@ def _fold(program: Program, find: Callable[[fx.Node], fx.Node | None]) -> int:
     returned = {result for result, output in pairs if output.kind is not OutputKind.WRITE}
     for node in list(program.graph.nodes):
         original = find(node)
-        # A result must stay a tensor object of its own: not the caller's parameter, not another result.
+        # What is returned must stay a tensor of its own: not the caller's parameter, not another result.
         if original is None or (node in returned and (original in returned or original.op != "call_function")):
             continue
         if node in returned:
@@ -84,8 +84,12 @@ def _copied(node: fx.Node) -> fx.Node | None:
     if node.target is not _aten.copy.default:
         return None
     old, new = node.args[:2]
-    both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
-    return new if both and same_layout(meta.tensor(old), meta.tensor(new)) else None
+    if not isinstance(old, fx.Node) or not isinstance(new, fx.Node):
+        return None
+    one, other = meta.tensor(old), meta.tensor(new)
+    if all(user.op == "output" for user in node.users):  # the write itself takes any order of memory
+        return new if (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) else None
+    return new if same_layout(one, other) else None
 
 
 def _original(node: fx.Node) -> fx.Node | None:

@@ -48,6 +48,16 @@ class _Change:
     """Place of `old` in that argument; 0 where it is no list."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """A tensor that a call is given: the position of the argument, and its place in that argument."""
+
+    node: fx.Node
+    group: int
+    index: int
+    in_list: bool
+
+
 def reinplace(program: Program) -> Program:
     """The scheduled program: in-place calls, writes done, a WRITE's result None where nothing is left to do.
 
@@ -91,7 +101,8 @@ class _Reinplace:
             changes = _changes(node, twin) if twin is not None else []
             if not changes:
                 continue
-            bad = [change for change in changes if not self._may_overwrite(node, change)]
+            arguments = self._by_block(node)
+            bad = [change for change in changes if not self._may_overwrite(node, change, arguments)]
             # Cloning a few values that must stay pays if it lets the others be overwritten.
             if not bad or (2 * _num_bytes(bad) < _num_bytes(changes) and all(map(_can_clone, bad))):
                 self._rewrite(node, twin, changes, bad)
@@ -99,7 +110,7 @@ class _Reinplace:
             else:
                 self.num_kept += 1
 
-    def _may_overwrite(self, node: fx.Node, change: _Change) -> bool:
+    def _may_overwrite(self, node: fx.Node, change: _Change, arguments: dict[int, list[_Argument]]) -> bool:
         value, position = meta.tensor(change.old), self.memory.position[node]
         if not same_layout(value, change.new):
             return False
@@ -108,28 +119,39 @@ class _Reinplace:
         block = self.memory.block(change.old)
         if block.constant or not self._inputs_allow(block.inputs, position):
             return False
-        return self.memory.read_later(change.old, position) is None and self._arguments_allow(node, change)
+        if self.memory.read_later(change.old, position) is not None:
+            return False
+        return self._arguments_allow(node, change, arguments[id(block)])
 
     def _inputs_allow(self, inputs: Sequence[fx.Node], position: int) -> bool:
         if not inputs:
             return True
         return len(inputs) == 1 and inputs[0] in self.writable and position > self.last_wait
 
-    def _arguments_allow(self, node: fx.Node, change: _Change) -> bool:
+    def _arguments_allow(self, node: fx.Node, change: _Change, sharing: Sequence[_Argument]) -> bool:
         """Whether no other argument overlaps with the value, other than as itself in an elementwise call."""
         value = meta.tensor(change.old)
-        for group, arg in enumerate((*node.args, *node.kwargs.values())):
-            elements = arg if isinstance(arg, (list, tuple)) else [arg]
-            for index, element in enumerate(elements):
-                if (group, index) == (change.group, change.index):
-                    continue
-                # In a foreach call only the elements with the same index meet.
-                meets = index == change.index and isinstance(arg, (list, tuple)) == _gives_lists(node)
-                for other in map(meta.tensor, tensor_nodes(element)):
-                    itself = meets and _is_elementwise(node.target) and same_place(other, value)
-                    if self.memory.overlap(other, value) and not itself:
-                        return False
+        for argument in sharing:
+            if (argument.group, argument.index) == (change.group, change.index):
+                continue
+            # In a foreach call only the elements with the same index meet.
+            meets = argument.index == change.index and argument.in_list == _gives_lists(node)
+            other = meta.tensor(argument.node)
+            itself = meets and _is_elementwise(node.target) and same_place(other, value)
+            if self.memory.overlap(other, value) and not itself:
+                return False
         return True
+
+    def _by_block(self, node: fx.Node) -> dict[int, list[_Argument]]:
+        """The tensors that a call is given, by the block of memory they live in."""
+        found: dict[int, list[_Argument]] = {}
+        for group, arg in enumerate((*node.args, *node.kwargs.values())):
+            in_list = isinstance(arg, (list, tuple))
+            for index, element in enumerate(arg if isinstance(arg, (list, tuple)) else [arg]):
+                for one in tensor_nodes(element):
+                    argument = _Argument(one, group, index, in_list)
+                    found.setdefault(id(self.memory.block(one)), []).append(argument)
+        return found
 
     def _rewrite(self, node: fx.Node, twin: Any, changes: Sequence[_Change], bad: Sequence[_Change]) -> None:
         memory, args = self.memory, list(node.args)

@@ -93,8 +93,20 @@ def test_a_write_needs_no_copy():
     assert calls(fn, SQUARE, SQUARE) == ["aten.mm.default"]
 
 
-@pytest.mark.parametrize("source", [lambda x: (x @ x).t(), lambda x: (x @ x).double(), lambda x: (x @ x)[0]])
-def test_a_copy_that_changes_layout_type_or_shape_stays(source):
+def test_a_write_in_another_order_of_memory_needs_no_copy_unless_it_is_read():
+    def write(weight, x):
+        weight.copy_((x @ x).t())
+
+    def write_and_read(weight, x):
+        weight.copy_((x @ x).t())
+        return weight.view(-1)[1:] * 2
+
+    assert calls(write, SQUARE, SQUARE) == ["aten.mm.default", "aten.t.default"]
+    assert "aten.copy.default" in calls(write_and_read, SQUARE, SQUARE)
+
+
+@pytest.mark.parametrize("source", [lambda x: (x @ x).double(), lambda x: (x @ x)[0]])
+def test_a_copy_that_changes_type_or_shape_stays(source):
     def fn(weight, x):
         weight.copy_(source(x))
 

@@ -446,6 +446,14 @@ def test_an_all_reduce_of_a_dead_value_goes_in_place_and_of_a_live_one_does_not(
     assert builders.count(after, c10d.all_reduce.default) == 1
 
 
+def test_an_all_reduce_of_what_is_not_contiguous_makes_its_own_copy():
+    tensors = [torch.randn(3, 4)]
+    program = with_mesh(builders.capture(lambda x: reduce((x * 2).t()) + 1, tensors))
+    after = run_passes(program, [reinplace])
+    assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
+    assert builders.count(after, c10d.all_reduce.default) == 1
+
+
 def test_the_input_of_an_all_gather_is_not_overwritten_while_it_is_under_way():
     def fn(x):
         shard = x * 2
