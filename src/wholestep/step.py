@@ -35,7 +35,7 @@ from wholestep.run.executable import Executable, describe_state, make_equal
 from wholestep.run.world import World, init
 
 log = logging.getLogger("wholestep")
-_generations = itertools.count()
+_meetings = itertools.count()  # ranks hold the same meetings in the same order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,6 @@ class CompiledStep:
         world = init()
         axis = _axis(world, self._options.mesh)
         self._allow_retrace(reason)
-        key = f"plan/{next(_generations)}"
         try:
             captured = capture(self._step, args, kwargs)
             placed = place(captured.program, self._strategy(world), axis)
@@ -109,10 +108,10 @@ class CompiledStep:
             runner = lower(scheduled)
         except WholestepError as error:
             if world.size > 1:
-                abandon(error, store=world.store, rank=world.rank, key=key, size=world.size, what=f"the plan of {self._name}")
+                self._abandon(error, world)
             raise
         plan = plan_text(scheduled) + describe_state(captured.program)
-        self._agree(plan, world, key)
+        self._agree(plan, world)
         if axis is not None and axis.size > 1 and (self._strategy(world) or DDP()).sync_at_start:
             make_equal(captured.binding.synced(captured.program), axis, self._equal)
         executable = Executable(scheduled, captured.binding, runner, world, self._name)
@@ -139,13 +138,19 @@ class CompiledStep:
     def _default_passes(self) -> list[Pass]:
         return default_passes(cap_bytes=(self._options.strategy or DDP()).cap_bytes)
 
-    def _agree(self, plan: str, world: World, key: str) -> None:
+    def _abandon(self, error: WholestepError, world: World) -> None:
+        abandon(
+            error, store=world.store, rank=world.rank, key=f"plan/{next(_meetings)}", size=world.size,
+            what=f"the plan of {self._name}",
+        )  # fmt: skip
+
+    def _agree(self, plan: str, world: World) -> None:
         # A plan that all ranks agreed on before needs no second meeting, to which the others might not come:
         # a rank whose last batch is smaller captures again, with the same schedule.
         if world.size > 1 and plan not in self._agreed:
             agree(
-                plan, store=world.store, rank=world.rank, size=world.size, key=key, timeout_s=world.timeout_s,
-                what=f"the plan of {self._name}", gone=world.gone,
+                plan, store=world.store, rank=world.rank, size=world.size, key=f"plan/{next(_meetings)}",
+                timeout_s=world.timeout_s, what=f"the plan of {self._name}", gone=world.gone,
             )  # fmt: skip
             self._agreed.add(plan)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +138,8 @@ def _written(node: fx.Node) -> tuple[int, ...]:
         names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         return tuple(i for i in hidden if given["training"] and isinstance(given[names[i]], fx.Node))
-    if node.target.namespace in ("aten", "prims", "_c10d_functional"):  # type: ignore[union-attr]
+    fused = node.target._schema.name.startswith("aten::_fused_")  # type: ignore[union-attr]
+    if node.target.namespace in ("aten", "prims", "_c10d_functional") and not fused:  # type: ignore[union-attr]
         return ()
     return ops.mutated_args(node.target)
 
@@ -149,16 +151,15 @@ def replace_custom_writes(graph: fx.Graph) -> None:
         if not mutated and node.target not in _NEEDS_GRAD_MODE:
             continue
         schema = node.target._schema
-        twin, arguments = functional_twin(node.target, mutated), schema.arguments
-        given = dict(zip((arg.name for arg in arguments), node.args, strict=False)) | node.kwargs
+        names = [arg.name for arg in schema.arguments]
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
         count, total = len(schema.returns), len(schema.returns) + len(mutated)
         with graph.inserting_before(node):
-            call = graph.call_function(twin, (), given)
+            call = graph.call_function(functional_twin(node.target, mutated), node.args, node.kwargs)
             meta.copy_meta(node, call)
-            parts = [_item(graph, call, i, total) for i in range(total)]
+            parts = [call] if total == 1 else [_item(graph, call, i) for i in range(total)]
             for part, position in zip(parts[count:], mutated, strict=True):
-                write = graph.call_function(_aten.copy_.default, (given[arguments[position].name], part))
-                meta.set_origin(write, meta.origin(node))
+                _copy_back(graph, given[names[position]], part)
         if count == 1:
             node.replace_all_uses_with(parts[0])
         elif count > 1:
@@ -166,50 +167,74 @@ def replace_custom_writes(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _item(graph: fx.Graph, call: fx.Node, index: int, count: int) -> fx.Node:
-    if count == 1:
-        return call
-    part = graph.call_function(operator.getitem, (call, index))
-    meta.set_origin(part, meta.origin(call))
+def _item(graph: fx.Graph, source: fx.Node, index: int) -> fx.Node:
+    part = graph.call_function(operator.getitem, (source, index))
+    meta.set_origin(part, meta.origin(source))
     return part
+
+
+def _copy_back(graph: fx.Graph, targets: Any, values: fx.Node) -> None:
+    if isinstance(targets, (list, tuple)):
+        for index, target in enumerate(targets):
+            _copy_back(graph, target, _item(graph, values, index))
+    else:
+        write = graph.call_function(_aten.copy_.default, (targets, values))
+        meta.set_origin(write, meta.origin(values))
+
+
+_COPYABLE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor", "List[Tensor]": "Tensor[]"}
 
 
 def functional_twin(op: Any, written: tuple[int, ...]) -> Any:
     """An operator that does what `op` does to copies of its written arguments and returns those copies last.
 
-    Raises CaptureError for signatures that cannot be rewritten (written lists, results that alias arguments).
+    Raises CaptureError for signatures that cannot be rewritten (results that alias arguments).
     """
     key = (op, written)
     if key in _known_twins:
         return _known_twins[key]
     schema = op._schema
-    names = [arg.name for arg in schema.arguments]
-    single = all(str(schema.arguments[i].type) in ("Tensor", "Optional[Tensor]") for i in written)
-    if not single or any(ret.alias_info for ret in schema.returns):
+    kinds = [str(schema.arguments[i].type) for i in written]
+    if not _COPYABLE.keys() >= set(kinds) or any(ret.alias_info for ret in schema.returns):
         raise CaptureError(
             f"The operator {op} writes to its arguments in a way that cannot be made functional: {schema}. "
-            f"Give it a variant that returns new tensors, or one that writes only to single tensors and returns none of them."
+            f"Give it a variant that returns new tensors, or one that writes only to tensors and returns none of them."
         )
     name = "__".join([op.namespace, schema.name.split("::")[1], op._overloadname, *map(str, written)])
     parameters = re.sub(r"Tensor\([^)]*\)", "Tensor", str(schema)).partition("(")[2].rpartition(") -> ")[0]
-    returns = ", ".join([*(str(ret.type) for ret in schema.returns), *("Tensor" for _ in written)])
+    returns = ", ".join([*(str(ret.type) for ret in schema.returns), *(_COPYABLE[kind] for kind in kinds)])
     _TWINS.define(f"{name}({parameters}) -> ({returns})")
+    _TWINS.impl(name, _runner(op, written, run_op=True), "CompositeExplicitAutograd")
+    # A fake kernel needs the operator itself only where it returns something: some fused optimizers have none.
+    fake = _runner(op, written, run_op=bool(schema.returns))
+    torch.library.register_fake(f"wholestep_functional::{name}", fake, lib=_TWINS)
+    twin = _known_twins[key] = getattr(torch.ops.wholestep_functional, name).default
+    if written == tuple(range(len(written))) and not schema.returns and set(kinds) == {"List[Tensor]"}:
+        ops.register_in_place(twin, op)
+    return twin
+
+
+def _runner(op: Any, written: tuple[int, ...], *, run_op: bool) -> Callable[..., Any]:
+    """What the twin of `op` does: copies, calls, returns results and copies."""
+    names = [arg.name for arg in op._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        copies = [given[names[i]].clone() for i in written]
+        copies = [_clone(given[names[i]]) for i in written]
         given.update({names[i]: copy for i, copy in zip(written, copies, strict=True)})
+        returned: Any = ()
         if op in _NEEDS_GRAD_MODE:
-            plain = {key: arg.detach() if isinstance(arg, torch.Tensor) else arg for key, arg in given.items()}
+            given = {key: arg.detach() if isinstance(arg, torch.Tensor) else arg for key, arg in given.items()}
             with torch.enable_grad():
-                returned = op(**plain)
-        else:
+                returned = op(**given)
+        elif run_op:
             returned = op(**given)
-        parts = [] if not schema.returns else [returned] if len(schema.returns) == 1 else list(returned)
+        parts = [] if not op._schema.returns else [returned] if len(op._schema.returns) == 1 else list(returned)
         everything = (*parts, *copies)
         return everything[0] if len(everything) == 1 else everything
 
-    _TWINS.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"wholestep_functional::{name}", run, lib=_TWINS)
-    _known_twins[key] = getattr(torch.ops.wholestep_functional, name).default
-    return _known_twins[key]
+    return run
+
+
+def _clone(value: Any) -> Any:
+    return [one.clone() for one in value] if isinstance(value, (list, tuple)) else value.clone()

@@ -1,4 +1,12 @@
-"""Marks the gradient that a parameter ends up with, where the backward leaves it."""
+"""Marks the gradient that a parameter ends up with, where the backward leaves it.
+
+[Note: hooks of the user and the marker]
+DistributedDataParallel reduces a gradient after the post-accumulate hooks of its parameter have run, so such
+hooks see the local gradient, and what they leave is reduced (measured on torch 2.11 and 2.13). The marker
+therefore comes behind them. A hook that leaves no gradient has used it up, as an optimizer that steps inside
+of the backward does; there DistributedDataParallel would train every rank on its own data in silence. So the
+gradient is marked before the hooks too, and this first marker is withdrawn when they leave a gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +16,77 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.fx as fx
 
-from wholestep.program import ops
-
-
-@contextmanager
-def marked_gradients(params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """While open, every accumulated ``.grad`` of these parameters carries a marker with the parameter's name.
-
-    The marker comes first among a parameter's post-accumulate hooks, so hooks of the user see the gradient
-    that the optimizer will see. Hooks live on the tensor's implementation, which tracing swaps: setting them
-    again puts them, and hooks on the gradient, on the one in place now.
-    """
-    saved: list[tuple[torch.Tensor, Any]] = []
-    for name, param in params.values():
-        if param._backward_hooks:
-            param._backward_hooks = param._backward_hooks
-        if not (param.is_leaf and param.requires_grad):
-            continue
-        theirs = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        saved.append((param, theirs))
-        hooks: OrderedDict[Any, Any] = OrderedDict({"wholestep": _hook(name)})
-        hooks.update(theirs or {})
-        param._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for param, theirs in saved:
-            param._post_accumulate_grad_hooks = theirs  # type: ignore[attr-defined]
+from wholestep.program import edit, ops
 
 
-def _hook(name: str) -> Callable[[torch.Tensor], None]:
-    def mark(param: torch.Tensor) -> None:
+class Markers:
+    """The markers of one trace. While it runs, a marker carries a number before the parameter's name."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._withdrawn: set[int] = set()
+
+    def mark(self, grad: torch.Tensor, name: str) -> torch.Tensor:
+        """The gradient of the parameter `name`, marked."""
+        marked: torch.Tensor = ops.GRADIENT(grad, f"{self._count}:{name}")
+        self._count += 1
+        return marked
+
+    def settle(self, graph: fx.Graph) -> None:
+        """Removes the markers that were withdrawn from the traced graph; the others keep the name alone."""
+        for node in graph.find_nodes(op="call_function", target=ops.GRADIENT):
+            grad, numbered = node.args
+            number, _, name = numbered.partition(":")
+            if int(number) in self._withdrawn:
+                edit.replace_node(node, grad)
+            else:
+                node.args = (grad, name)
+
+    @contextmanager
+    def on(self, params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """While open, every accumulated ``.grad`` of these parameters carries a marker with the parameter's name.
+
+        Hooks live on the tensor's implementation, which tracing swaps: setting them again puts them, and hooks
+        on the gradient, on the one in place now.
+        """
+        saved: list[tuple[torch.Tensor, Any]] = []
+        for name, param in params.values():
+            if param._backward_hooks:
+                param._backward_hooks = param._backward_hooks
+            if not (param.is_leaf and param.requires_grad):
+                continue
+            theirs = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            saved.append((param, theirs))
+            hooks = OrderedDict({"wholestep": self._hook(name, list((theirs or {}).values()))})
+            param._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for param, theirs in saved:
+                param._post_accumulate_grad_hooks = theirs  # type: ignore[attr-defined]
+
+    def _hook(self, name: str, theirs: list[Callable[[torch.Tensor], None]]) -> Callable[[torch.Tensor], None]:
+        def mark_and_call(param: torch.Tensor) -> None:
+            number = self._count
+            self._mark_grad(param, name)
+            for hook in theirs:
+                hook(param)
+            if theirs and param.grad is not None:
+                self._withdrawn.add(number)
+                self._mark_grad(param, name)
+
+        return mark_and_call
+
+    def _mark_grad(self, param: torch.Tensor, name: str) -> None:
         grad = param.grad
         if grad is None:
             return
-        marked = ops.GRADIENT(grad, name)
+        marked = self.mark(grad, name)
         if getattr(grad, "_wholestep_entry", False):
             # The gradient was there before the call: others may hold it, so it is written, not replaced.
             with torch.no_grad():
                 grad.copy_(marked)
         else:
             param.grad = marked
-
-    return mark

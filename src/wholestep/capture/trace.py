@@ -29,13 +29,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from wholestep.capture import blame, tree
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
 from wholestep.capture.hyper import Lifter
-from wholestep.capture.mark import marked_gradients
+from wholestep.capture.mark import Markers
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.state import State
 from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
-from wholestep.program import ops
 from wholestep.program.program import InputKind
 
 
@@ -90,7 +89,7 @@ class Tracer:
     ) -> None:
         self._state, self._lifter, self._watches = state, lifter, watches
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
-        self._recorder = OriginRecorder(names)
+        self._recorder, self._markers = OriginRecorder(names), Markers()
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._out: Trace | None = None
         self._host: HostValues | None = None
@@ -119,6 +118,7 @@ class Tracer:
                 grad.__dict__.pop("_wholestep_entry", None)  # type: ignore[union-attr]
             self._lifter.restore()
         assert self._out is not None
+        self._markers.settle(module.graph)
         self._out.module, self._out.fakes, self._out.mode = module, fakes, self._mode
         self._out.found = _undiscovered(module)
         return self._out
@@ -170,7 +170,7 @@ class Tracer:
         yield _capture_flag()
         yield self._mode
         yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
-        yield marked_gradients({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
+        yield self._markers.on({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
         yield self._recorder.recording()
         yield traced_generator()
         yield from self._patches()
@@ -199,7 +199,7 @@ class Tracer:
                 leaves = [names.get(id(one)) for one in inputs]
                 with torch.no_grad():
                     return tuple(
-                        grad if name is None or grad is None else ops.GRADIENT(grad, name)
+                        grad if name is None or grad is None else self._markers.mark(grad, name)
                         for grad, name in zip(result, leaves, strict=True)
                     )
 

@@ -2,9 +2,9 @@
 
 Note: the model
     Every value of a graph carries a fake tensor, and views share the storage of what they view, so the
-    storage of the fake tensor names the memory. Two corrections make that true of what really runs: a
-    wait gives back the memory of its collective, and where the schema declares a view whose fake tensor
-    has a storage of its own, the two storages are merged into one block of memory.
+    storage of the fake tensor names the memory. One correction makes that true of what really runs: where
+    a view is known whose fake tensor has a storage of its own (a wait gives back the tensor of its
+    collective), the two storages are merged into one block of memory.
     Two values overlap if they live in the same block, unless both are spans of the same storage that do
     not meet. Time is the position in the graph; what the step returns or writes is read at FOREVER.
 """
@@ -104,10 +104,8 @@ class Memory:
         viewed = list(edit.nodes_of([node.args[i] for i in ops.viewed_args(node.target) if i < len(node.args)]))
         if not viewed:
             return
-        if node.target is ops.WAIT:
-            meta.set_value(node, meta.value(viewed[0]))
-            self._moved.add(node)
-        elif any(arg in self._moved for arg in viewed):
+        # A wait stays in its own storage, which is merged below: fake collectives give no views.
+        if node.target is not ops.WAIT and any(arg in self._moved for arg in viewed):
             self._recompute(node)
             self._moved.add(node)
         if node.target is operator.getitem:

@@ -105,6 +105,14 @@ def written_by(op: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in positions if op._schema.arguments[i].name != "grads")
 
 
+_registered: dict[Any, Any] = {}
+
+
+def register_in_place(functional: Any, in_place: Any) -> None:
+    """Tells that `in_place` writes to its first arguments what `functional` returns, in order."""
+    _registered[functional] = in_place
+
+
 @cache
 def in_place_variant(op: Any) -> Any:
     """``aten.add_.Tensor`` for ``aten.add.Tensor``, ``_fused_adamw_`` for ``_fused_adamw``. None if there is none.
@@ -113,6 +121,8 @@ def in_place_variant(op: Any) -> Any:
     arguments by name and type, as many of them written to as the functional one returns, and nothing that
     changes a shape. The new value of the i-th argument written to is the i-th result of the functional one.
     """
+    if op in _registered:
+        return _registered[op]
     if not isinstance(op, torch._ops.OpOverload) or mutated_args(op) or viewed_args(op):
         return None
     packet = getattr(getattr(torch.ops, op.namespace), op._schema.name.split("::")[1] + "_", None)

@@ -240,11 +240,18 @@ def test_pack_keeps_a_group_open_for_each_key():
     assert [group.items for group in groups] == [(0, 2), (1, 3)]
 
 
+def test_pack_sees_needs_by_way_of_groups_that_grew_later():
+    """B needs A; then A takes an item that needs C; an item that needs B must not join C."""
+    keys, needs = ["a", "c", "b", "a", "c"], [set(), set(), {0}, {1}, {0, 2}]
+    groups = pack([1] * 5, keys, 10, needs=[frozenset(one) for one in needs])
+    assert [group.items for group in groups] == [(0, 3), (1,), (2,), (4,)]
+
+
 @st.composite
 def packing(draw):
     count = draw(st.integers(0, 25))
     sizes = draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
-    keys = draw(st.lists(st.sampled_from("ab"), min_size=count, max_size=count))
+    keys = draw(st.lists(st.sampled_from("abc"), min_size=count, max_size=count))
     needs: list[frozenset[int]] = []
     for item in range(count):
         direct = draw(st.frozensets(st.integers(0, item - 1), max_size=2)) if item else frozenset()
