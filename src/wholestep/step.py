@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture import tree
+from wholestep.capture.blame import naming, place_of
 from wholestep.capture.capture import Captured, capture
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
@@ -102,7 +103,8 @@ class CompiledStep:
         axis = _axis(world, self._options.mesh)
         self._allow_retrace(reason)
         try:
-            captured = capture(self._step, args, kwargs)
+            with naming(self._step):
+                captured = capture(self._step, args, kwargs)
             placed = place(captured.program, self._strategy(world), axis)
             scheduled = run_passes(placed, [*self._default_passes(), *self._options.passes])
             runner = lower(scheduled)
@@ -126,7 +128,7 @@ class CompiledStep:
         if len(self._reasons) >= self._options.max_retraces:
             listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self._reasons, reason], 1))
             raise RetraceLimitError(
-                f"{self._name} needs another trace, and max_retraces={self._options.max_retraces} are used up. The reasons were:\n"
+                f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used up. The reasons were:\n"
                 f"{listing}\nKeep what changes out of the step or make it a tensor, or raise max_retraces."
             )
         self._reasons.append(reason)
@@ -252,6 +254,10 @@ def compile(
         raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
     if backend not in ("auto", "eager"):
         raise ConfigError(f'wholestep.compile(backend=...) knows "auto" and "eager" in this version, got {backend!r}.')
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
+    if passes is not None and not callable(passes) and not (isinstance(passes, Sequence) and all(map(callable, passes))):
+        raise ConfigError(f"wholestep.compile(passes=...) wants a function Program -> Program, or a list of them, got {passes!r}.")
     if max_retraces < 0:
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
     extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)

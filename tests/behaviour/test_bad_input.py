@@ -76,12 +76,6 @@ def converted_to_numpy(model: Any, opt: Any, x: Tensor, y: Tensor) -> Any:
 
 
 @refused
-def converted_to_a_list(model: Any, opt: Any, x: Tensor, y: Tensor) -> Any:
-    loss = finish(loss_of(model, x, y), opt)
-    return loss.detach().reshape(1).tolist()  # <- here
-
-
-@refused
 def formatted_with_a_precision(model: Any, opt: Any, x: Tensor, y: Tensor) -> str:
     loss = finish(loss_of(model, x, y), opt)
     return f"{loss.detach():.3f}"  # <- here

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import Any
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -44,6 +48,26 @@ def current_line() -> str:
             return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def place_of(step: Any) -> str:
+    """``train_step, file.py:10``: name, file and first line of a step."""
+    function = inspect.unwrap(getattr(step, "func", step))
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    name = getattr(step, "__name__", type(step).__name__)
+    return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
+
+
+@contextmanager
+def naming(step: Any) -> Iterator[None]:
+    """Adds name, file and line of the step to an error of ours that names no line in its file yet."""
+    try:
+        yield
+    except WholestepError as error:
+        place = place_of(step)
+        if f"{place.rpartition(', ')[2].rpartition(':')[0]}:" not in str(error) and error.args:
+            error.args = (f"{error.args[0]}\nThe step is {place}.", *error.args[1:])
+        raise
 
 
 def explain(error: BaseException) -> WholestepError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +17,10 @@ from wholestep.capture.binding import Binding, output_slices
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.guards import Guards
 from wholestep.capture.hyper import Lifter
+from wholestep.capture.effects import SideEffects
 from wholestep.capture.state import LazyState, Slot, State
 from wholestep.capture.trace import Trace, Tracer
-from wholestep.errors import CaptureError, HyperparameterError
+from wholestep.errors import CaptureError, WholestepError
 from wholestep.program import edit, meta
 from wholestep.program.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
 from wholestep.program.spec import verify
@@ -48,13 +47,35 @@ def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         HyperparameterError: for optimizers without a fixed update rule.
         ConfigError: for modules that are wrapped in their own communication.
     """
+    try:
+        return _capture_once(step, args, kwargs)
+    except _Unsettled as first:
+        # Libraries set things up in their first forward (hooks, caches). If a second trace changes nothing and is
+        # the same graph, that was all it was. A counter or a growing list changes again.
+        try:
+            captured = _capture_once(step, args, kwargs, expected=first.code)
+        except (_Unsettled, WholestepError):
+            first.effects.restore()
+            raise CaptureError(first.effects.sentence()) from None
+        return captured
+
+
+class _Unsettled(Exception):
+    """A trace changed Python state. `effects` says what, and can put it back; `code` is what was traced."""
+
+    def __init__(self, effects: SideEffects, code: str) -> None:
+        super().__init__()
+        self.effects, self.code = effects, code
+
+
+def _capture_once(step: Callable[..., Any], args: Any, kwargs: Any, expected: str | None = None) -> Captured:
     leaves, spec = tree.flatten((args, kwargs))
     found = walk.find(step, args, kwargs)
     lazy = LazyState(list(found.optimizers.values()))
     used: set[int] | None = set()
     try:
         job = _Job(step, args, kwargs, found)
-        captured, used = job.run(leaves, spec), job.trace.stepped
+        captured, used = job.run(leaves, spec, expected), job.trace.stepped
     finally:
         lazy.take_back(used)
     return captured
@@ -69,7 +90,7 @@ class _Job:
         self.state: State = stating.collect(found)
         self.trace: Trace
 
-    def run(self, leaves: list[Any], spec: tree.TreeSpec) -> Captured:
+    def run(self, leaves: list[Any], spec: tree.TreeSpec, expected: str | None) -> Captured:
         """Traces, makes functional, describes inputs and outputs, and ties them to live objects."""
         lifter = Lifter(self.state.optimizers)
         data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in leaves]
@@ -77,8 +98,12 @@ class _Job:
         stating.check_devices(self.state, user)
         names = {id(m): n for root, top in self._found.modules.values() for n, m in _named(root, top)}
         tracer = Tracer(self.state, lifter, user, names, self._found.watches)
-        with _no_side_effects(self._found, self.state):
+        with SideEffects(self._found, self.state) as effects:
             self.trace = tracer.run(self._call)
+        if effects.changed:
+            raise _Unsettled(effects, self.trace.module.code)
+        if expected is not None and self.trace.module.code != expected:
+            raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         program, kept = self._program(functional, lifter, user)
@@ -248,81 +273,3 @@ def _optimizer_watches(state: State, trace: Trace) -> list[walk.Watch]:
                 if opt.state.get(param) and id(param) in trace.stepped:
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
     return watches
-
-
-class _no_side_effects:
-    """Refuses a trace that changed Python state: such a change would happen once and never again.
-
-    Optimizer state is put back, since the graph returns it; anything else that changed is put back and named.
-    """
-
-    def __init__(self, found: walk.Found, state: State) -> None:
-        self._found = found
-        self._random, self._numpy = random.getstate(), _numpy_state()
-        self._groups = [(opt, {p: dict(held) for p, held in opt.state.items()}) for _, opt in state.optimizers]
-        self._names = {id(opt): name for name, opt in state.optimizers}
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        changed_state = [change for opt, saved in self._groups for change in self._put_back(opt, saved)]
-        changed = [(path, then, now) for w in self._found.watches for path, then, now in w.changes() if _matters(path)]
-        for watch in self._found.watches:
-            if any(True for _ in watch.changes()):
-                watch.restore()
-        drew = "random" if random.getstate() != self._random else "numpy.random" if _numpy_differs(self._numpy) else ""
-        if drew == "random":
-            random.setstate(self._random)
-        elif drew:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        if kind is not None:
-            return
-        if changed_state:
-            raise HyperparameterError(changed_state[0])
-        if changed:
-            path, then, now = changed[0]
-            raise CaptureError(_side_effect(path, then, now))
-        if drew:
-            raise CaptureError(
-                f"The step draws from Python's {drew} generator: one draw would be frozen in the graph. "
-                f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
-            )
-
-    def _put_back(self, opt: torch.optim.Optimizer, saved: dict[Any, dict[Any, Any]]) -> list[str]:
-        problems = []
-        for param in list(opt.state):
-            held, before = opt.state[param], saved.get(param, {})
-            for key, now in held.items():
-                if not isinstance(now, torch.Tensor) and not walk.same(before.get(key), now) and now is not None:
-                    problems.append(
-                        f"{self._names[id(opt)]} keeps the Python value {key!r} in its state ({before.get(key)!r} before the step, "
-                        f"{now!r} after it). It would be frozen in the graph: keep it as a 0-d tensor, as torch's optimizers do."
-                    )
-            if param not in saved:
-                del opt.state[param]
-            else:
-                held.clear()
-                held.update(before)
-        return problems
-
-
-def _matters(path: str) -> bool:
-    return not path.endswith(("._opt_called", "._step_count"))
-
-
-def _side_effect(path: str, then: Any, now: Any) -> str:
-    hint = "Do it outside the step, or keep it in a tensor."
-    if path.endswith((".last_epoch", "._last_lr")):
-        hint = "Call scheduler.step() outside the step; rates are read at every call."
-    return f"The step changes Python state: {path} was {then!r}, is {now!r} after one run. That would happen once, while capturing, and never again. {hint}"
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def _numpy_differs(before: Any) -> bool:
-    now = _numpy_state()
-    return before is not None and (now[2] != before[2] or bool((now[1] != before[1]).any()))

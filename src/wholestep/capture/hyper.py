@@ -50,6 +50,7 @@ class Lifter:
         self.watches: list[Watch] = []
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._payloads: dict[float, Hyper] = {}
+        self._installed: list[Any] = []
         for name, opt in optimizers:
             for g, group in enumerate(opt.param_groups):
                 self._lift_group(f"{name}.groups.{g}", group, [k for k in group if k in opt.defaults])
@@ -88,14 +89,24 @@ class Lifter:
 
     def install(self) -> None:
         """Puts symbolic floats (or payloads) into the groups. Called inside the trace, where boxes are traced."""
+        self._installed = []
         for hyper in self.hypers:
             symbol = hyper.payload if hyper.payload is not None else hyper.box.item()
+            self._installed.append(symbol)
             if hyper.position is None:
                 hyper.group[hyper.key] = symbol
             else:
                 items = list(hyper.group[hyper.key])
                 items[hyper.position] = symbol
                 hyper.group[hyper.key] = tuple(items)
+
+    def rewritten(self) -> Hyper | None:
+        """The first number that the step itself has changed; None if it changed none."""
+        for hyper, symbol in zip(self.hypers, self._installed, strict=True):
+            held = hyper.group[hyper.key]
+            if (held if hyper.position is None else held[hyper.position]) is not symbol:
+                return hyper
+        return None
 
     def restore(self) -> None:
         """Puts the numbers back."""

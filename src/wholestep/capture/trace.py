@@ -90,7 +90,7 @@ class Tracer:
         self._state, self._lifter, self._watches = state, lifter, watches
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         self._recorder, self._markers = OriginRecorder(names), Markers()
-        self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True)
         self._out: Trace | None = None
         self._host: HostValues | None = None
         self.known = self._known_host_values()
@@ -222,6 +222,11 @@ class Tracer:
         self._lifter.install()
         storages = [slot.tensor.untyped_storage()._cdata for slot in self._state.slots]
         leaves, out.result_spec = tree.flatten(call())
+        if (written := self._lifter.rewritten()) is not None:
+            raise CaptureError(
+                f"The step itself changes {written.name}. That would happen once, while capturing, and never again. "
+                f"Change rates outside the step; they are read at every call."
+            )
         self._write_replaced()
         self._check_storages(storages)
         out.num_results = len(leaves)

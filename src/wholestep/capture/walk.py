@@ -187,9 +187,8 @@ class Walker:
                 self._object(name, thing)
         for name, thing in self._later:
             attributes = vars(thing) if hasattr(thing, "__dict__") else {}
-            keys = tuple(key for key in attributes if key in self._names)
             if attributes:
-                self._watch(attributes, name, keys)
+                self._watch(attributes, name, tuple(sorted(self._names)))
         self._finish_schedulers()
         return self.found
 

@@ -10,7 +10,7 @@ Note: when ``y = f(x, ...)`` may become ``f_(x, ...)``
     x and y have the same shape, strides and type; nothing that overlaps with x is read behind f, except
     through y; no other argument of f overlaps with x (being x itself is fine where f is elementwise); x is
     no constant. If x lives in an input, that input has a WRITE output, shares memory with no other input,
-    and f stands behind the last wait of a collective: a collective that fails leaves every input as it was.
+    and f stands behind the last call that may fail (a collective, a look-up): an error leaves every input as it was.
 
 Note: writes
     A WRITE whose value ends up in the memory of its input is done; all others are copied at the very end.
@@ -74,7 +74,7 @@ def reinplace(program: Program) -> Program:
     return program.with_notes(
         f"{work.num_done} calls run in place, {work.num_kept} that could by their schema do not",
         f"{show.bytes_text(copied)} of inputs are copied at the end of the step",
-        *([f"{sunk} calls moved behind the last wait, because they write to inputs"] if sunk else []),
+        *([f"{sunk} calls moved behind the last one that may fail, because they write to inputs"] if sunk else []),
     )
 
 
@@ -83,7 +83,7 @@ class _Reinplace:
         self.program = program
         self.graph = program.graph
         self.memory = Memory(program.graph)
-        self.last_wait = max((self.memory.position[node] for node in sink.collectives(program.graph)), default=-1)
+        self.last_fence = max((self.memory.position[node] for node in sink.fences(program.graph)), default=-1)
         written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         self.writable = {node for index, node in enumerate(program.placeholders) if index in written}
         self.overwritten: set[fx.Node] = set()
@@ -126,7 +126,7 @@ class _Reinplace:
     def _inputs_allow(self, inputs: Sequence[fx.Node], position: int) -> bool:
         if not inputs:
             return True
-        return len(inputs) == 1 and inputs[0] in self.writable and position > self.last_wait
+        return len(inputs) == 1 and inputs[0] in self.writable and position > self.last_fence
 
     def _arguments_allow(self, node: fx.Node, change: _Change, sharing: Sequence[_Argument]) -> bool:
         """Whether no other argument overlaps with the value, other than as itself in an elementwise call."""

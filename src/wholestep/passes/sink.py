@@ -1,7 +1,7 @@
-"""Moves updates of inputs behind the last wait, so that they may write in place.
+"""Moves updates of inputs behind the last call that may fail, so that they may write in place.
 
-An input must not be written before every collective has succeeded. An update that stands before the last
-wait (bucket 1 has arrived and its parameters are updated, bucket 2 is still under way; a metric is reduced
+An input must not be written before every collective has succeeded, nor before the last look-up that may find an
+index out of range: an error leaves all inputs as they were. An update that stands before the last such call, a *fence* (bucket 1 has arrived and its parameters are updated, bucket 2 is still under way; a metric is reduced
 after the optimizer) is therefore moved behind it, with everything that reads it.
 """
 
@@ -15,24 +15,24 @@ from wholestep.program import edit, ops
 from wholestep.program.program import OutputKind, Program
 
 
-def collectives(graph: fx.Graph) -> list[fx.Node]:
-    """Starts and waits of collectives, in order."""
-    return [node for node in graph.nodes if ops.is_collective(node) or node.target is ops.WAIT]
+def fences(graph: fx.Graph) -> list[fx.Node]:
+    """Calls that may fail, in order: starts and waits of collectives, and what may refuse values."""
+    return [node for node in graph.nodes if node.op == "call_function" and ops.may_fail(node.target)]
 
 
 def sink_updates(program: Program) -> int:
-    """Moves updates behind the last wait, in order. Gives the number of nodes moved.
+    """Moves updates behind the last fence, in order. Gives the number of nodes moved.
 
-    What a collective, a random number or an effect depends on stays where it is.
+    What a fence, a random number or an effect depends on stays where it is.
     """
-    fences = collectives(program.graph)
-    if not fences:
+    stops = fences(program.graph)
+    if not stops:
         return 0
     pinned = _pinned(program.graph)
     moving = {node for node in _updates(program) if node not in pinned}
     before = list(program.graph.nodes)
-    before = before[: before.index(fences[-1])]
-    anchor, num_moved = fences[-1], 0
+    before = before[: before.index(stops[-1])]
+    anchor, num_moved = stops[-1], 0
     for node in before:
         if node in moving or any(arg in moving for arg in node.all_input_nodes):
             moving.add(node)
@@ -63,10 +63,10 @@ def _nodes(node: fx.Node, positions: tuple[int, ...]) -> Iterable[fx.Node]:
 
 
 def _pinned(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that a collective, a random number or an effect depends on, and those themselves."""
+    """Nodes that a call which may fail, a random number or an effect depends on, and those themselves."""
     pinned: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        fixed = ops.is_collective(node) or node.target is ops.WAIT or _has_effect(node)
+        fixed = node.op == "call_function" and ops.may_fail(node.target) or _has_effect(node)
         if fixed or any(user in pinned for user in node.users):
             pinned.add(node)
     return pinned

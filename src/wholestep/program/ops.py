@@ -105,6 +105,24 @@ def written_by(op: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in positions if op._schema.arguments[i].name != "grads")
 
 
+_CHECKS_VALUES = frozenset({
+    "embedding", "embedding_bag", "_embedding_bag", "index", "index_select", "index_put", "gather", "take", "scatter",
+    "scatter_add", "scatter_reduce", "nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy", "multinomial",
+    "one_hot", "_assert_async", "_linalg_check_errors", "linalg_cholesky_ex", "linalg_inv_ex", "_linalg_svd", "_linalg_eigh",
+})  # fmt: skip
+"""ATen operators that may refuse the values they get: an index out of range, a matrix without an inverse."""
+
+
+@cache
+def may_fail(op: Any) -> bool:
+    """Whether a call with right shapes can still fail because of values, peers, or code that is not torch's."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    if op.namespace in ("aten", "prims", "wholestep"):
+        return op._schema.name.split("::")[1] in _CHECKS_VALUES
+    return not op._schema.name.startswith("wholestep_functional::aten__")
+
+
 _registered: dict[Any, Any] = {}
 
 

@@ -1,0 +1,115 @@
+"""Python side effects of a step: seen while tracing, undone, and named, since a graph would not repeat them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from wholestep.capture.state import State
+from wholestep.capture.walk import Found, Watch, same
+from wholestep.errors import CaptureError, HyperparameterError
+
+_HARMLESS = ("._opt_called", "._step_count")
+"""What optimizers and schedulers count for their own warnings."""
+
+
+class SideEffects:
+    """Around one trace. Optimizer state is put back, since the graph returns it.
+
+    After a failed trace everything is put back. After a successful one `changed` holds what is different; the
+    caller decides whether to `restore`. Draws from Python's generators are always put back and refused.
+    """
+
+    def __init__(self, found: Found, state: State) -> None:
+        self._found = found
+        self._random, self._numpy = random.getstate(), _numpy_state()
+        self._states = [(name, opt, {p: dict(held) for p, held in opt.state.items()}) for name, opt in state.optimizers]
+        self.changed: list[tuple[str, Any, Any]] = []
+        """(path, then, now)."""
+        self._watches: list[Watch] = []
+
+    def __enter__(self) -> SideEffects:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        problems = [problem for name, opt, saved in self._states for problem in _put_back(name, opt, saved)]
+        for watch in self._found.watches:
+            changes = [change for change in watch.changes() if not change[0].endswith(_HARMLESS)]
+            if changes:
+                self.changed += changes
+                self._watches.append(watch)
+        drew = self._put_generators_back()
+        if kind is not None or problems or drew or any(isinstance(now, Tensor) for _, _, now in self.changed):
+            self.restore()
+        if kind is not None:
+            return
+        if problems:
+            raise HyperparameterError(problems[0])
+        if drew:
+            raise CaptureError(
+                f"The step draws from Python's {drew} generator: one draw would be frozen in the graph. "
+                f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
+            )
+        if any(isinstance(now, Tensor) for _, _, now in self.changed):
+            raise CaptureError(self.sentence())
+
+    def restore(self) -> None:
+        """Puts back what the step changed."""
+        for watch in self._watches:
+            watch.restore()
+
+    def sentence(self) -> str:
+        """What the step changed first, and what to do instead."""
+        path, then, now = next((c for c in self.changed if isinstance(c[2], Tensor)), self.changed[0])
+        hint = "Do it outside the step, or keep it in a tensor."
+        if path.endswith((".last_epoch", "._last_lr")):
+            hint = "Call scheduler.step() outside the step; rates are read at every call."
+        elif isinstance(now, Tensor):
+            hint = "Return the tensor instead."
+        was, is_ = ("a tensor" if isinstance(one, Tensor) else repr(one) for one in (then, now))
+        return (
+            f"The step changes Python state: {path} was {was}, is {is_} after one run. That would happen once, "
+            f"while capturing, and never again. {hint}"
+        )
+
+    def _put_generators_back(self) -> str:
+        drew = ""
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+            drew = "random"
+        if self._numpy is not None and _numpy_differs(self._numpy):
+            sys.modules["numpy"].random.set_state(self._numpy)
+            drew = "numpy.random"
+        return drew
+
+
+def _put_back(name: str, opt: Optimizer, saved: dict[Any, dict[Any, Any]]) -> list[str]:
+    problems = []
+    for param in list(opt.state):
+        held, before = opt.state[param], saved.get(param, {})
+        for key, now in held.items():
+            if not isinstance(now, Tensor) and now is not None and not same(before.get(key), now):
+                problems.append(
+                    f"{name} keeps the Python value {key!r} in its state ({before.get(key)!r} before the step, {now!r} "
+                    f"after it). It would be frozen in the graph: keep it as a 0-d tensor, as torch's optimizers do."
+                )
+        if param not in saved:
+            del opt.state[param]
+        else:
+            held.clear()
+            held.update(before)
+    return problems
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _numpy_differs(before: Any) -> bool:
+    now = _numpy_state()
+    return bool(now[2] != before[2] or (now[1] != before[1]).any())
