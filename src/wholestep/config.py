@@ -27,8 +27,8 @@ class DDP:
     sync_at_start: bool = True
     """Broadcast parameters and buffers from rank 0 before the first step."""
     broadcast_buffers: bool = True
-    """Broadcast the buffers of modules from rank 0 at the start of every step that has a backward,
-    as DistributedDataParallel does."""
+    """Let every step start from rank 0's buffers, as DistributedDataParallel does. The graph of a step broadcasts the
+    buffers that it writes; buffers that it only reads are broadcast when a step has written them since the last time."""
 
     def __post_init__(self) -> None:
         if self.reduce not in ("mean", "sum"):

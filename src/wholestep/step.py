@@ -9,7 +9,8 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -32,7 +33,8 @@ from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
 from wholestep.report.explain import Explanation, explain
 from wholestep.run.agree import abandon, agree
-from wholestep.run.executable import Executable, describe_state, make_equal
+from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
+from wholestep.run.watch import named_failures
 from wholestep.run.world import World, init
 
 log = logging.getLogger("wholestep")
@@ -95,32 +97,49 @@ class CompiledStep:
                 self._hits += 1
                 return entry.executable(leaves)
             reason = reason or why_not
-        return self._compile(args, kwargs, reason).executable(leaves)
+        entry = self._compile(args, kwargs, reason)
+        with _undone_on_error(entry.captured):
+            result = entry.executable(leaves)
+        self._entries.insert(0, entry)
+        self._traces += 1
+        return result
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
         """Every stage, in order, for one signature."""
         world = init()
-        axis = _axis(world, self._options.mesh)
+        axis, strategy = _axis(world, self._options.mesh), self._strategy(world)
         self._allow_retrace(reason)
         try:
             with naming(self._step):
                 captured = capture(self._step, args, kwargs)
-            placed = place(captured.program, self._strategy(world), axis)
-            scheduled = run_passes(placed, [*self._default_passes(), *self._options.passes])
-            runner = lower(scheduled)
-        except WholestepError as error:
-            if world.size > 1:
-                self._abandon(error, world)
+        except Exception as error:
+            self._abandon(error, world)
             raise
-        plan = plan_text(scheduled) + describe_state(captured.program)
-        self._agree(plan, world)
-        if axis is not None and axis.size > 1 and (self._strategy(world) or DDP()).sync_at_start:
-            make_equal(captured.binding.synced(captured.program), axis, self._equal)
-        executable = Executable(scheduled, captured.binding, runner, world, self._name)
+        with _undone_on_error(captured):
+            try:
+                placed = place(captured.program, strategy, axis)
+                scheduled = run_passes(placed, [*self._default_passes(), *self._options.passes])
+                runner = lower(scheduled)
+            except Exception as error:
+                self._abandon(error, world)
+                raise
+            plan = plan_text(scheduled) + describe_state(captured.program)
+            self._agree(plan, world)
+            buffers = self._meet(captured, strategy, axis, world)
+        executable = Executable(scheduled, captured.binding, runner, world, name=self._name, buffers=buffers)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
-        self._entries.insert(0, _Entry(captured=captured, programs=programs, executable=executable, plan=plan))
-        self._traces += 1
-        return self._entries[0]
+        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan)
+
+    def _meet(self, captured: Captured, strategy: DDP | None, axis: MeshAxis | None, world: World) -> Buffers | None:
+        """Makes parameters and buffers equal on all ranks; what keeps the buffers so."""
+        if strategy is None or axis is None or axis.size == 1:
+            return None
+        if strategy.sync_at_start:
+            fresh = [t for t in captured.binding.synced(captured.program) if id(t) not in self._equal]
+            with named_failures(world, lambda: f"the first broadcast of {self._name}"):
+                make_equal(fresh, axis)
+            self._equal.update({id(t): t for t in fresh})
+        return Buffers(captured.program, captured.binding.tensors, axis) if strategy.broadcast_buffers else None
 
     def _allow_retrace(self, reason: str | None) -> None:
         if reason is None:
@@ -140,11 +159,12 @@ class CompiledStep:
     def _default_passes(self) -> list[Pass]:
         return default_passes(cap_bytes=(self._options.strategy or DDP()).cap_bytes)
 
-    def _abandon(self, error: WholestepError, world: World) -> None:
-        abandon(
-            error, store=world.store, rank=world.rank, key=f"plan/{next(_meetings)}", size=world.size,
-            what=f"the plan of {self._name}",
-        )  # fmt: skip
+    def _abandon(self, error: Exception, world: World) -> None:
+        if world.size > 1:
+            abandon(
+                error, store=world.store, rank=world.rank, key=f"plan/{next(_meetings)}", size=world.size,
+                what=f"the plan of {self._name}",
+            )  # fmt: skip
 
     def _agree(self, plan: str, world: World) -> None:
         # A plan that all ranks agreed on before needs no second meeting, to which the others might not come:
@@ -203,6 +223,16 @@ class CompiledStep:
         if not self._entries:
             raise ConfigError(f"{self._name} has not been called yet, so there is nothing to look at. Call it once.")
         return self._entries[0]
+
+
+@contextmanager
+def _undone_on_error(captured: Captured) -> Iterator[None]:
+    """A first call that fails leaves no optimizer state behind that was not there before it."""
+    try:
+        yield
+    except BaseException:
+        captured.undo()
+        raise
 
 
 def _axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:

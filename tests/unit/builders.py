@@ -59,7 +59,7 @@ def capture(
 def _unfuse_writes(graph: fx.Graph) -> None:
     """``_fused_adamw_(...)`` -> ``_fused_adamw(...)`` and copies; torch refuses the empty lists of the former."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or not str(node.target).startswith("aten._fused_"):
+        if not str(node.target).startswith("aten._fused_") or not ops.mutated_args(node.target):
             continue
         functional = getattr(getattr(aten, node.target._schema.name.split("::")[1][:-1]), node.target._overloadname)
         with graph.inserting_before(node):

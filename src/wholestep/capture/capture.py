@@ -37,6 +37,8 @@ class Captured:
     program: Program
     binding: Binding
     guards: Guards
+    undo: Callable[[], None]
+    """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
 
 
 def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -75,10 +77,11 @@ def _capture_once(step: Callable[..., Any], args: Any, kwargs: Any, expected: st
     used: set[int] | None = set()
     try:
         job = _Job(step, args, kwargs, found)
-        captured, used = job.run(leaves, spec, expected), job.trace.stepped
+        program, binding, guards = job.run(leaves, spec, expected)
+        used = job.trace.stepped
     finally:
         lazy.take_back(used)
-    return captured
+    return Captured(program=program, binding=binding, guards=guards, undo=lazy.take_back)
 
 
 class _Job:
@@ -90,7 +93,7 @@ class _Job:
         self.state: State = stating.collect(found)
         self.trace: Trace
 
-    def run(self, leaves: list[Any], spec: tree.TreeSpec, expected: str | None) -> Captured:
+    def run(self, leaves: list[Any], spec: tree.TreeSpec, expected: str | None) -> tuple[Program, Binding, Guards]:
         """Traces, makes functional, describes inputs and outputs, and ties them to live objects."""
         lifter = Lifter(self.state.optimizers)
         data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in leaves]
@@ -109,7 +112,7 @@ class _Job:
         program, kept = self._program(functional, lifter, user)
         verify(program)
         binding = self._binding(program, kept, lifter, leaves)
-        return Captured(program=program, binding=binding, guards=self._guards(kept, lifter, leaves, data, spec))
+        return program, binding, self._guards(kept, lifter, leaves, data, spec)
 
     def _records(self, lifter: Lifter, user: list[torch.Tensor]) -> list[Input]:
         slots = [*self.state.slots, *(Slot(InputKind.HYPER, h.name, h.box) for h in lifter.hypers)]

@@ -73,7 +73,7 @@ def _reductions(program: Program) -> Iterator[_Reduction]:
             continue
         grad, scale = node.args[0], None
         # Only the product that placement has put there: one of the user's own would split buckets by its factor.
-        if grad.target is _aten.mul.Tensor and grad.args[1] == scales[node.args[-1]] and len(grad.users) == 1:
+        if grad.target is _aten.mul.Tensor and grad.args[1] == scales[node.args[-1]]:
             grad, scale = grad.args
         waits = tuple(user for user in node.users if user.target is ops.WAIT)
         yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)

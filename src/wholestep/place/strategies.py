@@ -34,16 +34,15 @@ class DataParallel:
     axis: MeshAxis
 
     def begin(self, placer: Placer) -> None:
-        """Broadcasts the buffers that the step writes, or, in a step without a backward, those that it reads."""
+        """Broadcasts the buffers that the step writes; those that it only reads are the executable's to keep equal."""
         if not self.config.broadcast_buffers:
             return
         program = placer.program
         written = {o.target for o in program.outputs if o.kind is OutputKind.WRITE}
-        trains = any(node.target is ops.GRADIENT for node in program.graph.nodes)
         chosen = [
             (record, node)
             for index, (record, node) in enumerate(zip(program.inputs, program.placeholders, strict=True))
-            if record.kind is InputKind.BUFFER and node.users and (index in written or not trains)
+            if record.kind is InputKind.BUFFER and node.users and index in written
         ]
         for _, group in groupby(sorted(chosen, key=_dtype_name), key=_dtype_name):
             self._broadcast(placer, list(group))
@@ -61,7 +60,10 @@ class DataParallel:
             part = placer.emit(_aten.slice.Tensor, received, 0, start, start + count, like=like)
             placer.values[old] = placer.emit(_aten.view.default, part, list(record.shape), like=like)
             start += count
-        placer.notes.append(f"{len(buffers)} buffers are broadcast from rank 0 before the step, {start} elements in one message")
+        placer.notes.append(
+            f"{len(buffers)} buffers that the step writes are broadcast from rank 0 at its start: "
+            f"{start} elements of {buffers[0][0].dtype} in one message"
+        )
 
     def reduce_gradient(self, placer: Placer, grad: fx.Node, name: str) -> fx.Node:
         """``wait(all_reduce(grad * 1/size))``; the bucketing pass merges these."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,9 +20,18 @@ Runner = Callable[[list[Any]], tuple[Any, ...]]
 class Executable:
     """Calls a lowered program: fills in the inputs that move, runs, and puts gradients and results back."""
 
-    def __init__(self, program: Program, binding: Binding, runner: Runner, world: World, name: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        binding: Binding,
+        runner: Runner,
+        world: World,
+        *,
+        name: str,
+        buffers: Buffers | None = None,
+    ) -> None:
         self.program, self.binding = program, binding
-        self._runner, self._world, self._name = runner, world, name
+        self._runner, self._world, self._name, self._buffers = runner, world, name, buffers
         self._calls = 0
         self._late_writes = late_writes(program)
 
@@ -39,6 +48,8 @@ class Executable:
                 outputs = self._runner(inputs)
             else:
                 with named_failures(self._world, self._where):
+                    if self._buffers is not None:
+                        self._buffers.before_call()
                     outputs = self._runner(inputs)
             for target, place in self._late_writes:
                 inputs[target].copy_(outputs[place])
@@ -58,24 +69,56 @@ def late_writes(program: Program) -> list[tuple[int, int]]:
     ]
 
 
-def make_equal(tensors: Iterable[torch.Tensor], axis: MeshAxis, done: WeakValueDictionary[int, torch.Tensor]) -> None:
+_may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""Buffers that a step of this process wrote since they were last equal on all ranks, by id."""
+
+
+class Buffers:
+    """Keeps the buffers of a data-parallel step as DistributedDataParallel does: rank 0's values at the start.
+
+    The graph itself broadcasts what it writes. A buffer that it only reads is broadcast here, and only when a
+    step has written it since the last time: constants such as masks and positions never travel, and of many
+    evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
+    """
+
+    def __init__(self, program: Program, tensors: list[torch.Tensor | None], axis: MeshAxis) -> None:
+        targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+        found = [
+            (index in targets, tensor)
+            for index, (record, tensor) in enumerate(zip(program.inputs, tensors, strict=True))
+            if record.kind is InputKind.BUFFER and tensor is not None
+        ]
+        self._written = [tensor for is_written, tensor in found if is_written]
+        self._read = [tensor for is_written, tensor in found if not is_written]
+        self._axis = axis
+
+    def before_call(self) -> None:
+        """Broadcasts what this step reads and another has written; notes what this step is about to write."""
+        stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
+        if stale:
+            make_equal(stale, self._axis)
+        for tensor in self._written:
+            _may_differ[id(tensor)] = tensor
+
+
+def make_equal(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
     """Gives `tensors` the values of the axis's first rank, one message per dtype, as DistributedDataParallel does.
 
-    Tensors in `done` were made equal before and are left alone; the others join it.
+    None of them is changed before all have arrived.
     """
-    group = dist.distributed_c10d._resolve_process_group(axis.group)
+    group = dist.distributed_c10d._resolve_process_group(axis.group)  # type: ignore[attr-defined,arg-type,unused-ignore]
     source = dist.get_global_rank(group, 0)
-    fresh = [t for t in tensors if id(t) not in done]
     by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in fresh:
+    for tensor in tensors:
         by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        done[id(tensor)] = tensor
     with torch.no_grad():
-        for same in by_dtype.values():
-            flat = torch.cat([t.detach().reshape(-1) for t in same])
+        sent = [(same, torch.cat([t.detach().reshape(-1) for t in same])) for same in by_dtype.values()]
+        for _, flat in sent:
             dist.broadcast(flat, source, group=group)
+        for same, flat in sent:
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
+                _may_differ.pop(id(tensor), None)
 
 
 def describe_state(program: Program) -> str:

@@ -82,6 +82,14 @@ def test_two_results_stay_two_tensors():
     assert calls(fn, SQUARE) == ["aten.add.Tensor", "aten.detach.default"]
 
 
+def test_two_returned_views_stay_two_tensors():
+    def fn(x):
+        y = x + 1
+        return y.detach(), y.detach()
+
+    assert calls(fn, SQUARE) == ["aten.add.Tensor", "aten.detach.default"]
+
+
 def test_a_returned_view_of_a_temporary_goes():
     assert calls(lambda x: (x + 1).detach(), SQUARE) == ["aten.add.Tensor"]
 

@@ -113,6 +113,24 @@ def test_fused_update_leaves_gradients_that_are_returned():
     assert "aten._fused_adamw_.default" in builders.calls(after)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_read_behind_a_fused_update_are_copied_only_if_it_unscales_them(scaled):
+    def fn(param, grad, avg, sq, step, scale):
+        grad = grad * 2
+        new = aten._fused_adamw.default(
+            [param], [grad], [avg], [sq], [], [step], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
+            amsgrad=False, maximize=False, grad_scale=scale if scaled else None,
+        )  # fmt: skip
+        for old, values in zip((param, avg, sq), (new[0], new[2], new[3]), strict=True):
+            old.copy_(values[0])
+        return grad
+
+    tensors = [*(torch.rand(8) for _ in range(4)), torch.tensor(2.0), torch.tensor(4.0)]
+    after = check(builders.capture(fn, tensors), tensors)
+    assert builders.calls(after)[-1] == "aten._fused_adamw_.default"
+    assert builders.count(after, aten.clone.default) == scaled
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_sgd_with_momentum(foreach):
     def step(p, q, g, h, m, n):
@@ -397,7 +415,7 @@ def test_a_metric_reduced_behind_the_optimizer_costs_no_copy():
     after = run_passes(program, [reinplace])
     assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
     assert copies(after) == 0
-    assert any("moved behind the last wait" in note for note in after.history[-1].notes)
+    assert any("calls moved behind the last" in note for note in after.history[-1].notes)
 
 
 def test_an_update_that_a_collective_depends_on_is_copied_at_the_end():
@@ -447,12 +465,19 @@ def test_a_collective_that_nobody_reads_goes_as_a_whole():
     assert builders.count(after, *ops.COLLECTIVES, ops.WAIT) == 0
 
 
-def test_an_all_reduce_of_what_is_not_contiguous_makes_its_own_copy():
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_a_collective_of_what_is_not_contiguous_makes_its_own_copy(name):
+    def fn(x):
+        value = (x * 2).t()
+        if name == "all_reduce":
+            return reduce(value) + 1
+        return ops.WAIT(c10d.broadcast.default(value, 0, builders.world_group())) + 1
+
     tensors = [torch.randn(3, 4)]
-    program = with_mesh(builders.capture(lambda x: reduce((x * 2).t()) + 1, tensors))
+    program = with_mesh(builders.capture(fn, tensors))
     after = run_passes(program, [reinplace])
     assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
-    assert builders.count(after, c10d.all_reduce.default) == 1
+    assert builders.count(after, c10d.all_reduce.default, c10d.broadcast.default) == 1
 
 
 def test_the_input_of_an_all_gather_is_not_overwritten_while_it_is_under_way():

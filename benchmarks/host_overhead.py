@@ -1,0 +1,220 @@
+"""Host time that a compiled step costs per call beyond its generated code, and the eager loop beside it.
+
+    python benchmarks/host_overhead.py
+    python benchmarks/host_overhead.py --parameters 10 100 --optimizer sgd --json
+
+What is timed: one process, one thread, a stack of Linear(4, 4) layers on two rows, `loss.backward()`,
+`optimizer.step()`, `optimizer.zero_grad()`. The tensors are so small that time is host time.
+Compiled and eager calls take turns, so that a machine that slows down slows both.
+
+Columns, microseconds per call, medians:
+  tensors        parameters and optimizer state, each looked at in every call
+  beyond         the compiled call less its generated code, by two clocks inside the same call: the subtraction
+                 is made call by call, and caches are as cold as the generated code leaves them
+  flatten        of `beyond`: arguments -> leaves
+  arguments      of `beyond`: leaves against the signature of the trace
+  python         of `beyond`: torch's modes, attributes, containers, hooks, groups of the optimizer
+  state          of `beyond`: dtype, shape, strides, device, requires_grad and .grad of every tensor
+  branches       of `beyond`: conditions of the optimizer over its numbers
+  inputs         of `beyond`: the flat list of inputs, with rates as they are now
+  finish         of `beyond`: gradients and results put back
+  other          what is left of `beyond`
+  code           the generated code: operators, called one after another
+  eager          the same step without wholestep: all of it is host time, and its operators cannot be told apart
+  zero_grad      of `eager`: optimizer.zero_grad() alone, as a measure of what looking at every parameter costs
+The parts are measured in calls of their own, since each clock adds about 0.1 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep import step as page
+
+TARGET_US = 100.0
+"""What a call should cost at most beyond the generated code, at 1,000 parameters."""
+
+WIDTH, ROWS = 4, 2
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
+}
+PARTS = ("flatten", "arguments", "python", "state", "branches", "inputs", "finish")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: times in microseconds."""
+
+    parameters: int
+    tensors: int
+    beyond_us: float
+    parts_us: dict[str, float]
+    code_us: float
+    eager_us: float
+    zero_grad_us: float
+    capture_s: float
+
+
+class Clock:
+    """Wraps functions so that their time adds up until it is read."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = {}
+
+    def wrap(self, owner: Any, name: str, part: str) -> Callable[[], None]:
+        """Times ``owner.name`` under `part`; returns what takes the wrapper off again."""
+        inner = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*args)
+            finally:
+                self.spent_s[part] = self.spent_s.get(part, 0.0) + time.perf_counter() - start
+
+        replaced = owner.__dict__.get(name)
+        setattr(owner, name, timed)
+        return lambda: setattr(owner, name, inner) if replaced is not None else delattr(owner, name)
+
+    def read(self) -> dict[str, float]:
+        """Seconds since the last reading."""
+        spent, self.spent_s = self.spent_s, {}
+        return spent
+
+
+def build(num_parameters: int, optimizer: str) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
+    """A step over `num_parameters` parameters (an even number), and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_parameters // 2)))
+    opt = OPTIMIZERS[optimizer](model.parameters())
+
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return train, opt
+
+
+def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
+    """Times compiled and eager calls in turn, then the parts of a compiled call."""
+    x = torch.randn(ROWS, WIDTH)
+    eager, eager_opt = build(num_parameters, optimizer)
+    plain, _ = build(num_parameters, optimizer)
+    step = ws.compile(plain, backend="eager")
+    start = time.perf_counter()
+    step(x)
+    capture_s = time.perf_counter() - start
+    step(x), eager(x)
+    entry = step._last()
+    guards, executable = entry.captured.guards, entry.executable
+    clock = Clock()
+
+    take_off = clock.wrap(executable, "_runner", "code")
+    beyond, code, whole, zero_grad = [], [], [], []
+    for _ in range(calls):
+        start = time.perf_counter()
+        step(x)
+        total = time.perf_counter() - start
+        code.append(clock.read()["code"])
+        beyond.append(total - code[-1])
+        start = time.perf_counter()
+        eager(x)
+        whole.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        eager_opt.zero_grad()
+        zero_grad.append(time.perf_counter() - start)
+    take_off()
+
+    names = {"arguments": "_arguments", "python": "_python", "state": "_tensors", "branches": "_branches"}
+    undo = [clock.wrap(guards, name, part) for part, name in names.items()]
+    undo += [clock.wrap(type(executable.binding), name, name) for name in ("inputs", "finish")]
+    undo.append(clock.wrap(page.tree, "flatten", "flatten"))
+    parts: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(calls):
+        step(x)
+        for part, spent in clock.read().items():
+            parts[part].append(spent)
+    for one in undo:
+        one()
+    if step.cache_info().traces != 1:
+        raise SystemExit(f"the step was captured again while it was timed: {step.cache_info().reasons}")
+    parts_us = {part: 1e6 * statistics.median(times) for part, times in parts.items()}
+    beyond_us = 1e6 * statistics.median(beyond)
+    return Row(
+        parameters=num_parameters,
+        tensors=len(guards.state),
+        beyond_us=beyond_us,
+        parts_us={**parts_us, "other": beyond_us - sum(parts_us.values())},
+        code_us=1e6 * statistics.median(code),
+        eager_us=1e6 * statistics.median(whole),
+        zero_grad_us=1e6 * statistics.median(zero_grad),
+        capture_s=capture_s,
+    )
+
+
+def table(rows: list[Row], options: argparse.Namespace) -> Table:
+    """The rows for people."""
+    made = Table(
+        title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}",
+        caption="beyond: the compiled call less its generated code; flatten ... other: its parts; code: the generated "
+        "code; eager: the whole step without wholestep; zero_grad: part of eager. See --help.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("parameters", "tensors", "beyond", *PARTS, "other", "code", "eager", "zero_grad"):
+        made.add_column(name, justify="right", style="bold" if name == "beyond" else "")
+    for row in rows:
+        figures = [row.beyond_us, *row.parts_us.values(), row.code_us, row.eager_us, row.zero_grad_us]
+        made.add_row(f"{row.parameters:,}", f"{row.tensors:,}", *(f"{figure:,.1f}" for figure in figures))
+    return made
+
+
+def main() -> int:
+    """Prints the table, or JSON. Exit status 0 whether or not the target is met: this measures, and does not judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[10, 100, 1000], help="even numbers")
+    parser.add_argument("--calls", type=int, default=100, help="timed calls of each kind")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="a fused one")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    options = parser.parse_args()
+    if any(number < 2 or number % 2 for number in options.parameters) or options.calls < 1:
+        parser.error("--parameters wants even numbers (a layer has a weight and a bias), --calls at least 1")
+    torch.set_num_threads(1)
+    console, rows = Console(width=None if sys.stdout.isatty() else 200), []
+    progress = Console(stderr=True)
+    for number in options.parameters:
+        with progress.status(f"{number:,} parameters: capturing, then timing {options.calls} calls"):
+            rows.append(measure(number, calls=options.calls, optimizer=options.optimizer))
+    if options.json:
+        machine = {"torch": torch.__version__, "optimizer": options.optimizer}
+        print(json.dumps({**machine, "rows": [asdict(row) for row in rows]}))
+        return 0
+    console.print(table(rows, options))
+    largest = rows[-1]
+    met = "met" if largest.beyond_us <= TARGET_US else "not met"
+    console.print(
+        f"{largest.beyond_us:,.0f} us beyond the generated code at {largest.parameters:,} parameters; "
+        f"the target at 1,000 is {TARGET_US:.0f} us: {met}."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""What is known about operators is right for the operators that matter, on every supported torch."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+
+from wholestep.program import ops
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+@pytest.mark.parametrize(
+    ("op", "twin"),
+    [
+        (aten.add.Tensor, aten.add_.Tensor),
+        (aten.mul.Scalar, aten.mul_.Scalar),
+        (aten.lerp.Scalar, aten.lerp_.Scalar),
+        (aten.addcdiv.default, aten.addcdiv_.default),
+        (aten.copy.default, aten.copy_.default),
+        (aten._foreach_add.List, aten._foreach_add_.List),
+        (aten._foreach_addcdiv.ScalarList, aten._foreach_addcdiv_.ScalarList),
+        (aten._fused_adamw.default, aten._fused_adamw_.default),
+        (aten._fused_sgd.tensor_lr, aten._fused_sgd_.tensor_lr),
+        (c10d.all_reduce.default, c10d.all_reduce_.default),
+        (c10d.broadcast.default, c10d.broadcast_.default),
+        (aten.mm.default, None),
+        (aten.sum.default, None),
+        (aten.t.default, None),
+        (aten.squeeze.default, None),
+        (aten.resize.default, None),
+        (aten.add_.Tensor, None),
+        (aten.bernoulli.p, None),
+        (operator.add, None),
+    ],
+)
+def test_in_place_variants(op, twin):
+    assert ops.in_place_variant(op) is twin
+
+
+def test_what_fused_optimizers_write():
+    fused = aten._fused_adamw_.default
+    assert ops.mutated_args(fused) == (0, 1, 2, 3, 4)
+    assert ops.written_by(fused, {}) == (0, 2, 3, 4)
+    assert ops.written_by(fused, {"grad_scale": object()}) == (0, 1, 2, 3, 4)
+    assert ops.written_by(aten.add_.Tensor, {}) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("op", "viewed"),
+    [
+        (aten.view.default, (0,)),
+        (aten._unsafe_view.default, (0,)),
+        (aten.split.Tensor, (0,)),
+        (ops.WAIT, (0,)),
+        (operator.getitem, (0,)),
+        (aten.add.Tensor, ()),
+        (aten.clone.default, ()),
+        (torch.sym_max, ()),
+    ],
+)
+def test_views(op, viewed):
+    assert ops.viewed_args(op) == viewed
+
+
+@pytest.mark.parametrize(
+    ("op", "effect"),
+    [
+        (aten.add.Tensor, False),
+        (aten.rand.default, True),
+        (aten.bernoulli.p, True),
+        (aten.add_.Tensor, True),
+        (aten._assert_async.default, True),
+        (torch.ops.profiler._record_function_enter_new.default, False),
+        (c10d.all_reduce.default, False),
+        (operator.mul, False),
+    ],
+)
+def test_effects(op, effect):
+    assert ops.has_effect(op) is effect
