@@ -24,7 +24,7 @@ from wholestep.capture.blame import naming, place_of
 from wholestep.capture.capture import Captured, capture
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
-from wholestep.errors import ConfigError, RetraceLimitError, WholestepError
+from wholestep.errors import ConfigError, RetraceLimitError
 from wholestep.lower.eager import lower
 from wholestep.passes.default import default_passes
 from wholestep.passes.pipeline import Pass, run_passes

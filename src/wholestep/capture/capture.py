@@ -74,22 +74,20 @@ def _capture_once(step: Callable[..., Any], args: Any, kwargs: Any, expected: st
     leaves, spec = tree.flatten((args, kwargs))
     found = walk.find(step, args, kwargs)
     lazy = LazyState(list(found.optimizers.values()))
-    used: set[int] | None = set()
     try:
-        job = _Job(step, args, kwargs, found)
-        program, binding, guards = job.run(leaves, spec, expected)
-        used = job.trace.stepped
-    finally:
-        lazy.take_back(used)
+        program, binding, guards = _Job(step, args, kwargs, found, lazy).run(leaves, spec, expected)
+    except BaseException:
+        lazy.take_back()
+        raise
     return Captured(program=program, binding=binding, guards=guards, undo=lazy.take_back)
 
 
 class _Job:
     """One capture under way."""
 
-    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any, found: walk.Found) -> None:
+    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any, found: walk.Found, lazy: LazyState) -> None:
         self._call = lambda: step(*args, **kwargs)
-        self._found = found
+        self._found, self._lazy = found, lazy
         self.state: State = stating.collect(found)
         self.trace: Trace
 
@@ -108,6 +106,7 @@ class _Job:
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
+        self._lazy.take_back(self.trace.stepped)  # before guards are made, which hold what is left
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         program, kept = self._program(functional, lifter, user)
         verify(program)
@@ -206,7 +205,7 @@ class _Job:
         described = [guarding.describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
         return Guards(
             state=guarding.state_slots(self.state, kept_set), leaves=described, is_data=data, spec=spec,
-            watches=watches, grads=grads, predicates=self._predicates(lifter),
+            aliases=guarding.aliases_of(leaves, data), watches=watches, grads=grads, predicates=self._predicates(lifter),
         )  # fmt: skip
 
     def _predicates(self, lifter: Lifter) -> Any:

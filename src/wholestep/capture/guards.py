@@ -274,5 +274,5 @@ def host_sources(predicates: tuple[fx.GraphModule, list[bool], list[str]], slots
 
 def state_slots(state: State, used: set[int]) -> list[Slot]:
     """The slots whose description a trace depends on: every parameter, and what the graph reads."""
-    matters = (s.kind is InputKind.PARAM or (i in used and s.kind is not InputKind.GRAD) for i, s in enumerate(state.slots))
-    return [slot for slot, yes in zip(state.slots, matters, strict=True) if yes]
+    read = (slot for number, slot in enumerate(state.slots) if number in used or slot.kind is InputKind.PARAM)
+    return [slot for slot in read if slot.kind is not InputKind.GRAD]

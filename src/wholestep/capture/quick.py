@@ -35,7 +35,8 @@ def _works() -> bool:
     """Whether the native version stays while a dict is read, and changes with every way to write to it."""
     try:
         for kind in VERSIONED:
-            probe = kind({"a": 1})
+            probe: Any = kind()
+            probe["a"] = 1
             seen = [_native_dict_version(probe)]
             if probe["a"] != 1 or seen[0] != _native_dict_version(probe):
                 return False

@@ -1,8 +1,9 @@
 """Moves updates of inputs behind the last call that may fail, so that they may write in place.
 
-An input must not be written before every collective has succeeded, nor before the last look-up that may find an
-index out of range: an error leaves all inputs as they were. An update that stands before the last such call, a *fence* (bucket 1 has arrived and its parameters are updated, bucket 2 is still under way; a metric is reduced
-after the optimizer) is therefore moved behind it, with everything that reads it.
+An input must not be written before every collective has succeeded, nor before the last look-up that may
+find an index out of range: an error leaves all inputs as they were. An update that stands before the last
+such call, a *fence* (bucket 1 has arrived and its parameters are updated, bucket 2 is still under way; a
+metric is reduced after the optimizer), is therefore moved behind it, with everything that reads it.
 """
 
 from __future__ import annotations
@@ -66,11 +67,7 @@ def _pinned(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that a call which may fail, a random number or an effect depends on, and those themselves."""
     pinned: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        fixed = node.op == "call_function" and ops.may_fail(node.target) or _has_effect(node)
+        fixed = node.op == "call_function" and (ops.may_fail(node.target) or ops.has_effect(node.target))
         if fixed or any(user in pinned for user in node.users):
             pinned.add(node)
     return pinned
-
-
-def _has_effect(node: fx.Node) -> bool:
-    return node.op == "call_function" and ops.has_effect(node.target)

@@ -1,0 +1,112 @@
+"""Compiled steps on CUDA: one GPU against eager PyTorch, two GPUs with NCCL against eager DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 4
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "adamw_single": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, attention and dropout in one small model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(self.conv(x)))
+        return self.head(self.block(h.flatten(2).transpose(1, 2)).mean(1))
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+def build(optimizer: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def batch(number: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    x, y = torch.randn(6, 3, 4, 4, generator=generator), torch.randint(5, (6,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def train(optimizer: str, rank: int, device: torch.device, how: str) -> dict[str, Tensor]:
+    """State and losses after a few steps: ``eager``, ``ddp`` (eager) or ``compiled``."""
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model, opt = build(optimizer, device)
+    wrapped = DistributedDataParallel(model, device_ids=[device.index]) if how == "ddp" else model
+    step = ws.compile(train_step) if how == "compiled" else train_step
+    seen: dict[str, Tensor] = {}
+    for number in range(STEPS):
+        torch.manual_seed(number + 10 * rank)
+        seen[f"loss.{number}"] = step(wrapped, opt, *batch(number, rank, device)).detach().cpu()
+    if how == "compiled":
+        assert step.cache_info().traces == 1
+    return seen | {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
+    return {name: (a[name] - b[name]).abs().max().item() for name in a if not torch.equal(a[name], b[name])}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_gpu_equals_eager(optimizer: str) -> None:
+    device = torch.device("cuda", 0)
+    assert differences(train(optimizer, 0, device, "eager"), train(optimizer, 0, device, "compiled")) == {}
+
+
+def _on_rank(optimizer: str) -> dict[str, float]:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    return differences(
+        train(optimizer, world.rank, world.device, "ddp"), train(optimizer, world.rank, world.device, "compiled")
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_gpus_equal_eager_ddp(optimizer: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.fail("this test needs two GPUs")
+    assert ws.run(_on_rank, 2, optimizer) == [{}, {}]
+
+
+def test_an_update_copies_no_parameter() -> None:
+    device = torch.device("cuda", 0)
+    model, opt = build("adamw_fused", device)
+    step = ws.compile(train_step)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for number in range(2):
+        step(model, opt, *batch(number, 0, device))
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    assert "copy_" not in str([n.target for n in step.graph.graph.nodes if "foreach" in str(n.target)])
