@@ -37,6 +37,7 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/blame.py": {"torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"},
     "capture/functional.py": {"torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"},
     "capture/host.py": {
+        "torch._prims_common": "the conversion of numbers to complex inside fake kernels",
         "torch.fx.experimental.proxy_tensor": "the node behind a host scalar",
         "torch.utils._python_dispatch": "to compute with no tracing mode active",
     },

@@ -79,7 +79,6 @@ class _OriginKeeper(fx.Interpreter):
 
 
 def _take_writes(module: fx.GraphModule) -> Functional:
-    _fold_copies(module.graph)
     placeholders = {node: index for index, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     writes: dict[int, fx.Node] = {}
     for node in list(module.graph.nodes):
@@ -89,15 +88,6 @@ def _take_writes(module: fx.GraphModule) -> Functional:
             module.graph.erase_node(node)
     results = module.graph.output_node().args[0]
     return Functional(module, list(results), writes)  # type: ignore[arg-type]
-
-
-def _fold_copies(graph: fx.Graph) -> None:
-    """``copy(a, b)``, what a ``copy_`` becomes, is `b` where both look the same."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
-        old, new = (meta.value(arg) for arg in node.args[:2])
-        alike = old.shape == new.shape and old.dtype == new.dtype and old.stride() == new.stride()
-        if alike and old.device == new.device and not node.kwargs and len(node.args) == 2:
-            edit.replace_node(node, node.args[1])
 
 
 _aten = torch.ops.aten
@@ -133,7 +123,7 @@ def _written(node: fx.Node) -> tuple[int, ...]:
     """Positions of the arguments that a call writes to and that torch would not make functional."""
     if not ops.is_op(node):
         return ()
-    hidden = _HIDDEN_WRITES.get(node.target, ())  # type: ignore[arg-type]
+    hidden = _HIDDEN_WRITES.get(node.target, ())
     if hidden:
         names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -57,15 +57,15 @@ class Markers:
                 param._backward_hooks = param._backward_hooks
             if not (param.is_leaf and param.requires_grad):
                 continue
-            theirs = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            theirs = param._post_accumulate_grad_hooks
             saved.append((param, theirs))
             hooks = OrderedDict({"wholestep": self._hook(name, list((theirs or {}).values()))})
-            param._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+            param._post_accumulate_grad_hooks = hooks
         try:
             yield
         finally:
             for param, theirs in saved:
-                param._post_accumulate_grad_hooks = theirs  # type: ignore[attr-defined]
+                param._post_accumulate_grad_hooks = theirs
 
     def _hook(self, name: str, theirs: list[Callable[[torch.Tensor], None]]) -> Callable[[torch.Tensor], None]:
         def mark_and_call(param: torch.Tensor) -> None:

@@ -98,5 +98,5 @@ class OriginRecorder:
                     origin = Origin(Region.BACKWARD, forward.module, forward.source)
         if origin.region in (Region.FORWARD, Region.RECOMPUTE):
             # Autograd numbers its node before it hands the operation on to the tracer.
-            self._forward[torch.autograd._get_sequence_nr() - 1] = origin
+            self._forward[torch.autograd._get_sequence_nr() - 1] = origin  # type: ignore[attr-defined]
         meta.set_origin(node, origin)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils import _pytree as pytree
 
+from wholestep.capture import tree
 from wholestep.capture.walk import Found
 from wholestep.errors import CaptureError, ConfigError, HyperparameterError
 from wholestep.program.program import InputKind
@@ -81,7 +81,7 @@ def collect(found: Found) -> State:
         state.add(InputKind.TENSOR, name, tensor)
     for slot in state.params:
         if slot.tensor.grad is not None:
-            state.add(InputKind.GRAD, slot.name, slot.tensor.grad)
+            state.add(InputKind.GRAD, f"{slot.name}.grad", slot.tensor.grad)
     return state
 
 
@@ -105,10 +105,9 @@ def _add_optimizer(state: State, name: str, opt: Optimizer) -> None:
             if isinstance(item, torch.Tensor):
                 state.add(InputKind.OPTIMIZER, f"{name}.groups.{g}.{key}", item)
         for param in group["params"]:
-            for path, leaf in pytree.tree_flatten_with_path(opt.state.get(param, {}))[0]:
+            for keys, leaf in tree.leaves_with_keys(opt.state.get(param, {})):
                 if isinstance(leaf, torch.Tensor):
-                    key = ".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
-                    state.add(InputKind.OPTIMIZER, f"{name}.{key}.{state.name_of(param)}", leaf)
+                    state.add(InputKind.OPTIMIZER, f"{name}.{'.'.join(map(str, keys))}.{state.name_of(param)}", leaf)
 
 
 class LazyState:

@@ -105,7 +105,7 @@ class Tracer:
         try:
             with self._swapped(fakes), ExitStack() as stack:
                 for slot, grad in entry_grads:
-                    grad._wholestep_entry = True  # type: ignore[union-attr]
+                    grad._wholestep_entry = True  # type: ignore[attr-defined]
                     slot.tensor.grad = grad
                 for context in self._contexts():
                     stack.enter_context(context)
@@ -115,7 +115,7 @@ class Tracer:
         finally:
             for slot, grad in entry_grads:
                 slot.tensor.grad = grad
-                grad.__dict__.pop("_wholestep_entry", None)  # type: ignore[union-attr]
+                grad.__dict__.pop("_wholestep_entry", None)
             self._lifter.restore()
         assert self._out is not None
         self._markers.settle(module.graph)
@@ -179,7 +179,7 @@ class Tracer:
         yield host_branches(lambda: self._host)
         yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
         yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
-        yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))
+        yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
         yield patch.object(builtins, "print", _warn_print(builtins.print))
         self._recorder.on_optimizer_step = self._note_step
         for opt in {type(opt): opt for _, opt in self._state.optimizers}.values():
@@ -271,10 +271,9 @@ class Tracer:
         for number, (name, opt) in enumerate(self._state.optimizers):
             for param, held in opt.state.items():
                 slot = self._state.index.get(id(param), -1)
-                for path, leaf in tree.pytree.tree_flatten_with_path(held)[0]:
+                for keys, leaf in tree.leaves_with_keys(held):
                     if not isinstance(leaf, torch.Tensor) or id(leaf) in self._state.index:
                         continue
-                    keys = tuple(getattr(part, "key", getattr(part, "idx", None)) for part in path)
                     if slot < 0 or len(keys) != 1:
                         raise CaptureError(f"{name} creates state {keys} in a form that cannot be put back: {type(param).__name__}")
                     out.new_state.append((number, slot, keys))
@@ -294,7 +293,7 @@ def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges class, attributes and implementation of two tensor objects; their identities stay."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(a, b)
 
 
 def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:

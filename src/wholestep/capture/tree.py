@@ -75,3 +75,9 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The nest again. An object is rebuilt field by field, without running its ``__init__``."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+def leaves_with_keys(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Leaves of a nest, each with the keys and indices that lead to it."""
+    pairs = pytree.tree_flatten_with_path(tree)[0]
+    return [(tuple(getattr(part, "key", getattr(part, "idx", None)) for part in path), leaf) for path, leaf in pairs]

@@ -228,7 +228,7 @@ class Walker:
             for key, param in child._parameters.items():
                 if param is not None:
                     self._hooks(f"hook of {path}.{key}", param._backward_hooks, depth)
-                    self._hooks(f"hook of {path}.{key}", param._post_accumulate_grad_hooks, depth)  # type: ignore[attr-defined]
+                    self._hooks(f"hook of {path}.{key}", param._post_accumulate_grad_hooks, depth)
             for key, item in list(child.__dict__.items()):
                 if key not in _OWN_ATTRIBUTES:
                     self.visit(f"{path}.{key}", item, depth + 1)

@@ -1,9 +1,14 @@
-"""The same collective of the same value is done once."""
+"""The same collective of the same value is done once, and so is the same arithmetic on host scalars.
+
+An optimizer that goes parameter by parameter computes ``1 - lr * weight_decay`` for each of them. Only plain
+Python arithmetic is merged: merging tensor operations would undo activation checkpointing.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from wholestep.program import edit, meta, ops
@@ -11,15 +16,16 @@ from wholestep.program.program import Program
 
 
 def dedupe(program: Program) -> Program:
-    """The program with one collective in the place of several that have the same arguments.
+    """The program with one collective, or one host scalar, in the place of several that have the same arguments.
 
     Placement asks for a value where it is needed, so two readers of one value may both ask. Gradients that
     two parameters share become members of one reduction.
     """
     first: dict[Any, fx.Node] = {}
-    dropped = 0
+    dropped = scalars = 0
     for node in list(program.graph.nodes):
-        if not (ops.is_collective(node) and not ops.mutated_args(node.target)) and node.target is not ops.WAIT:
+        collective = (ops.is_collective(node) and not ops.mutated_args(node.target)) or node.target is ops.WAIT
+        if not collective and not _is_arithmetic(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         same = first.setdefault(key, node)
@@ -27,7 +33,16 @@ def dedupe(program: Program) -> Program:
             _join_buckets(same, node)
             edit.replace_node(node, same)
             dropped += ops.is_collective(same)
-    return program.with_notes(f"dropped {dropped} collectives that repeat another one")
+            scalars += not collective
+    return program.with_notes(f"dropped {dropped} collectives and {scalars} host scalars that repeat another one")
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Whether the node is Python arithmetic on numbers: no tensor goes in or out."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    values = [meta.value(node), *(meta.value(arg) for arg in node.all_input_nodes)]
+    return bool(node.all_input_nodes) and all(isinstance(v, (int, float, torch.SymInt, torch.SymFloat)) for v in values)
 
 
 def _join_buckets(kept: fx.Node, dropped: fx.Node) -> None:

@@ -11,6 +11,8 @@ carry shards; an operator without a rule runs on full tensors.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -54,6 +56,7 @@ class Placer:
         self.values: dict[fx.Node, Any] = {}
         """Old node -> what stands for it in the new graph."""
         self.notes: list[str] = []
+        self._names: Counter[str] = Counter()
 
     def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """Adds a call whose value is computed on fake tensors; its origin is that of `like`."""
@@ -74,6 +77,12 @@ class Placer:
 
     def _write(self, node: fx.Node) -> Any:
         rule = self.rules.get(node.target) if node.op == "call_function" else None
+        if node.op == "placeholder":
+            name = _spelled(self.program.inputs[len(self.values)].name)
+            self._names[name] += 1
+            new = self.graph.placeholder(name if self._names[name] == 1 else f"{name}_{self._names[name]}")
+            meta.copy_meta(node, new)
+            return new
         if rule is None:
             new = self.graph.node_copy(node, lambda arg: self.values[arg])
             meta.copy_meta(node, new)
@@ -81,3 +90,8 @@ class Placer:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self.values[arg])
         with torch.no_grad():
             return rule(self, node, args, kwargs)
+
+
+def _spelled(name: str) -> str:
+    """A record's name as a Python name: ``layers_3_mlp_w1``."""
+    return re.sub(r"\W", "_", name if not name[:1].isdigit() else f"m_{name}")

@@ -139,7 +139,7 @@ def explain(program: Program, *, step: str, strategy: str, backend: str) -> Expl
 def _collectives(program: Program) -> list[Collective]:
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     axes = {axis.group: axis.name for axis in program.mesh}
-    found = []
+    found: list[Collective] = []
     for node in program.graph.nodes:
         if not ops.is_collective(node):
             continue

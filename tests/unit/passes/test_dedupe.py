@@ -26,7 +26,7 @@ def deduped(fn, tensors, num_collectives):
 
 def test_the_same_collective_is_done_once():
     after = deduped(lambda x: (reduce(x) + 1, reduce(x) * 2), [torch.randn(3)], 1)
-    assert after.history[0].notes == ("dropped 1 collectives that repeat another one",)
+    assert after.history[0].notes == ("dropped 1 collectives and 0 host scalars that repeat another one",)
 
 
 def test_also_where_the_second_starts_before_the_first_is_waited_for():
