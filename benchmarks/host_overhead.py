@@ -191,16 +191,18 @@ def table(rows: list[Row], options: argparse.Namespace) -> Table:
     """The rows for people."""
     made = Table(
         title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}",
-        caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside one call; "
-        "flatten ... other: parts of beyond; code: the generated code; eager: the whole step without wholestep; "
+        caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside a call; "
+        "flatten ... other: parts of beyond; code: the generated code; eager: the whole step, not compiled; "
         "zero_grad: part of eager. See --help.",
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("parameters", "tensors", "whole - code", "beyond", *PARTS, "other", "code", "eager", "zero_grad"):
+    columns = ("parameters", "tensors", "whole - code", "beyond", *PARTS, "other", "code", "eager", "zero_grad")
+    for name in columns:
         made.add_column(name, justify="right", style="bold" if name == "beyond" else "")
     for row in rows:
-        figures = [row.difference_us, row.beyond_us, *row.parts_us.values(), row.code_us, row.eager_us, row.zero_grad_us]
+        figures = [row.difference_us, row.beyond_us, *row.parts_us.values()]
+        figures += [row.code_us, row.eager_us, row.zero_grad_us]
         made.add_row(f"{row.parameters:,}", f"{row.tensors:,}", *(f"{figure:,.1f}" for figure in figures))
     return made
 

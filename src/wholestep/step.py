@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from wholestep.run.watch import named_failures
 from wholestep.run.world import World, init
 
 log = logging.getLogger("wholestep")
-_meetings = itertools.count()  # ranks hold the same meetings in the same order
+_made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # compiled steps of each name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,8 @@ class CompiledStep:
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
+        # Ranks hold the meetings of one step in the same order; a step that fails does not disturb another one.
+        self._number, self._meetings = next(_made[self._name]), itertools.count()
         self._entries: list[_Entry] = []
         self._reasons: list[str] = []
         self._hits = self._traces = 0
@@ -159,10 +162,13 @@ class CompiledStep:
     def _default_passes(self) -> list[Pass]:
         return default_passes(cap_bytes=(self._options.strategy or DDP()).cap_bytes)
 
+    def _next_meeting(self) -> str:
+        return f"plan/{self._name}/{self._number}/{next(self._meetings)}"
+
     def _abandon(self, error: Exception, world: World) -> None:
         if world.size > 1:
             abandon(
-                error, store=world.store, rank=world.rank, key=f"plan/{next(_meetings)}", size=world.size,
+                error, store=world.store, rank=world.rank, key=self._next_meeting(), size=world.size,
                 what=f"the plan of {self._name}",
             )  # fmt: skip
 
@@ -171,7 +177,7 @@ class CompiledStep:
         # a rank whose last batch is smaller captures again, with the same schedule.
         if world.size > 1 and plan not in self._agreed:
             agree(
-                plan, store=world.store, rank=world.rank, size=world.size, key=f"plan/{next(_meetings)}",
+                plan, store=world.store, rank=world.rank, size=world.size, key=self._next_meeting(),
                 timeout_s=world.timeout_s, what=f"the plan of {self._name}", gone=world.gone,
             )  # fmt: skip
             self._agreed.add(plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 import wholestep as ws
 from tests.behaviour.parts import FEATURES, batch_norm_net, loss_of, mlp, sgd
 from tests.behaviour.untouched import assert_untouched, batch, everything, finish
+from wholestep.program.program import Stage
+from wholestep.program.show import source
 
 pytestmark = pytest.mark.ranks
 
@@ -88,25 +92,92 @@ def test_code_paths_that_differ(pool2: Any, how: str) -> None:
     assert first[1] == second[1]
 
 
+@contextmanager
+def waiting_at_most(timeout_s: float) -> Iterator[None]:
+    """A World in which ranks wait so long for each other, in place of the pool's."""
+    backend, usual_s = "gloo", ws.init().timeout_s
+    ws.init().close()
+    ws.init(backend, timeout_s)
+    try:
+        yield
+    finally:
+        ws.init().close()
+        ws.init(backend, usual_s)
+
+
 def paths_part_later() -> tuple[type, str, int, float]:
     """Alike for two calls; then the flag of one rank changes, and with it the set of gradients."""
-    module = nn.ModuleDict({"body": mlp(), "head": nn.Linear(3, 3)})
-    opt = sgd(module)
+    with waiting_at_most(5.0):
+        module = nn.ModuleDict({"body": mlp(), "head": nn.Linear(3, 3)})
+        opt = sgd(module)
 
-    @ws.compile(strategy=ws.DDP(), backend="eager")
-    def step(x: Tensor, y: Tensor, with_head: bool) -> Tensor:
-        hidden = module["body"](x)
-        return finish(nn.functional.cross_entropy(module["head"](hidden) if with_head else hidden, y), opt)
+        @ws.compile(strategy=ws.DDP(), backend="eager")
+        def step(x: Tensor, y: Tensor, with_head: bool) -> Tensor:
+            hidden = module["body"](x)
+            return finish(nn.functional.cross_entropy(module["head"](hidden) if with_head else hidden, y), opt)
 
-    batches: list[Any] = [(*batch(), True), (*batch(), True), (*batch(), dist.get_rank() == 0)]
-    return outcome(step, batches, module=module, opt=opt)
+        batches: list[Any] = [(*batch(), True), (*batch(), True), (*batch(), dist.get_rank() == 0)]
+        return outcome(step, batches, module=module, opt=opt)
 
 
 def test_code_paths_that_part_after_two_calls(pool2: Any) -> None:
     """One rank has a program to agree on and the other has none: an error on both, in bounded time."""
-    found = pool2.run(paths_part_later)
-    assert {kind for kind, _, _, _ in found} <= {ws.RankMismatchError, ws.RankMissingError}
-    assert [call for _, _, call, _ in found] == [2, 2]
+    first, second = pool2.run(paths_part_later)
+    assert first[0] is second[0] is ws.RankMissingError
+    assert "step, call 3" in first[1]
+    assert "Rank 0 of 2 did not come to the plan of step" in second[1]
+    assert [first[2], second[2]] == [2, 2]
+    assert max(first[3], second[3]) < 30
+
+
+def one_rank_captures_again() -> tuple[list[float], int, str]:
+    """The last batch of one rank is smaller: it captures again, to the same schedule, and the other does not."""
+    torch.manual_seed(0)
+    module = mlp()
+    opt = sgd(module)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return finish(loss_of(module, x, y), opt)
+
+    x, y = batch()
+    rows = 3 if dist.get_rank() == 1 else len(x)
+    for count in (len(x), rows, rows, len(x)):
+        step(x[:count], y[:count])
+    return [p.sum().item() for p in module.parameters()], step.cache_info().traces, step.plan
+
+
+def test_a_rank_may_capture_again_alone_when_the_plan_stays(pool2: Any) -> None:
+    (first, one_trace, plan), (second, two_traces, other_plan) = pool2.run(one_rank_captures_again)
+    assert (one_trace, two_traces) == (1, 2)
+    assert first == second
+    assert plan == other_plan
+
+
+def texts() -> list[str]:
+    """Graph and plan of a step with buffers, several buckets, host scalars and a clip, on other data and weights."""
+    torch.manual_seed(dist.get_rank())
+    module = batch_norm_net()
+    opt = torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    @ws.compile(strategy=ws.DDP(bucket_bytes=200), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(module, x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    step(*batch())
+    return [step.plan, *(source(step.program(stage)) for stage in Stage)]
+
+
+def test_every_rank_has_the_same_plan_and_the_same_graph(pool2: Any) -> None:
+    first, second = pool2.run(texts)
+    assert first == second
+    assert first[0].count("all_reduce") > 1
+    assert all("wholestep.gradient" in text or "all_reduce" in text for text in first)
 
 
 def one_rank_cannot_capture() -> tuple[type, str, int, float]:
@@ -181,18 +252,25 @@ def _(x: Tensor) -> Tensor:
 fuse.register_autograd(lambda ctx, grad: fuse(grad))
 
 
+class Fused(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return fuse(x)  # type: ignore[no-any-return]
+
+
 def dies_in_the_middle_of_a_step() -> None:
-    module = mlp()
+    """Several buckets and running statistics: some gradients have arrived when the other rank goes."""
+    body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))
+    module = nn.Sequential(body, Fused(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     opt = sgd(module)
 
-    @ws.compile(strategy=ws.DDP(), backend="eager")
+    @ws.compile(strategy=ws.DDP(bucket_bytes=100), backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = fuse(module[1](module[0](x)))  # runs again in the backward, between the two layers' gradients
-        return finish(nn.functional.cross_entropy(module[2](hidden), y), opt)
+        return finish(loss_of(module, x, y), opt)
 
-    # Forward and backward of two steps and the forward of the third: dies in its backward.
+    # The operator runs in forward and backward. Two steps and the forward of the third: dies in its backward.
     FUSE["calls_left"] = 5 if dist.get_rank() == 1 else -1
-    kind, text, call, waited_s = outcome(step, [batch() for _ in range(4)])
+    kind, text, call, waited_s = outcome(step, [batch() for _ in range(4)], module=module, opt=opt)
+    assert step.plan.count("all_reduce") > 2
     assert kind is ws.RankMissingError
     assert call == 2
     assert waited_s < 50

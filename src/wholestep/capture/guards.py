@@ -211,9 +211,9 @@ class Guards:
                     was, is_now = ("a", "none") if before else ("no", "one")
                     return f"{slot.name} had {was} gradient at entry, now it has {is_now}"
         for param, then in zip(self._with_grad, self._entry_kinds, strict=True):
-            if (now := _kind(param.grad)) != then:
+            if (found := _kind(param.grad)) != then:
                 name = next(slot.name for slot in self._param_slots if slot.tensor is param)
-                return f"the gradient of {name} at entry was {_spell_kind(then)}, is {_spell_kind(now)}"
+                return f"the gradient of {name} at entry was {_spell_kind(then)}, is {_spell_kind(found)}"
         return None
 
     def _branches(self) -> str | None:
@@ -254,7 +254,7 @@ def _same_hooks(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _hooks_of(param: torch.Tensor) -> tuple[Any, ...]:
-    later = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    later = param._post_accumulate_grad_hooks
     return (*(param._backward_hooks or {}).values(), *(later or {}).values())
 
 

@@ -22,6 +22,10 @@ from wholestep.capture.walk import Watch
 from wholestep.program import meta
 
 
+_BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.ASGD: ("alpha",)}
+"""Numbers that are watched by value: torch 2.11 has no fake kernel for a tensor to the power of a symbolic float."""
+
+
 @dataclass(slots=True)
 class Hyper:
     """One number of a parameter group."""
@@ -42,6 +46,20 @@ class Hyper:
         return float(held if self.position is None else held[self.position])
 
 
+@dataclass(slots=True)
+class KindWatch(Watch):
+    """Watches what kind of thing the lifted numbers are: a rate that becomes a tensor means another graph."""
+
+    def now(self) -> dict[str, Any]:
+        """Per key the kind, or for a tuple the kinds of its items. A subclass of float (numpy's) is a float."""
+        held = {key: self.container.get(key) for key in self.keys or ()}
+        return {key: tuple(map(_kind, one)) if isinstance(one, tuple) else _kind(one) for key, one in held.items()}
+
+
+def _kind(thing: Any) -> type:
+    return float if isinstance(thing, float) else type(thing)
+
+
 class Lifter:
     """Lifts the numbers of all parameter groups for the time of one trace."""
 
@@ -53,15 +71,17 @@ class Lifter:
         self._installed: list[Any] = []
         for name, opt in optimizers:
             for g, group in enumerate(opt.param_groups):
-                self._lift_group(f"{name}.groups.{g}", group, [k for k in group if k in opt.defaults])
+                self._lift_group(f"{name}.groups.{g}", group, [k for k in group if k in opt.defaults], _BY_VALUE.get(type(opt), ()))
 
-    def _lift_group(self, name: str, group: dict[str, Any], keys: list[str]) -> None:
+    def _lift_group(self, name: str, group: dict[str, Any], keys: list[str], by_value: tuple[str, ...]) -> None:
         fused = bool(group.get("fused"))
         self._saved.append((group, {key: group[key] for key in keys}))
         plain = []
         for key in keys:
             held = group[key]
-            if type(held) is float:
+            if key in by_value:
+                lifted = False
+            elif type(held) is float:
                 lifted = self._lift(f"{name}.{key}", group, key, None, fused)
             elif isinstance(held, tuple) and held and all(type(item) is float for item in held):
                 lifted = all([self._lift(f"{name}.{key}.{i}", group, key, i, fused) for i in range(len(held))])
@@ -72,6 +92,9 @@ class Lifter:
         watch = Watch(group, name, tuple(plain))
         watch.held = watch.now()
         self.watches.append(watch)
+        kinds = KindWatch(group, name, tuple(key for key in keys if key not in plain))
+        kinds.held = kinds.now()
+        self.watches.append(kinds)
 
     def _lift(self, name: str, group: dict[str, Any], key: str, position: int | None, fused: bool) -> bool:
         hyper = Hyper(name, group, key, position, torch.empty((), dtype=torch.float64))

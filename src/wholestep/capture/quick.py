@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-try:
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-    from torch._C._dynamo.guards import dict_version as _native_dict_version
-except ImportError:  # pragma: no cover - every supported release has both
-    _TensorGuards = None
-    _native_dict_version = None
+_TensorGuards: Any = None
+_native_dict_version: Any = None
+with suppress(ImportError, AttributeError):  # every supported release has both
+    from torch._C._dynamo import guards as _native
+
+    _TensorGuards, _native_dict_version = _native.TensorGuards, _native.dict_version
 
 VERSIONED: tuple[type, ...] = (dict, defaultdict, OrderedDict)
 """Kinds of dict whose version tells of every write. A subclass in Python may read from elsewhere."""

@@ -68,7 +68,7 @@ class Watch:
         for key in {**self.held, **now}:
             then, new = self.held.get(key, _ABSENT), now.get(key, _ABSENT)
             if not same(then, new):
-                yield f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{key!r}]", then, new
+                yield f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{_spell_key(key)}]", then, new
 
     def put_back(self, new: Any, old: Any) -> None:
         """Puts `old` where the container holds `new`."""
@@ -96,6 +96,11 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+
+def _spell_key(key: Any) -> str:
+    """A key in one line: the values of a tensor are no name."""
+    return f"{type(key).__name__}{list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
 
 
 def same(a: Any, b: Any) -> bool:
