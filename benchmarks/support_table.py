@@ -50,6 +50,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Options of an optimizer's own; those in COMMON are tried wherever an optimizer has them."""
 
+MAX_REASON = 160
+"""Characters of a reason that a cell shows."""
+
 COMMON: tuple[dict[str, Any], ...] = ({"weight_decay": 0.1}, {"maximize": True}, {"capturable": True}, {"lr": "tensor"})
 
 RATES = {"SGD": 0.05, "Adadelta": 1.0, "Adagrad": 0.1, "ASGD": 0.05, "LBFGS": 0.5}
@@ -113,16 +116,17 @@ class Training:
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """The user's step."""
 
-        def loss_of() -> Tensor:
-            self.opt.zero_grad()
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward()
-            return loss
-
         if isinstance(self.opt, torch.optim.LBFGS):
-            return self.opt.step(loss_of)
-        loss = loss_of()
+            return self.opt.step(lambda: self.loss(x, y))
+        loss = self.loss(x, y)
         self.opt.step()
+        self.opt.zero_grad()
+        return loss
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Forward and backward."""
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
         return loss
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -150,29 +154,18 @@ def measure(case: Case) -> Outcome:
     """Runs one case both ways."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager, compiled = Training(case) if _accepts(case) is None else None, None
-        if eager is None:
-            return Outcome(f"torch: {_accepts(case)}")
         try:
+            eager = Training(case)
             want = eager.run(eager.step)
         except (RuntimeError, AssertionError, ValueError) as error:
-            return Outcome(f"torch: {_first_sentence(error)}")
+            return Outcome(f"torch: {_why(error)}")
         compiled = Training(case)
         step = ws.compile(compiled.step, backend="eager")
         try:
             came = compiled.run(step)
         except ws.WholestepError as error:
-            return Outcome(f"refused: {_first_sentence(error)}")
+            return Outcome(f"refused: {_why(error)}")
     return Outcome(_verdict(want, came, step.cache_info().traces))
-
-
-def _accepts(case: Case) -> str | None:
-    """Why torch's own constructor refuses these options; None if it takes them."""
-    try:
-        Training(case)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return _first_sentence(error)
-    return None
 
 
 def _verdict(want: list[list[Tensor]], came: list[list[Tensor]], traces: int) -> str:
@@ -185,9 +178,15 @@ def _verdict(want: list[list[Tensor]], came: list[list[Tensor]], traces: int) ->
     return f"{word} ({difference:.0e}){note}"
 
 
-def _first_sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
+def _why(error: BaseException) -> str:
+    """The reason in an error, in one sentence, without the place in this file."""
+    text = str(error)
+    if text.startswith("The step could not be captured at"):
+        text = text.splitlines()[-1]
+    sentence = " ".join(text.split()).partition(". ")[0].rstrip(".").replace("|", "\\|")
+    if "If capturable=True" in sentence:
+        return "capturable needs a GPU"
+    return sentence if len(sentence) <= MAX_REASON else sentence[:MAX_REASON] + "..."
 
 
 def _spell(options: tuple[tuple[str, Any], ...]) -> str:
@@ -219,11 +218,11 @@ def document(found: dict[Case, Outcome]) -> str:
             "python benchmarks/support_table.py > docs/support.md",
             "```",
             "",
-            f"torch {torch.__version__.partition('+')[0]}, CPU, backend `eager`. A cell is {STEPS} steps of a small MLP",
-            "with a rate that changes before every step; parameters and optimizer state are compared after each step.",
+            f"torch {torch.__version__.partition('+')[0]}, CPU, backend `eager`. A cell is {STEPS} steps of an MLP with a",
+            "rate that changes before every step; parameters and optimizer state are compared after each step.",
             "",
-            "- `bitwise`: equal in every bit. `N traces`: the rule reads its own step counter, or begins in another way",
-            "  than it goes on, so the step is captured again at those calls.",
+            "- `bitwise`: equal in every bit. `N traces`: the rule branches on its own step counter, or begins in another",
+            "  way than it goes on, so the step is captured again at those calls.",
             "- `close (d)`: equal up to rounding; d is the largest absolute difference.",
             "- `refused: why`: wholestep raises an error and leaves everything as it was.",
             "- `torch: why`: torch itself refuses this on the CPU. `-`: torch does not offer this way to run the rule.",

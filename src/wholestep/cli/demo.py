@@ -44,7 +44,7 @@ FINAL_STEPS = 10
 class DemoSettings:
     """Everything that decides the numbers of a demo, except the number of ranks."""
 
-    steps: int = 240
+    steps: int = 200
     seed: int = 0
     rows: int = 8
     """Windows of text per rank and step."""
