@@ -27,6 +27,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import wholestep as ws
 
+VERSION = torch.__version__.partition("+")[0]
+
 STEPS = 10
 """RAdam takes another branch from its sixth step on."""
 
@@ -218,10 +220,10 @@ def document(found: dict[Case, Outcome]) -> str:
             "python benchmarks/support_table.py > docs/support.md",
             "```",
             "",
-            f"torch {torch.__version__.partition('+')[0]}, CPU, backend `eager`. A cell is {STEPS} steps of an MLP with a",
+            f"torch {VERSION}, CPU, backend `eager`. A cell is {STEPS} steps of an MLP with a",
             "rate that changes before every step; parameters and optimizer state are compared after each step.",
             "",
-            "- `bitwise`: equal in every bit. `N traces`: the rule branches on its own step counter, or begins in another",
+            "- `bitwise`: equal in every bit. `N traces`: the rule branches on its step counter, or begins in another",
             "  way than it goes on, so the step is captured again at those calls.",
             "- `close (d)`: equal up to rounding; d is the largest absolute difference.",
             "- `refused: why`: wholestep raises an error and leaves everything as it was.",

@@ -27,14 +27,16 @@ class DDP:
     sync_at_start: bool = True
     """Broadcast parameters and buffers from rank 0 before the first step."""
     broadcast_buffers: bool = True
-    """Let every step start from rank 0's buffers, as DistributedDataParallel does. The graph of a step broadcasts the
-    buffers that it writes; buffers that it only reads are broadcast when a step has written them since the last time."""
+    """Let every step start from rank 0's buffers, as DistributedDataParallel does. The graph of a step broadcasts
+    the buffers that it writes; those that it only reads are broadcast when a step has written them since then."""
 
     def __post_init__(self) -> None:
         if self.reduce not in ("mean", "sum"):
             raise ConfigError(f'DDP(reduce=...) wants "mean" or "sum", got {self.reduce!r}.')
         if self.bucket_bytes != "auto" and (not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0):
-            raise ConfigError(f'DDP(bucket_bytes=...) wants "auto" or a positive number of bytes, got {self.bucket_bytes!r}.')
+            raise ConfigError(
+                f'DDP(bucket_bytes=...) wants "auto" or a positive number of bytes, got {self.bucket_bytes!r}.'
+            )
         if isinstance(self.ignore, str):
             raise ConfigError(f"DDP(ignore=...) wants a tuple of parameter names, got the string {self.ignore!r}.")
 

@@ -1,6 +1,6 @@
 """The page: an ordinary training step, compiled. Reads top to bottom as the stages of wholestep.
 
-    step ──capture──▶ CAPTURED ──place──▶ PLACED ──passes──▶ SCHEDULED ──lower──▶ Executable ──run──▶ numbers
+step ──capture──▶ CAPTURED ──place──▶ PLACED ──passes──▶ SCHEDULED ──lower──▶ Executable ──run──▶ numbers
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class CompiledStep:
         with _undone_on_error(captured):
             try:
                 placed = place(captured.program, strategy, axis)
-                scheduled = run_passes(placed, [*self._default_passes(), *self._options.passes])
+                scheduled = run_passes(placed, self._passes())
                 runner = lower(scheduled)
             except Exception as error:
                 self._abandon(error, world)
@@ -150,8 +150,8 @@ class CompiledStep:
         if len(self._reasons) >= self._options.max_retraces:
             listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self._reasons, reason], 1))
             raise RetraceLimitError(
-                f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used up. The reasons were:\n"
-                f"{listing}\nKeep what changes out of the step or make it a tensor, or raise max_retraces."
+                f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used up. "
+                f"The reasons were:\n{listing}\nKeep what changes out of the step or make it a tensor, or raise max_retraces."
             )
         self._reasons.append(reason)
         log.warning("%s is captured again: %s", self._name, reason)
@@ -159,8 +159,9 @@ class CompiledStep:
     def _strategy(self, world: World) -> DDP | None:
         return DDP() if self._options.strategy is None and world.size > 1 else self._options.strategy
 
-    def _default_passes(self) -> list[Pass]:
-        return default_passes(cap_bytes=(self._options.strategy or DDP()).cap_bytes)
+    def _passes(self) -> list[Pass]:
+        strategy = self._options.strategy or DDP()
+        return default_passes(cap_bytes=strategy.cap_bytes, extra=self._options.passes)
 
     def _next_meeting(self) -> str:
         return f"plan/{self._name}/{self._number}/{next(self._meetings)}"
@@ -247,22 +248,42 @@ def _axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:
     if mesh is None:
         return None
     if mesh.ndim != 1:
-        raise ConfigError(f"wholestep.compile(mesh=...) wants a mesh with one axis for DDP, got the axes {mesh.mesh_dim_names}.")
+        raise ConfigError(f"wholestep.compile(mesh=...) wants one axis for DDP, got the axes {mesh.mesh_dim_names}.")
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
     return MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name)
 
 
+Backend = Literal["auto", "eager"]
+Passes = Pass | Sequence[Pass] | None
+
+
 @overload
-def compile(fn: Callable[..., Any], **options: Any) -> CompiledStep: ...
+def compile(
+    fn: Callable[..., Any],
+    *,
+    strategy: Strategy | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: Backend = "auto",
+    passes: Passes = None,
+    max_retraces: int = 8,
+) -> CompiledStep: ...
 @overload
-def compile(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile(
+    fn: None = None,
+    *,
+    strategy: Strategy | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: Backend = "auto",
+    passes: Passes = None,
+    max_retraces: int = 8,
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(
     fn: Callable[..., Any] | None = None,
     *,
     strategy: Strategy | None = None,
     mesh: DeviceMesh | None = None,
-    backend: Literal["auto", "eager"] = "auto",
-    passes: Pass | Sequence[Pass] | None = None,
+    backend: Backend = "auto",
+    passes: Passes = None,
     max_retraces: int = 8,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
@@ -272,29 +293,38 @@ def compile(
         strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
         mesh: a DeviceMesh with one axis; by default one axis over the world.
         backend: "eager" runs the graph's own text node by node; "auto" chooses it.
-        passes: a function ``Program -> Program``, or several, run after the default ones.
+        passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
+            graph; only the pass that lets operations run in place comes after them.
         max_retraces: how many new signatures may be captured after the first.
 
     Raises:
         ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
     """
+    options = _checked_options(strategy, mesh, backend, passes, max_retraces)
     if fn is None:
-        return functools.partial(
-            compile, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
-        )
+        return lambda step: compile(step, strategy=strategy, mesh=mesh, passes=passes, max_retraces=max_retraces)
     if not callable(fn):
         raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
     if isinstance(fn, torch.nn.Module):
-        raise ConfigError("wholestep.compile wants a whole training step, got a module. Write a function that calls it.")
+        raise ConfigError("wholestep.compile wants a whole step, got a module. Write a function that calls it.")
+    return CompiledStep(fn, options)
+
+
+def _checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int) -> _Options:
+    """The options as a record. Raises ConfigError for those that cannot be used."""
     if strategy is not None and not isinstance(strategy, DDP):
         raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
     if backend not in ("auto", "eager"):
-        raise ConfigError(f'wholestep.compile(backend=...) knows "auto" and "eager" in this version, got {backend!r}.')
+        raise ConfigError(f'wholestep.compile(backend=...) knows "auto" and "eager" so far, got {backend!r}.')
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
-    if passes is not None and not callable(passes) and not (isinstance(passes, Sequence) and all(map(callable, passes))):
-        raise ConfigError(f"wholestep.compile(passes=...) wants a function Program -> Program, or a list of them, got {passes!r}.")
+    if (
+        passes is not None
+        and not callable(passes)
+        and not (isinstance(passes, Sequence) and all(map(callable, passes)))
+    ):
+        raise ConfigError(f"wholestep.compile(passes=...) wants functions Program -> Program, got {passes!r}.")
     if max_retraces < 0:
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
     extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)
-    return CompiledStep(fn, _Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces))
+    return _Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces)

@@ -80,7 +80,9 @@ class Binding:
 
 def output_slices(program: Program) -> tuple[int, int, int]:
     """Ends of the USER, GRAD and STATE outputs, which come in this order, WRITE outputs last."""
-    counts = [sum(o.kind is kind for o in program.outputs) for kind in (OutputKind.USER, OutputKind.GRAD, OutputKind.STATE)]
+    counts = [
+        sum(o.kind is kind for o in program.outputs) for kind in (OutputKind.USER, OutputKind.GRAD, OutputKind.STATE)
+    ]
     return counts[0], counts[0] + counts[1], sum(counts)
 
 

@@ -25,7 +25,10 @@ _VALUE_DRIVES_PYTHON = (
     "one graph cannot look at values. Use torch.where, keep the value as a tensor or return it (`return loss.item()` "
     "is fine), or move the decision out of the step."
 )
-_NUMPY = "a tensor is turned into numpy or a Python list here, which needs its values. Return the tensor and convert it outside the step."
+_NUMPY = (
+    "a tensor is turned into numpy or a Python list here, which needs its values. "
+    "Return the tensor and convert it outside the step."
+)
 _NO_FAKE = (
     "this operator has no fake kernel, so its result's shape is not known before it runs. "
     "Register one with torch.library.register_fake."
@@ -77,7 +80,13 @@ def explain(error: BaseException) -> WholestepError:
     where, text = user_line(error.__traceback__), str(error)
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
         reason = _VALUE_DRIVES_PYTHON
-    elif isinstance(error, UnsupportedOperatorException) or "no fake impl" in text or "fake kernel" in text or "Meta" in text and "NotImplemented" in type(error).__name__:
+    elif (
+        isinstance(error, UnsupportedOperatorException)
+        or "no fake impl" in text
+        or "fake kernel" in text
+        or ("Meta" in text
+        and "NotImplemented" in type(error).__name__)
+    ):
         reason = f"{_NO_FAKE} ({text.splitlines()[0]})"
     elif isinstance(error, TypeError) and "__format__" in text:
         reason = "a tensor's value is formatted into text here. Print what the step returns, outside the step."

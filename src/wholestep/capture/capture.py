@@ -14,10 +14,10 @@ from wholestep.capture import guards as guarding
 from wholestep.capture import state as stating
 from wholestep.capture import tree, walk
 from wholestep.capture.binding import Binding, output_slices
+from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.guards import Guards
 from wholestep.capture.hyper import Lifter
-from wholestep.capture.effects import SideEffects
 from wholestep.capture.state import LazyState, Slot, State
 from wholestep.capture.trace import Trace, Tracer
 from wholestep.errors import CaptureError, WholestepError
@@ -130,7 +130,9 @@ class _Job:
         trace, graph = self.trace, functional.module.graph
         placeholders = graph.find_nodes(op="placeholder")
         records = self._records(lifter, user)
-        lifter.replace_payloads(graph, {id(h.box): placeholders[len(self.state.slots) + i] for i, h in enumerate(lifter.hypers)})
+        lifter.replace_payloads(
+            graph, {id(h.box): placeholders[len(self.state.slots) + i] for i, h in enumerate(lifter.hypers)}
+        )
         _numbers_as_inputs(placeholders, records)
         results, outputs = functional.results, []
         user_nodes = [r for r in results[: trace.num_results] if isinstance(r, fx.Node)]
@@ -184,7 +186,11 @@ class _Job:
             else:
                 tensors[index] = slots[old].tensor
         with_new = {*trace.grads, *trace.kept_grads}
-        binding.cleared = [s.tensor for i, s in enumerate(slots) if s.kind is InputKind.PARAM and s.tensor.grad is not None and i not in with_new]
+        binding.cleared = [
+            s.tensor
+            for i, s in enumerate(slots)
+            if s.kind is InputKind.PARAM and s.tensor.grad is not None and i not in with_new
+        ]
         binding.stepped = [opt for _, opt in self.state.optimizers if id(opt) in trace.stepped_optimizers]
         binding.slices = output_slices(program)
         return binding
@@ -193,7 +199,9 @@ class _Job:
         results = self.trace.module.graph.output_node().args[0]
         return [isinstance(r, fx.Node) for r in results[: self.trace.num_results]]  # type: ignore[index,union-attr]
 
-    def _guards(self, kept: list[int], lifter: Lifter, leaves: list[Any], data: list[bool], spec: tree.TreeSpec) -> Guards:
+    def _guards(
+        self, kept: list[int], lifter: Lifter, leaves: list[Any], data: list[bool], spec: tree.TreeSpec
+    ) -> Guards:
         kept_set = set(kept)
         grads: dict[int, bool] = {}
         for slot in self.state.params:
@@ -205,7 +213,8 @@ class _Job:
         described = [guarding.describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
         return Guards(
             state=guarding.state_slots(self.state, kept_set), leaves=described, is_data=data, spec=spec,
-            aliases=guarding.aliases_of(leaves, data), watches=watches, grads=grads, predicates=self._predicates(lifter),
+            aliases=guarding.aliases_of(leaves, data), watches=watches, grads=grads,
+            predicates=self._predicates(lifter),
         )  # fmt: skip
 
     def _predicates(self, lifter: Lifter) -> Any:
@@ -233,7 +242,9 @@ def _unique(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unique_ids(leaves: list[Any], state: State) -> list[int]:
-    return list(dict.fromkeys(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in state.index))
+    return list(
+        dict.fromkeys(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in state.index)
+    )
 
 
 def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> None:

@@ -59,6 +59,9 @@ def functionalize(
 
     with mode, torch.no_grad(), node_hook(interpreter.tag), host_branches(lambda: host[0] if host else None):
         module = make_fx(run)(*plain)
+    for op in _REPLACED_BY_FUNCTORCH:
+        for node in module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
+            node.target = op
     return _take_writes(module)
 
 
@@ -102,6 +105,9 @@ _HIDDEN_WRITES = {
 _NEEDS_GRAD_MODE = frozenset({_aten.mkldnn_rnn_layer.default}) if hasattr(_aten, "mkldnn_rnn_layer") else frozenset()
 """Operators that keep what their backward needs only while gradients are on."""
 
+_REPLACED_BY_FUNCTORCH = frozenset({_aten.binary_cross_entropy_with_logits.default})
+"""Operators that torch.func.functionalize computes by a formula of its own, which rounds otherwise than the kernel."""
+
 ops.LIBRARY.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 ops.LIBRARY.impl("bernoulli_like", lambda like, p: torch.empty_like(like).bernoulli_(p), "CompositeExplicitAutograd")
 torch.library.register_fake("wholestep::bernoulli_like", lambda like, p: torch.empty_like(like), lib=ops.LIBRARY)
@@ -138,7 +144,7 @@ def replace_custom_writes(graph: fx.Graph) -> None:
     """Replaces operators whose writes torch does not make functional by functional twins and ATen copies."""
     for node in list(graph.nodes):
         mutated = _written(node)
-        if not mutated and node.target not in _NEEDS_GRAD_MODE:
+        if not mutated and node.target not in _NEEDS_GRAD_MODE | _REPLACED_BY_FUNCTORCH:
             continue
         schema = node.target._schema
         names = [arg.name for arg in schema.arguments]

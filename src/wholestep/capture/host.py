@@ -66,7 +66,9 @@ class HostValues:
             return _UNKNOWN if known is None else known.clone()
         if node.op == "get_attr":
             held = getattr(self._tracer.root, str(node.target), None)
-            return held if isinstance(held, torch.Tensor) and held.dim() == 0 and held.device.type == "cpu" else _UNKNOWN
+            return (
+                held if isinstance(held, torch.Tensor) and held.dim() == 0 and held.device.type == "cpu" else _UNKNOWN
+            )
         if node.op != "call_function":
             return _UNKNOWN
         if not all(arg in self._values for arg in node.all_input_nodes):

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from wholestep.capture.walk import Watch
 from wholestep.program import meta
 
-
 _BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.ASGD: ("alpha",)}
 """Numbers that are watched by value: torch 2.11 has no fake kernel for a tensor to the power of a symbolic float."""
 
@@ -71,7 +70,9 @@ class Lifter:
         self._installed: list[Any] = []
         for name, opt in optimizers:
             for g, group in enumerate(opt.param_groups):
-                self._lift_group(f"{name}.groups.{g}", group, [k for k in group if k in opt.defaults], _BY_VALUE.get(type(opt), ()))
+                self._lift_group(
+                    f"{name}.groups.{g}", group, [k for k in group if k in opt.defaults], _BY_VALUE.get(type(opt), ())
+                )
 
     def _lift_group(self, name: str, group: dict[str, Any], keys: list[str], by_value: tuple[str, ...]) -> None:
         fused = bool(group.get("fused"))
@@ -84,7 +85,8 @@ class Lifter:
             elif type(held) is float:
                 lifted = self._lift(f"{name}.{key}", group, key, None, fused)
             elif isinstance(held, tuple) and held and all(type(item) is float for item in held):
-                lifted = all([self._lift(f"{name}.{key}.{i}", group, key, i, fused) for i in range(len(held))])
+                each = [self._lift(f"{name}.{key}.{i}", group, key, i, fused) for i in range(len(held))]
+                lifted = all(each)
             else:
                 lifted = False
             if not lifted:

@@ -71,6 +71,8 @@ def traced_generator() -> Iterator[None]:
         for module in (torch.cuda, torch.cuda.random):
             stack.enter_context(patch.object(module, "get_rng_state", lambda device="cuda": get(cuda_name(device))))
             stack.enter_context(
-                patch.object(module, "set_rng_state", lambda new_state, device="cuda": set_(new_state, cuda_name(device)))
+                patch.object(
+                    module, "set_rng_state", lambda new_state, device="cuda": set_(new_state, cuda_name(device))
+                )
             )
         yield

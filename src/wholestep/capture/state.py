@@ -92,7 +92,11 @@ def _named(entry: tuple[str, Optimizer]) -> tuple[str, Optimizer]:
 def _refuse_wrappers(root: str, module: nn.Module) -> None:
     for fqn, child in module.named_modules():
         kind = type(child).__name__
-        if isinstance(child, nn.parallel.DistributedDataParallel) or kind in ("FullyShardedDataParallel",) or kind.startswith("FSDP"):
+        if (
+            isinstance(child, nn.parallel.DistributedDataParallel)
+            or kind in ("FullyShardedDataParallel",)
+            or kind.startswith("FSDP")
+        ):
             raise ConfigError(
                 f"{root}{'.' + fqn if fqn else ''} is wrapped in {kind}, which communicates in hooks of its own. "
                 f"Pass the plain module and give the strategy to wholestep.compile(strategy=...)."

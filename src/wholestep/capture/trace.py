@@ -37,7 +37,6 @@ from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
 from wholestep.program.program import InputKind
 
-
 _capturing = 0
 
 
@@ -90,7 +89,9 @@ class Tracer:
         self._state, self._lifter, self._watches = state, lifter, watches
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         self._recorder, self._markers = OriginRecorder(names), Markers()
-        self._mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(
+            shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True
+        )
         self._out: Trace | None = None
         self._host: HostValues | None = None
         self.known = self._known_host_values()
@@ -246,7 +247,10 @@ class Tracer:
         """
         for watch in self._watches:
             for _, then, now in list(watch.changes()):
-                if not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)) or id(then) not in self._state.index:
+                if (
+                    not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor))
+                    or id(then) not in self._state.index
+                ):
                     continue
                 if then.shape == now.shape and then.dtype == now.dtype and not then.requires_grad:
                     with torch.no_grad():
@@ -275,7 +279,9 @@ class Tracer:
                     if not isinstance(leaf, torch.Tensor) or id(leaf) in self._state.index:
                         continue
                     if slot < 0 or len(keys) != 1:
-                        raise CaptureError(f"{name} creates state {keys} in a form that cannot be put back: {type(param).__name__}")
+                        raise CaptureError(
+                            f"{name} creates state {keys} in a form that cannot be put back: {type(param).__name__}"
+                        )
                     out.new_state.append((number, slot, keys))
                     created.append(leaf)
         return created

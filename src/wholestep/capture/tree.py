@@ -11,7 +11,20 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
-_CLOSED = (torch.Tensor, torch.SymFloat, torch.SymInt, bool, int, float, complex, str, bytes, type(None), nn.Module, Optimizer)
+_CLOSED = (
+    torch.Tensor,
+    torch.SymFloat,
+    torch.SymInt,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    nn.Module,
+    Optimizer,
+)
 
 
 class _Opened:
@@ -40,15 +53,19 @@ pytree.register_pytree_node(
 
 def _fields(thing: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if hasattr(thing, field.name)}
+        return {
+            field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if hasattr(thing, field.name)
+        }
     return dict(getattr(thing, "__dict__", {}))
 
 
 def _open(leaf: Any) -> Any:
-    if isinstance(leaf, _CLOSED) or isinstance(leaf, type):
+    if isinstance(leaf, (*_CLOSED, type)):
         return leaf
     fields = _fields(leaf)
-    if not fields or any(isinstance(item, (nn.Module, Optimizer)) for item in pytree.tree_leaves(list(fields.values()))):
+    if not fields or any(
+        isinstance(item, (nn.Module, Optimizer)) for item in pytree.tree_leaves(list(fields.values()))
+    ):
         return leaf
     opened = {name: _open_tree(item) for name, item in fields.items()}
     if not any(isinstance(item, (torch.Tensor, torch.SymFloat)) for item in pytree.tree_leaves(list(opened.values()))):

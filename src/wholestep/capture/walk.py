@@ -29,7 +29,13 @@ _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+)
 _NO_STATE = ("torch", "numpy", "builtins", "_thread", "threading", "logging", "wholestep")
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _LIBRARY_ROOTS = ("torch.", "numpy.", "wholestep.")
@@ -62,7 +68,9 @@ class Watch:
         if isinstance(now, list):
             if len(now) != len(self.held):
                 yield f"len({self.path})", len(self.held), len(now)
-            pairs: Iterator[tuple[Any, Any, Any]] = ((i, a, b) for i, (a, b) in enumerate(zip(self.held, now, strict=False)))
+            pairs: Iterator[tuple[Any, Any, Any]] = (
+                (i, a, b) for i, (a, b) in enumerate(zip(self.held, now, strict=False))
+            )
             yield from ((f"{self.path}[{key}]", a, b) for key, a, b in pairs if not same(a, b))
             return
         for key in {**self.held, **now}:
@@ -281,7 +289,9 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _object(self, name: str, thing: Any) -> None:
-        for method in [m for m in self._names if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)]:
+        for method in [
+            m for m in self._names if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)
+        ]:
             function = inspect.getattr_static(type(thing), method)
             if id(function) not in self._seen:
                 self._function(f"{name}.{method}", function, 1)
@@ -366,4 +376,8 @@ def _library_dirs() -> tuple[str, ...]:
     here = package.rpartition("__init__")[0]
     python = (inspect.getsourcefile(functools) or "").rpartition("functools")[0]
     site = python + "site-packages"
-    return tuple(d for d in (torch.__path__[0] + "/", here, *(python + m for m in ("contextlib", "functools", "unittest"))) if d and d != site)
+    return tuple(
+        d
+        for d in (torch.__path__[0] + "/", here, *(python + m for m in ("contextlib", "functools", "unittest")))
+        if d and d != site
+    )

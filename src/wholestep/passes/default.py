@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from wholestep.passes.bucket import bucket
@@ -11,8 +12,13 @@ from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 
 
-def default_passes(*, cap_bytes: int) -> list[Pass]:
-    """The passes from a placed program to a scheduled one. `cap_bytes` bounds the bytes of one all-reduce."""
+def default_passes(*, cap_bytes: int, extra: Sequence[Pass] = ()) -> list[Pass]:
+    """The passes from a placed program to a scheduled one.
+
+    Args:
+        cap_bytes: bound of the bytes of one all-reduce.
+        extra: passes of the user; they see the functional graph, with its buckets, before anything runs in place.
+    """
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         cleanup,
@@ -21,6 +27,7 @@ def default_passes(*, cap_bytes: int) -> list[Pass]:
         dedupe,
         # On the functional graph: readers of gradients can still be moved freely.
         partial(bucket, cap_bytes=cap_bytes),
+        *extra,
         # Last: from here on the order of the nodes is fixed, and values that are dead are overwritten.
         reinplace,
     ]

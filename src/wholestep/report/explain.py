@@ -70,7 +70,7 @@ class Explanation:
     def __rich__(self) -> Group:
         head = Text.assemble(
             (self.step, "bold"),
-            f": {self.num_nodes} operators in one graph, {self.num_params} parameters ({bytes_text(self.param_bytes)}), "
+            f": {self.num_nodes} operators in one graph, {self.num_params} parameters, {bytes_text(self.param_bytes)}; "
             f"{self.strategy} on {self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}, backend {self.backend}\n",
             ", ".join(f"{region} {count}" for region, count in self.nodes_by_region.items()),
         )
@@ -131,7 +131,8 @@ def explain(program: Program, *, step: str, strategy: str, backend: str) -> Expl
         nodes_by_region={name: count for name, count in regions.items() if count},
         collectives=tuple(_collectives(program)),
         passes=tuple(
-            PassLine(name=r.name or "place", time_ms=r.time_ms, num_nodes=r.num_nodes, notes=r.notes) for r in program.history
+            PassLine(name=r.name or "place", time_ms=r.time_ms, num_nodes=r.num_nodes, notes=r.notes)
+            for r in program.history
         ),
     )
 

@@ -1,0 +1,220 @@
+"""Breaks wholestep on purpose, in a copy, and checks that the tests that should notice do.
+
+    python tests/mutation_check.py              # all mutations, a few minutes
+    python tests/mutation_check.py --only hyper_parameters_baked guards_off
+    python tests/mutation_check.py --list
+
+Exit status 1 if a mutation survives, or if the same tests are not green on the unbroken copy.
+A mutation is a replacement of text that must occur exactly once; when the code moves on, this script says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 240
+TESTS_FAILED = 1
+"""pytest's exit status when tests ran and some failed; others mean that nothing was tested."""
+
+RANKS = "tests/ranks/test_behaviour_ddp.py::test_equals_eager_ddp"
+OPTIM = "tests/behaviour/test_optim.py::test_equals_eager"
+GUARDS = "tests/unit/capture/test_guards.py::test_a_change_is_seen_and_named"
+STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One fault: what it is, where, and the tests of which at least one must fail."""
+
+    name: str
+    what: str
+    file: str
+    """Below src/wholestep."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    says: str = ""
+    """What the failure must say, where failing for another reason would prove nothing."""
+
+
+MUTATIONS = (
+    Mutation(
+        name="gradients_not_reduced",
+        what="placement leaves every gradient local to its rank",
+        file="place/strategies.py",
+        old="        if name in self.config.ignore:\n            return grad\n",
+        new="        return grad\n",
+        tests=(f"{RANKS}[sgd_single]", f"{RANKS}[sgd_momentum_foreach]"),
+    ),
+    Mutation(
+        name="hyper_parameters_baked",
+        what="numbers of parameter groups enter the graph as constants",
+        file="capture/hyper.py",
+        old="symbol = hyper.payload if hyper.payload is not None else hyper.box.item()",
+        new="symbol = hyper.read()",
+        tests=(f"{OPTIM}[sgd_momentum_single]", f"{OPTIM}[adamw_foreach]", f"{OPTIM}[schedule_cosine_sgd]"),
+    ),
+    Mutation(
+        name="guards_off",
+        what="every call uses the first trace",
+        file="capture/guards.py",
+        old="return self._arguments(leaves, spec) or self._python() or self._tensors() or self._branches()",
+        new="return None",
+        tests=(f"{STEPS}[train_and_eval_flips]", f"{STEPS}[module_number_changed]", f"{STEPS}[last_batch_is_smaller]"),
+    ),
+    Mutation(
+        name="one_rank_plans_differently",
+        what="rank 1 fills its buckets to another bound",
+        file="config.py",
+        old='        return DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes\n',
+        new=(
+            "        import torch.distributed as dist\n\n"
+            "        return 64 if dist.is_initialized() and dist.get_rank() == 1 else DEFAULT_BUCKET_BYTES\n"
+        ),
+        tests=(f"{RANKS}[sgd_single]",),
+        says="RankMismatchError",
+    ),
+    Mutation(
+        name="agreement_skipped",
+        what="ranks never compare their plans",
+        file="run/agree.py",
+        old="    if size == 1:\n        return\n    meeting",
+        new="    if size > 0:\n        return\n    meeting",
+        tests=("tests/ranks/test_agree.py::test_a_mismatch_is_the_same_on_every_rank",),
+    ),
+    Mutation(
+        name="tensors_not_looked_at",
+        what="dtype, shape and requires_grad of the state are taken for unchanged",
+        file="capture/quick.py",
+        old="return self._empty if self._native is None else bool(self._native(*tensors))",
+        new="return True",
+        tests=(f"{GUARDS}[quick-parameter_dtype]", f"{GUARDS}[plain-state_dtype]"),
+    ),
+    Mutation(
+        name="dicts_not_looked_at",
+        what="attributes, groups and optimizer state are taken for unchanged",
+        file="capture/guards.py",
+        old="slow += [w for w, a, b in zip(self._filled, versions, self._versions, strict=True) if a != b]",
+        new="pass",
+        tests=(f"{GUARDS}[quick-module_attribute]", f"{GUARDS}[plain-state_cleared]"),
+    ),
+    Mutation(
+        name="gradients_at_entry_not_looked_at",
+        what="a gradient that the caller left is taken for none",
+        file="capture/guards.py",
+        old="appeared = self._without_grad and set(map(_grad, self._without_grad)) != _NO_GRADS",
+        new="appeared = False",
+        tests=(f"{STEPS}[gradients_preset]", "tests/unit/capture/test_guards.py::test_a_single_gradient_that_is_zero"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What pytest said."""
+
+    status: int
+    summary: str
+    output: str = ""
+
+
+def copy_package(folder: Path) -> Path:
+    """A copy of the package below `folder`; returns the folder that belongs on the path."""
+    shutil.copytree(ROOT / "src" / "wholestep", folder / "wholestep", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def mutate(folder: Path, mutation: Mutation) -> None:
+    """Breaks the copy. Raises SystemExit if the text is not there exactly once."""
+    path = folder / "wholestep" / mutation.file
+    text = path.read_text(encoding="utf-8")
+    if (count := text.count(mutation.old)) != 1:
+        raise SystemExit(
+            f"{mutation.name}: the text to replace must occur exactly once in {mutation.file}, but occurs "
+            f"{count} times:\n{mutation.old}\nThe code has moved on; bring MUTATIONS in {Path(__file__).name} up to date."
+        )
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+
+
+def run(folder: Path, tests: tuple[str, ...]) -> Result:
+    """Runs tests of this repository on the package in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    where = [sys.executable, "-c", "import wholestep; print(wholestep.__file__)"]
+    used = subprocess.run(where, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(used).resolve().is_relative_to(folder.resolve()):
+        raise SystemExit(f"the tests would import {used} and not the copy in {folder}")
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Result(-1, f"no end after {TIMEOUT_S} s")
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no output"]
+    return Result(done.returncode, lines[-1].strip("= "), done.stdout)
+
+
+def verdict(result: Result, mutation: Mutation) -> str:
+    """``killed``, ``survived``, or what went wrong."""
+    if result.status == 0:
+        return "survived"
+    if result.status == TESTS_FAILED and re.search(r"\d+ failed", result.summary):
+        return "killed" if mutation.says in result.output else f"failed, but not with {mutation.says}"
+    return "broken run"
+
+
+def check(mutations: list[Mutation], console: Console) -> bool:
+    """Runs everything and prints the table; whether all is well."""
+    table = Table(title="mutations", title_justify="left")
+    for column in ("mutation", "what is wrong", "verdict", "pytest"):
+        table.add_column(column)
+    columns = ("{task.description}", "{task.completed}/{task.total}")
+    shown = Progress(SpinnerColumn(), *map(TextColumn, columns), TimeElapsedColumn(), console=console)
+    with tempfile.TemporaryDirectory(prefix="wholestep-") as name, shown as progress:
+        task = progress.add_task("unbroken", total=len(mutations) + 1)
+        every = tuple(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+        unbroken = run(copy_package(Path(name) / "unbroken"), every)
+        progress.advance(task)
+        table.add_row("none", "nothing", "green" if unbroken.status == 0 else "NOT GREEN", unbroken.summary)
+        good = unbroken.status == 0
+        for mutation in mutations:
+            progress.update(task, description=mutation.name)
+            folder = copy_package(Path(name) / mutation.name)
+            mutate(folder, mutation)
+            result = run(folder, mutation.tests)
+            said = verdict(result, mutation)
+            good &= said == "killed"
+            style = "green" if said == "killed" else "bold red"
+            table.add_row(mutation.name, mutation.what, f"[{style}]{said}[/]", f"{result.summary}")
+            progress.advance(task)
+    console.print(table)
+    return good
+
+
+def main() -> int:
+    """Exit status 0 if every mutation is killed and the unbroken run is green."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [mutation.name for mutation in MUTATIONS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--list", action="store_true", help="name the mutations and end")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{mutation.name}: {mutation.what}" for mutation in MUTATIONS))
+        return 0
+    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
+    return 0 if check(chosen, Console(width=None if sys.stdout.isatty() else 160)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
