@@ -153,7 +153,7 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
             for _ in range(BLOCK):
                 inputs = executable.binding.inputs(leaves)
                 alone.append(seconds(lambda inputs=inputs: executable._runner(inputs)))
-                del inputs
+                executable.binding.release(inputs)
         difference.append(statistics.median(mine[1:]) - statistics.median(alone[1:]))
         for _ in range(BLOCK):
             whole.append(seconds(lambda: eager(x)))

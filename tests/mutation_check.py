@@ -144,7 +144,7 @@ def mutate(folder: Path, mutation: Mutation) -> None:
     if (count := text.count(mutation.old)) != 1:
         raise SystemExit(
             f"{mutation.name}: the text to replace must occur exactly once in {mutation.file}, but occurs "
-            f"{count} times:\n{mutation.old}\nThe code has moved on; bring MUTATIONS in {Path(__file__).name} up to date."
+            f"{count} times:\n{mutation.old}\nThe code has moved on: bring MUTATIONS in this script up to date."
         )
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
 

@@ -148,10 +148,12 @@ class CompiledStep:
         if reason is None:
             return
         if len(self._reasons) >= self._options.max_retraces:
-            listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self._reasons, reason], 1))
+            reasons = enumerate([*self._reasons, reason], 1)
+            listing = "\n".join(f"  {number}. {text}" for number, text in reasons)
             raise RetraceLimitError(
-                f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used up. "
-                f"The reasons were:\n{listing}\nKeep what changes out of the step or make it a tensor, or raise max_retraces."
+                f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used "
+                f"up. The reasons were:\n{listing}\n"
+                f"Keep what changes out of the step or make it a tensor, or raise max_retraces."
             )
         self._reasons.append(reason)
         log.warning("%s is captured again: %s", self._name, reason)

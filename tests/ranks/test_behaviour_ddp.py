@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import wholestep as ws
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
-from tests.behaviour.harness import EagerDDP, check
+from tests.behaviour.harness import Compiled, EagerDDP, check
+from tests.behaviour.parts import class_batches, loss_of, mlp
 
 CASES = {**STEP_CASES, **OPTIM_CASES}
 
@@ -28,3 +31,37 @@ def test_equals_eager_ddp(pool2: Any, name: str) -> None:
     found = pool2.run(complaints, name)
     told = [f"rank {rank}: {one}" for rank, ones in enumerate(found) for one in ones]
     assert not told, "\n".join(told)
+
+
+def train_in_backward(inside: bool) -> list[Tensor]:
+    """The parameters after three steps of one optimizer per parameter, stepped inside of the backward or after it."""
+    module = mlp()
+    opts = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in module.parameters()}
+
+    def update(param: Tensor) -> None:
+        opts[param].step()
+        opts[param].zero_grad()
+
+    if inside:
+        for param in opts:
+            param.register_post_accumulate_grad_hook(update)
+
+    @ws.compile(strategy=ws.DDP(), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(module, x, y)
+        loss.backward()
+        if not inside:
+            for param in opts:
+                update(param)
+        return loss
+
+    for batch in class_batches(Compiled()):  # type: ignore[arg-type]
+        step(*batch)
+    return [param.detach() for param in module.parameters()]
+
+
+def test_an_optimizer_inside_of_the_backward_sees_reduced_gradients(pool2: Any) -> None:
+    """DistributedDataParallel is no reference here: it reduces after the hooks, and ranks drift apart."""
+    inside, after = pool2.run(train_in_backward, True), pool2.run(train_in_backward, False)
+    for tensors in zip(*inside, *after, strict=True):
+        assert all(torch.equal(tensors[0], other) for other in tensors[1:])

@@ -44,9 +44,16 @@ class Binding:
     slices: tuple[int, int, int] = field(default=(0, 0, 0))
     """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
 
+    free: list[list[Any]] = field(default_factory=list)
+    """Flat inputs of earlier calls, for the next one: filling in and dropping thousands of entries costs more than the
+    checks of a small step. At most one, unless calls overlap (threads)."""
+
     def inputs(self, leaves: list[Any]) -> list[Any]:
-        """The flat inputs of one call."""
-        flat: list[Any] = self.tensors.copy()
+        """The flat inputs of one call. They go to `release` after it."""
+        try:
+            flat: list[Any] = self.free.pop()
+        except IndexError:
+            flat = self.tensors.copy()
         for index, hyper in self.hypers:
             flat[index] = hyper.read()
         for index, leaf in self.user:
@@ -54,6 +61,14 @@ class Binding:
         for index, param in self.entry_grads:
             flat[index] = param.grad
         return flat
+
+    def release(self, flat: list[Any]) -> None:
+        """Takes back what `inputs` gave; what belongs to the call alone is let go."""
+        for index, _ in self.user:
+            flat[index] = None
+        for index, _ in self.entry_grads:
+            flat[index] = None
+        self.free.append(flat)
 
     def finish(self, outputs: tuple[Any, ...]) -> Any:
         """Puts gradients and new state back and returns what the step returns."""

@@ -53,6 +53,7 @@ class Executable:
                     outputs = self._runner(inputs)
             for target, place in self._late_writes:
                 inputs[target].copy_(outputs[place])
+        self.binding.release(inputs)
         return self.binding.finish(outputs)
 
     def _where(self) -> str:

@@ -1,0 +1,122 @@
+"""Branches on host scalars become predicates: a flip is one retrace that names the condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.unit.capture.steps import Make, captured, differing, train, twins
+
+HERE = "test_host.py"
+
+
+def linear(kind: Any, **options: Any) -> Make:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 2)
+        return model, kind(model.parameters(), **options)
+
+    return make
+
+
+def two_phases(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    if opt.param_groups[0]["lr"] > 0.05:  # <- the condition
+        loss = loss * 2
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+CONDITION = f"{HERE}:{two_phases.__code__.co_firstlineno + 2}"
+
+
+def test_a_branch_on_a_rate_is_a_predicate() -> None:
+    model, opt = linear(torch.optim.SGD, lr=0.1)()
+    function, sources, truths, lines = captured(two_phases, model, opt, torch.ones(3, 4)).guards.predicates  # type: ignore[misc]
+    assert truths[lines.index(CONDITION)] is True
+    opt.param_groups[0]["lr"] = 0.01
+    with torch.no_grad():
+        assert function(*(source() for source in sources))[lines.index(CONDITION)] is False
+
+
+def test_a_flip_is_one_retrace_that_names_the_condition_and_the_old_graph_is_kept() -> None:
+    eager, ours = twins(linear(torch.optim.SGD, lr=0.1))
+    step = ws.compile(two_phases, backend="eager")
+    for lr in (0.1, 0.07, 0.01, 0.02, 0.3, 0.02):
+        for _, opt in (eager, ours):
+            opt.param_groups[0]["lr"] = lr
+        x = torch.randn(3, 4)
+        assert torch.equal(two_phases(*eager, x), step(*ours, x))
+        assert differing(eager[0], ours[0]) == []
+    info = step.cache_info()
+    assert (info.traces, info.hits) == (2, 4)
+    assert info.reasons == (f"the condition at {CONDITION} was True, is False",)
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
+def test_radam_is_captured_again_once_when_its_rectification_starts(foreach: bool) -> None:
+    eager, ours = twins(linear(torch.optim.RAdam, lr=0.01, foreach=foreach))
+    step = ws.compile(train, backend="eager")
+    traces = []
+    for _ in range(9):
+        x = torch.randn(3, 4)
+        assert torch.equal(train(*eager, x), step(*ours, x))
+        assert differing(eager[0], ours[0]) == []
+        traces.append(step.cache_info().traces)
+    assert traces == [1] * 5 + [2] * 4
+    (reason,) = step.cache_info().reasons
+    assert reason.startswith("the condition at steps.py:")
+    assert reason.endswith("was False, is True")
+
+
+def test_a_weight_decay_that_is_switched_on_is_seen() -> None:
+    eager, ours = twins(linear(torch.optim.SGD, lr=0.1, foreach=False))
+    step = ws.compile(train, backend="eager")
+    for decay in (0.0, 0.2, 0.4, 0.0):
+        for _, opt in (eager, ours):
+            opt.param_groups[0]["weight_decay"] = decay
+        assert torch.equal(train(*eager, torch.ones(3, 4)), step(*ours, torch.ones(3, 4)))
+        assert differing(eager[0], ours[0]) == []
+    assert step.cache_info().traces == 2
+
+
+def test_a_branch_on_data_is_no_predicate() -> None:
+    model, opt = linear(torch.optim.SGD, lr=0.1)()
+
+    def branching(x: Tensor) -> Tensor:
+        loss = train(model, opt, x)
+        return loss * 2 if loss.item() * opt.param_groups[0]["lr"] > 1 else loss
+
+    with pytest.raises(ws.CaptureError, match=f"{HERE}:{branching.__code__.co_firstlineno + 2}"):
+        captured(branching, torch.ones(3, 4))
+
+
+def test_a_condition_on_a_step_counter_uses_its_value_within_the_step() -> None:
+    """The counter has been raised in the graph when Python asks; the value at entry would answer wrongly."""
+
+    def late(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        train(model, opt, x)
+        count = opt.state[model.weight]["step"].item()  # type: ignore[index]
+        return x.sum() * (2 if count > 2 else 1)
+
+    eager, ours = twins(linear(torch.optim.Adam, lr=0.01))
+    step = ws.compile(late, backend="eager")
+    x = torch.ones(3, 4)
+    for _ in range(5):
+        assert torch.equal(late(*eager, x), step(*ours, x))
+    assert step.cache_info().traces == 2
+
+
+def test_predicates_do_not_move_the_state() -> None:
+    model, opt = linear(torch.optim.RAdam, lr=0.01)()
+    found = captured(train, model, opt, torch.ones(3, 4))
+    function, sources, _, _ = found.guards.predicates  # type: ignore[misc]
+    for _ in range(7):
+        with torch.no_grad():
+            function(*(source() for source in sources))
+    assert all(held["step"] == 0 for held in opt.state.values())

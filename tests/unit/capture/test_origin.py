@@ -1,0 +1,171 @@
+"""Every node says where it comes from: part of the step, module, the user's line. Checkpointing really saves memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.unit.capture.steps import Blocks, calls, captured, differing, peak_bytes, program_of, train, twins
+from wholestep.program import meta
+from wholestep.program.meta import Region
+from wholestep.program.program import Program
+
+
+def clipped(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    out = model(x)
+    loss = out.square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+FIRST = clipped.__code__.co_firstlineno
+LINES = {"forward": FIRST + 1, "loss": FIRST + 2, "backward": FIRST + 3, "clip": FIRST + 4, "update": FIRST + 5}
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    torch.manual_seed(0)
+    model = Blocks()
+    return program_of(clipped, model, torch.optim.AdamW(model.parameters()), torch.randn(4, 8))
+
+
+def of_region(program: Program, region: Region) -> list[Any]:
+    return [meta.origin(node) for node in calls(program) if meta.origin(node).region is region]
+
+
+def test_forward_nodes_carry_their_module(program: Program) -> None:
+    origins = of_region(program, Region.FORWARD)
+    modules = Counter(origin.module for origin in origins)
+    assert modules[""] == 2  # the loss: a power and a mean
+    parts = [f"blocks.{i}.{part}" for i in range(2) for part in ("norm", "up", "act", "down")]
+    assert {*parts, "blocks.0", "blocks.1", "head", ""} == set(modules)
+
+
+def test_every_operator_of_the_forward_is_in_the_forward(program: Program) -> None:
+    by_target = {str(n.target): meta.origin(n) for n in calls(program)}
+    for target in ("aten.addmm.default", "aten.native_layer_norm.default", "aten.gelu.default"):
+        assert by_target[target].region is Region.FORWARD, target
+    for target in ("aten.gelu_backward.default", "aten.native_layer_norm_backward.default"):
+        assert by_target[target].region is Region.BACKWARD, target
+
+
+def test_backward_nodes_carry_the_module_of_the_forward(program: Program) -> None:
+    origins = of_region(program, Region.BACKWARD)
+    assert len(origins) > 30
+    named = [origin for origin in origins if origin.module]
+    assert len(named) >= 0.9 * len(origins), [origin for origin in origins if not origin.module]
+    assert {origin.module for origin in named} <= {origin.module for origin in of_region(program, Region.FORWARD)}
+
+
+def test_gradient_products_belong_to_the_layer_they_differentiate(program: Program) -> None:
+    products = [n for n in calls(program) if n.target is torch.ops.aten.mm.default]
+    modules = Counter(meta.origin(node).module for node in products)
+    layers = [f"blocks.{i}.{part}" for i in range(2) for part in ("up", "down")]
+    assert modules == dict.fromkeys([*layers, "head"], 2)
+
+
+def test_the_update_is_the_optimizers(program: Program) -> None:
+    moments = [n for n in calls(program) if n.target is torch.ops.aten._foreach_lerp.Scalar]
+    divided = [n for n in calls(program) if "_foreach_addcdiv" in str(n.target)]
+    assert len(moments) == len(divided) == 1
+    assert {meta.origin(n).region for n in (*moments, *divided)} == {Region.OPTIMIZER}
+    assert {origin.source for origin in of_region(program, Region.OPTIMIZER)} == {f"test_origin.py:{LINES['update']}"}
+
+
+def test_clipping_is_neither_backward_nor_optimizer(program: Program) -> None:
+    norms = [n for n in calls(program) if n.target is torch.ops.aten._foreach_norm.Scalar]
+    assert [meta.origin(n).region for n in norms] == [Region.OTHER]
+    assert {origin.source for origin in of_region(program, Region.OTHER)} == {f"test_origin.py:{LINES['clip']}"}
+
+
+def test_source_lines_of_the_step(program: Program) -> None:
+    square = next(n for n in calls(program) if n.target is torch.ops.aten.pow.Tensor_Scalar)
+    assert meta.origin(square).source == f"test_origin.py:{LINES['loss']}"
+    # What has no forward operation behind it, such as the first gradient, carries the line of the backward.
+    lonely = [o.source for o in of_region(program, Region.BACKWARD) if not o.module]
+    assert set(lonely) <= {f"test_origin.py:{LINES['loss']}", f"test_origin.py:{LINES['backward']}"}
+    head = next(n for n in calls(program) if meta.origin(n).module == "head")
+    assert meta.origin(head).source.startswith("steps.py:")
+
+
+def test_nothing_is_without_a_line(program: Program) -> None:
+    assert [node.name for node in calls(program) if not meta.origin(node).source] == []
+
+
+def test_the_second_forward_of_an_accumulation_is_forward() -> None:
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def twice(x: Tensor) -> None:
+        model(x).sum().backward()
+        model(2 * x).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    nodes = [n for n in calls(program_of(twice, torch.randn(3, 4))) if n.target is torch.ops.aten.addmm.default]
+    assert [meta.origin(n).region for n in nodes] == [Region.FORWARD] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_checkpointed_blocks_are_recomputed(reentrant: bool) -> None:
+    model = Blocks(reentrant=reentrant)
+    program = program_of(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8))
+    again = [n for n in calls(program) if meta.origin(n).region is Region.RECOMPUTE]
+    assert {meta.origin(n).module for n in again} >= {f"blocks.{i}.{p}" for i in range(2) for p in ("norm", "up", "act")}
+    assert [n for n in calls(program) if n.target is torch.ops.aten.native_layer_norm.default and n in again]
+    backward = of_region(program, Region.BACKWARD)
+    assert sum(bool(origin.module) for origin in backward) >= 0.9 * len(backward)
+
+
+def test_nothing_is_recomputed_without_checkpointing(program: Program) -> None:
+    assert of_region(program, Region.RECOMPUTE) == []
+
+
+DEPTH, WIDTH, ROWS = 6, 16, 64
+
+
+def deep(reentrant: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Blocks(DEPTH, WIDTH, dropout=0.3, reentrant=reentrant)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_checkpointing_lowers_the_peak_and_draws_the_same_masks(reentrant: bool) -> None:
+    plain, plain_opt = deep(None)
+    step = ws.compile(train, backend="eager")
+    step(plain, plain_opt, torch.randn(ROWS, WIDTH))
+    without = peak_bytes(step.program())
+
+    eager, ours = twins(lambda: deep(reentrant))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)  # reentrant checkpointing asks for it
+    checkpointed = ws.compile(train, backend="eager")
+    for call in range(3):
+        torch.manual_seed(call)
+        want = train(*eager, x)
+        after = torch.get_rng_state()
+        torch.manual_seed(call)
+        came = checkpointed(*ours, x)
+        assert torch.equal(want, came)
+        assert differing(eager[0], ours[0]) == []
+        assert torch.equal(after, torch.get_rng_state())
+    # One block holds about 18 rows of its width for the backward; checkpointed, all but one hold a single row.
+    assert peak_bytes(checkpointed.program()) < 0.5 * without
+    assert checkpointed.cache_info().traces == 1
+
+
+def test_the_masks_of_the_recompute_matter() -> None:
+    """Other masks in the recompute than in the forward would give other gradients: dropout is really on."""
+    model, opt = deep(False)
+    found = captured(train, model, opt, torch.randn(ROWS, WIDTH)).program
+    drawn = [n for n in calls(found) if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    regions = Counter(meta.origin(n).region for n in drawn)
+    assert regions[Region.FORWARD] == 2 * DEPTH
+    assert regions[Region.RECOMPUTE] >= DEPTH
