@@ -48,6 +48,7 @@ DOORS: dict[str, dict[str, str]] = {
     },
     "capture/quick.py": {"torch._C._dynamo": "guards in C++ for the check at every call; Python without them"},
     "capture/trace.py": {
+        "torch.utils._foreach_utils": "which tensor types count as plain when torch chooses foreach kernels",
         "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
         "torch.autograd._engine_run_backward": "to see every backward as it runs",
         "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",

@@ -118,7 +118,8 @@ def keep_random_layout(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=_aten.bernoulli_.float):
         if not meta.tensor(node).is_contiguous() and not node.kwargs:
             with graph.inserting_before(node):
-                drawn = graph.call_function(torch.ops.wholestep.bernoulli_like.default, node.args)
+                chance = node.args[1] if len(node.args) > 1 else 0.5
+                drawn = graph.call_function(torch.ops.wholestep.bernoulli_like.default, (node.args[0], chance))
                 write = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
             for new in (drawn, write):
                 meta.copy_meta(node, new)

@@ -40,8 +40,9 @@ def node_hook(tag: Callable[[fx.Node], None]) -> Iterator[None]:
 class OriginRecorder:
     """Keeps track of where the step is while it runs under the trace."""
 
-    def __init__(self, names: dict[int, str]) -> None:
-        self._names = names
+    def __init__(self, names: dict[int, str], owners: dict[int, str]) -> None:
+        """`names`: id of a module -> its name; `owners`: id of a parameter -> the name of its module."""
+        self._names, self._owners = names, owners
         self._stack: list[str] = []
         self._region = Region.FORWARD
         self._forward: dict[int, Origin] = {}
@@ -96,6 +97,8 @@ class OriginRecorder:
                 forward = self._forward.get(running._sequence_nr())
                 if forward is not None:
                     origin = Origin(Region.BACKWARD, forward.module, forward.source)
+                elif hasattr(running, "variable"):  # the gradient of a parameter is accumulated
+                    origin = Origin(Region.BACKWARD, self._owners.get(id(running.variable), ""), origin.source)
         if origin.region in (Region.FORWARD, Region.RECOMPUTE):
             # Autograd numbers its node before it hands the operation on to the tracer.
             self._forward[torch.autograd._get_sequence_nr() - 1] = origin  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ tracer itself holds.
 from __future__ import annotations
 
 import builtins
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _foreach_utils
 
 from wholestep.capture import blame, tree
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
@@ -37,6 +39,7 @@ from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
 from wholestep.program.program import InputKind
 
+_optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
 _capturing = 0
 
 
@@ -86,9 +89,10 @@ class Tracer:
     def __init__(
         self, state: State, lifter: Lifter, user: list[torch.Tensor], names: dict[int, str], watches: list[Watch]
     ) -> None:
-        self._state, self._lifter, self._watches = state, lifter, watches
+        self._state, self._lifter, self._user, self._watches = state, lifter, user, watches
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
-        self._recorder, self._markers = OriginRecorder(names), Markers()
+        owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
+        self._recorder, self._markers = OriginRecorder(names, owners), Markers()
         self._mode = FakeTensorMode(
             shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True
         )
@@ -139,6 +143,8 @@ class Tracer:
                     if inner is not None:
                         fakes[position] = inner
                         by_id[id(slot.tensor)].grad = None
+            for real in self._user:
+                by_id[id(real)].grad = None  # an argument's gradient is no input
         finally:
             self._mode.fake_tensor_converter = FakeTensorConverter(copy_data=False)
         return fakes
@@ -178,6 +184,9 @@ class Tracer:
 
     def _patches(self) -> Iterator[Any]:
         yield host_branches(lambda: self._host)
+        for module in (_optimizer_module, _foreach_utils):  # fakes stand for plain tensors here
+            plain = module._foreach_supported_types
+            yield patch.object(module, "_foreach_supported_types", [*plain, FakeTensor])
         yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
         yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
         yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
@@ -259,6 +268,12 @@ class Tracer:
 
     def _gradients(self, out: Trace) -> list[torch.Tensor]:
         grads = []
+        for number, argument in enumerate(self._user):
+            if argument.is_leaf and argument.grad is not None:
+                raise CaptureError(
+                    f"The backward leaves a gradient on tensor {number} of the arguments, a {list(argument.shape)}, "
+                    f"which is another tensor at every call. Take it with torch.autograd.grad and return it."
+                )
         for slot in self._state.params:
             grad = slot.tensor.grad
             if grad is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from typing import Any
 
 import torch
@@ -46,13 +48,27 @@ def _unflatten_opened(values: Any, context: Any) -> Any:
     return thing
 
 
+def _flatten_opened_with_keys(opened: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
+    values, context = _flatten_opened(opened)
+    return [(pytree.MappingKey(name), item) for name, item in zip(opened.fields, values, strict=True)], context
+
+
 pytree.register_pytree_node(
-    _Opened, _flatten_opened, _unflatten_opened, serialized_type_name="wholestep.capture.tree._Opened"
+    _Opened,
+    _flatten_opened,
+    _unflatten_opened,
+    serialized_type_name="wholestep.capture.tree._Opened",
+    flatten_with_keys_fn=_flatten_opened_with_keys,
 )
 
 
+_NOT_DATA = (types.FunctionType, types.MethodType, types.ModuleType, functools.partial, torch.Generator)
+
+
 def _fields(thing: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+    if isinstance(thing, _NOT_DATA):
+        return {}
+    if dataclasses.is_dataclass(thing):
         return {
             field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if hasattr(thing, field.name)
         }
@@ -96,5 +112,5 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 
 def leaves_with_keys(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Leaves of a nest, each with the keys and indices that lead to it."""
-    pairs = pytree.tree_flatten_with_path(tree)[0]
+    pairs = pytree.tree_flatten_with_path(_open_tree(tree))[0]
     return [(tuple(getattr(part, "key", getattr(part, "idx", None)) for part in path), leaf) for path, leaf in pairs]

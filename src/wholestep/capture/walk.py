@@ -25,6 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from wholestep.capture import tree
+
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -342,27 +344,13 @@ def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
-    """The things in an argument that outlive the call: modules, optimizers, and objects that hold them."""
-    if isinstance(arg, (list, tuple)) and type(arg).__module__ == "builtins":
-        for index, item in enumerate(arg):
-            yield from _holders(f"{name}.{index}", item)
-    elif isinstance(arg, dict):
-        for key, item in arg.items():
-            yield from _holders(f"{name}.{key}", item)
-    elif not isinstance(arg, (torch.Tensor, *_SCALARS)) and not is_batch(arg):
-        yield name, arg
+    """The things in an argument that outlive the call: modules, optimizers, and objects that hold them.
 
-
-def is_batch(thing: Any) -> bool:
-    """Whether an object of the arguments is data of this call: it holds tensors, and no module or optimizer."""
-    fields = getattr(thing, "__dict__", None)
-    if not fields or isinstance(thing, (nn.Module, Optimizer, types.FunctionType, types.MethodType)):
-        return False
-    values = list(fields.values())
-    values += [v for held in values if isinstance(held, dict) for v in held.values()]
-    if any(isinstance(v, (nn.Module, Optimizer)) for v in values):
-        return False
-    return any(isinstance(v, torch.Tensor) for v in values)
+    Whatever `tree.flatten` takes apart, containers and objects that hold tensors, is data of this call.
+    """
+    for keys, leaf in tree.leaves_with_keys(arg):
+        if not isinstance(leaf, (torch.Tensor, *_SCALARS)):
+            yield ".".join([name, *map(str, keys)]), leaf
 
 
 def library_frame(filename: str) -> bool:

@@ -37,7 +37,8 @@ CONDITION = f"{HERE}:{two_phases.__code__.co_firstlineno + 2}"
 
 def test_a_branch_on_a_rate_is_a_predicate() -> None:
     model, opt = linear(torch.optim.SGD, lr=0.1)()
-    function, sources, truths, lines = captured(two_phases, model, opt, torch.ones(3, 4)).guards.predicates  # type: ignore[misc]
+    guards = captured(two_phases, model, opt, torch.ones(3, 4)).guards
+    function, sources, truths, lines = guards.predicates  # type: ignore[misc]
     assert truths[lines.index(CONDITION)] is True
     opt.param_groups[0]["lr"] = 0.01
     with torch.no_grad():

@@ -34,7 +34,7 @@ LINES = {"forward": FIRST + 1, "loss": FIRST + 2, "backward": FIRST + 3, "clip":
 def program() -> Program:
     torch.manual_seed(0)
     model = Blocks()
-    return program_of(clipped, model, torch.optim.AdamW(model.parameters()), torch.randn(4, 8))
+    return program_of(clipped, model, torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(4, 8))
 
 
 def of_region(program: Program, region: Region) -> list[Any]:
@@ -42,11 +42,11 @@ def of_region(program: Program, region: Region) -> list[Any]:
 
 
 def test_forward_nodes_carry_their_module(program: Program) -> None:
-    origins = of_region(program, Region.FORWARD)
-    modules = Counter(origin.module for origin in origins)
-    assert modules[""] == 2  # the loss: a power and a mean
+    loss, backward = (f"test_origin.py:{LINES[part]}" for part in ("loss", "backward"))
+    origins = [origin for origin in of_region(program, Region.FORWARD) if origin.source != backward]
+    assert [origin.source for origin in origins if not origin.module] == [loss, loss]  # a power and a mean
     parts = [f"blocks.{i}.{part}" for i in range(2) for part in ("norm", "up", "act", "down")]
-    assert {*parts, "blocks.0", "blocks.1", "head", ""} == set(modules)
+    assert {origin.module for origin in origins} == {*parts, "blocks.0", "blocks.1", "stem", "head", ""}
 
 
 def test_every_operator_of_the_forward_is_in_the_forward(program: Program) -> None:
@@ -61,28 +61,33 @@ def test_backward_nodes_carry_the_module_of_the_forward(program: Program) -> Non
     origins = of_region(program, Region.BACKWARD)
     assert len(origins) > 30
     named = [origin for origin in origins if origin.module]
-    assert len(named) >= 0.9 * len(origins), [origin for origin in origins if not origin.module]
-    assert {origin.module for origin in named} <= {origin.module for origin in of_region(program, Region.FORWARD)}
+    assert {origin.module for origin in named} <= {o.module for o in of_region(program, Region.FORWARD) if o.module}
+    assert len(named) >= 0.9 * len(origins), f"{len(named)} of {len(origins)}"
 
 
 def test_gradient_products_belong_to_the_layer_they_differentiate(program: Program) -> None:
     products = [n for n in calls(program) if n.target is torch.ops.aten.mm.default]
     modules = Counter(meta.origin(node).module for node in products)
     layers = [f"blocks.{i}.{part}" for i in range(2) for part in ("up", "down")]
-    assert modules == dict.fromkeys([*layers, "head"], 2)
+    assert modules == {**dict.fromkeys([*layers, "head"], 2), "stem": 1}  # nobody wants the gradient of x
 
 
 def test_the_update_is_the_optimizers(program: Program) -> None:
-    moments = [n for n in calls(program) if n.target is torch.ops.aten._foreach_lerp.Scalar]
-    divided = [n for n in calls(program) if "_foreach_addcdiv" in str(n.target)]
-    assert len(moments) == len(divided) == 1
-    assert {meta.origin(n).region for n in (*moments, *divided)} == {Region.OPTIMIZER}
+    regions: dict[str, set[Region]] = {}
+    for node in calls(program):
+        regions.setdefault(str(node.target).partition("_foreach_")[2].partition(".")[0], set()).add(
+            meta.origin(node).region
+        )
+    for name in ("lerp", "addcmul", "addcdiv"):
+        assert regions[name] == {Region.OPTIMIZER}
     assert {origin.source for origin in of_region(program, Region.OPTIMIZER)} == {f"test_origin.py:{LINES['update']}"}
 
 
 def test_clipping_is_neither_backward_nor_optimizer(program: Program) -> None:
-    norms = [n for n in calls(program) if n.target is torch.ops.aten._foreach_norm.Scalar]
-    assert [meta.origin(n).region for n in norms] == [Region.OTHER]
+    aten = torch.ops.aten
+    norms = [n for n in calls(program) if n.target in (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)]
+    assert len(norms) == 2  # that of every parameter in one call, as eager code has it, and the norm of the norms
+    assert {meta.origin(n).region for n in norms} == {Region.OTHER}
     assert {origin.source for origin in of_region(program, Region.OTHER)} == {f"test_origin.py:{LINES['clip']}"}
 
 
@@ -91,9 +96,10 @@ def test_source_lines_of_the_step(program: Program) -> None:
     assert meta.origin(square).source == f"test_origin.py:{LINES['loss']}"
     # What has no forward operation behind it, such as the first gradient, carries the line of the backward.
     lonely = [o.source for o in of_region(program, Region.BACKWARD) if not o.module]
-    assert set(lonely) <= {f"test_origin.py:{LINES['loss']}", f"test_origin.py:{LINES['backward']}"}
-    head = next(n for n in calls(program) if meta.origin(n).module == "head")
-    assert meta.origin(head).source.startswith("steps.py:")
+    assert set(lonely) == {f"test_origin.py:{LINES['loss']}", f"test_origin.py:{LINES['backward']}"}
+    in_model = {o.source for region in Region for o in of_region(program, region) if o.module}
+    # Gradients belong to the module of their parameter; they are accumulated where the backward is called.
+    assert {source.partition(":")[0] for source in in_model - {f"test_origin.py:{LINES['backward']}"}} == {"steps.py"}
 
 
 def test_nothing_is_without_a_line(program: Program) -> None:
@@ -119,10 +125,11 @@ def test_checkpointed_blocks_are_recomputed(reentrant: bool) -> None:
     model = Blocks(reentrant=reentrant)
     program = program_of(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8))
     again = [n for n in calls(program) if meta.origin(n).region is Region.RECOMPUTE]
-    assert {meta.origin(n).module for n in again} >= {f"blocks.{i}.{p}" for i in range(2) for p in ("norm", "up", "act")}
+    wanted = {f"blocks.{i}.{part}" for i in range(2) for part in ("norm", "up", "act")}
+    assert {meta.origin(n).module for n in again} >= wanted
     assert [n for n in calls(program) if n.target is torch.ops.aten.native_layer_norm.default and n in again]
-    backward = of_region(program, Region.BACKWARD)
-    assert sum(bool(origin.module) for origin in backward) >= 0.9 * len(backward)
+    products = [n for n in calls(program) if n.target is torch.ops.aten.mm.default]
+    assert all(meta.origin(n).region is Region.BACKWARD and meta.origin(n).module for n in products)
 
 
 def test_nothing_is_recomputed_without_checkpointing(program: Program) -> None:
@@ -145,7 +152,7 @@ def test_checkpointing_lowers_the_peak_and_draws_the_same_masks(reentrant: bool)
     without = peak_bytes(step.program())
 
     eager, ours = twins(lambda: deep(reentrant))
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)  # reentrant checkpointing asks for it
+    x = torch.randn(ROWS, WIDTH)
     checkpointed = ws.compile(train, backend="eager")
     for call in range(3):
         torch.manual_seed(call)
@@ -156,7 +163,7 @@ def test_checkpointing_lowers_the_peak_and_draws_the_same_masks(reentrant: bool)
         assert torch.equal(want, came)
         assert differing(eager[0], ours[0]) == []
         assert torch.equal(after, torch.get_rng_state())
-    # One block holds about 18 rows of its width for the backward; checkpointed, all but one hold a single row.
+    # 396,496 bytes without and 150,416 with checkpointing when this was written.
     assert peak_bytes(checkpointed.program()) < 0.5 * without
     assert checkpointed.cache_info().traces == 1
 

@@ -1,0 +1,138 @@
+"""Side effects of one run are seen, undone and named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wholestep.capture import state as stating
+from wholestep.capture.effects import SideEffects
+from wholestep.capture.walk import find
+from wholestep.errors import CaptureError, HyperparameterError
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 1)
+        self.opt = torch.optim.Adam(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 1)
+        self.calls: int = 0
+        self.losses: list[Any] = []
+        self.last: Any = None
+
+    def step(self, x: Tensor) -> Any:
+        return self.calls, self.losses, self.last, self.model(x), self.opt.step, self.scheduler
+
+
+def around(trainer: Trainer) -> SideEffects:
+    found = find(trainer.step, (torch.ones(2),), {})
+    return SideEffects(found, stating.collect(found))
+
+
+def test_a_run_without_effects() -> None:
+    effects = around(Trainer())
+    with effects:
+        pass
+    assert effects.changed == []
+
+
+def test_numbers_and_lists_are_told_and_restored_on_demand() -> None:
+    trainer = Trainer()
+    losses = trainer.losses
+    effects = around(trainer)
+    with effects:
+        trainer.calls += 1
+        trainer.losses.append(0.5)
+    assert {path for path, _, _ in effects.changed} == {"self.calls", "len(self.losses)"}
+    assert trainer.calls == 1
+    assert "Python state" in effects.sentence()
+    effects.restore()
+    assert trainer.calls == 0
+    assert trainer.losses is losses == []
+
+
+def test_a_tensor_left_behind_is_refused_at_once() -> None:
+    trainer = Trainer()
+    effects = around(trainer)
+    with pytest.raises(CaptureError, match=r"self\.last.*Return the tensor instead"), effects:
+        trainer.last = torch.ones(1)
+    assert trainer.last is None
+
+
+def numpy_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return (kind, keys.tolist(), *rest)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("name", "draw", "state"), [
+    ("random", random.random, random.getstate),
+    ("numpy.random", np.random.rand, numpy_state),
+])  # fmt: skip
+def test_draws_from_pythons_generators_are_refused_and_put_back(
+    name: str, draw: Callable[[], Any], state: Callable[[], Any]
+) -> None:
+    before = state()
+    effects = around(Trainer())
+    with pytest.raises(CaptureError, match=f"draws from Python's {name} generator"), effects:
+        draw()
+    assert state() == before
+
+
+def test_everything_is_restored_after_an_error() -> None:
+    trainer = Trainer()
+    effects = around(trainer)
+
+    def fail() -> None:
+        trainer.calls += 1
+        trainer.model.eval()
+        random.random()
+        raise KeyError
+
+    with pytest.raises(KeyError), effects:
+        fail()
+    assert trainer.calls == 0
+    assert trainer.model.training
+
+
+def test_optimizer_state_is_put_back() -> None:
+    trainer = Trainer()
+    with around(trainer):
+        for param in trainer.model.parameters():
+            param.grad = torch.ones_like(param)
+        trainer.opt.step()
+        assert len(trainer.opt.state) == 2
+    assert len(trainer.opt.state) == 0
+
+
+def test_a_python_number_in_optimizer_state_is_refused() -> None:
+    trainer = Trainer()
+    with pytest.raises(HyperparameterError, match=r"opt keeps the Python value 'count'"), around(trainer):
+        trainer.opt.state[trainer.model.weight]["count"] = 1
+    assert len(trainer.opt.state) == 0
+
+
+def test_what_a_scheduler_moves_is_told_with_advice() -> None:
+    trainer = Trainer()
+    effects = around(trainer)
+    trainer.opt._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns
+    with effects:
+        trainer.scheduler.step()
+    assert effects.changed
+    assert "Call scheduler.step() outside the step" in effects.sentence()
+    effects.restore()
+    assert trainer.scheduler.last_epoch == 0
+
+
+def test_counters_of_torchs_own_warnings_do_not_count() -> None:
+    trainer = Trainer()
+    effects = around(trainer)
+    with effects:
+        trainer.opt._opt_called = True  # type: ignore[attr-defined]
+        trainer.scheduler._step_count += 1
+    assert effects.changed == []

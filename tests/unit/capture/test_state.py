@@ -1,0 +1,207 @@
+"""State becomes named inputs, once each; optimizer state appears only where eager training would leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.unit.capture.steps import Blocks, captured, names, program_of, train
+from wholestep.capture.state import LazyState
+from wholestep.program.program import InputKind
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+class Partly(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def adam(module: nn.Module, **options: Any) -> torch.optim.Adam:
+    return torch.optim.Adam(module.parameters(), lr=0.1, **options)
+
+
+X = torch.ones(3, 4)
+
+
+def test_tied_weights_are_one_input() -> None:
+    model = Tied()
+    program = program_of(train, model, adam(model), torch.tensor([1, 2]))
+    assert names(program, InputKind.PARAM) == ["embed.weight"]
+    assert len(names(program, InputKind.OPTIMIZER)) == 3
+
+
+def test_names_are_fully_qualified() -> None:
+    model = Blocks()
+    program = program_of(train, model, adam(model), torch.ones(2, 8))
+    assert names(program, InputKind.PARAM) == [name for name, _ in model.named_parameters()]
+    state = [f"opt.{key}.{name}" for name, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")]
+    assert sorted(names(program, InputKind.OPTIMIZER)) == sorted(state)
+    assert names(program, InputKind.USER) == ["args.0"]
+
+
+def test_two_modules_get_prefixes() -> None:
+    generator, critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+
+    def step(generator: nn.Module, critic: nn.Module, x: Tensor) -> Tensor:
+        return critic(generator(x)).sum()
+
+    program = program_of(step, generator, critic, X)
+    layers = ("generator", "critic.0", "critic.1")
+    assert names(program, InputKind.PARAM) == [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    assert set(names(program, InputKind.BUFFER)) == {
+        "critic.1.running_mean", "critic.1.running_var", "critic.1.num_batches_tracked"
+    }  # fmt: skip
+
+
+def test_loose_tensors_have_the_name_of_their_holder() -> None:
+    weight, offset = torch.ones(4, requires_grad=True), torch.ones(4)
+
+    def step(x: Tensor) -> Tensor:
+        return (x * weight + offset).sum()
+
+    program = program_of(step, X)
+    assert names(program, InputKind.PARAM) == ["weight"]
+    assert names(program, InputKind.TENSOR) == ["offset"]
+
+
+def test_state_of_a_failed_capture_is_removed() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+
+    def failing(x: Tensor) -> Tensor:
+        loss = train(model, opt, x)
+        return loss if loss > 0 else -loss
+
+    with pytest.raises(ws.CaptureError):
+        captured(failing, X)
+    assert dict(opt.state) == {}
+    assert [param.grad for param in model.parameters()] == [None, None]
+
+
+def test_state_that_was_there_survives_a_failed_capture() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+    train(model, opt, X)
+    before = {param: dict(held) for param, held in opt.state.items()}
+    values = [tensor.clone() for held in before.values() for tensor in held.values()]
+
+    def failing(x: Tensor) -> float:
+        return float(train(model, opt, x).detach())
+
+    with pytest.raises(ws.CaptureError):
+        captured(failing, X)
+    for param, held in before.items():
+        assert all(opt.state[param][key] is tensor for key, tensor in held.items())
+    now = [tensor for held in before.values() for tensor in held.values()]
+    assert all(torch.equal(a, b) for a, b in zip(values, now, strict=True))
+
+
+def test_an_undone_capture_leaves_no_state() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+    found = captured(train, model, opt, X)
+    assert len(opt.state) == 2
+    found.undo()
+    assert dict(opt.state) == {}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adadelta])
+def test_unused_parameters_get_no_state(kind: Any) -> None:
+    model, twin = Partly(), Partly()
+    opt, theirs = kind(model.parameters(), lr=0.1), kind(twin.parameters(), lr=0.1)
+    ws.compile(train)(model, opt, X)
+    train(twin, theirs, X)
+    assert set(opt.state) == {model.used.weight, model.used.bias}
+    assert opt.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
+
+
+def test_state_is_created_without_a_step() -> None:
+    model = nn.Linear(4, 2)
+    opt = adam(model)
+    weight = model.weight.detach().clone()
+    lazy = LazyState([("opt", opt)])
+    assert all(not tensor.any() for held in opt.state.values() for tensor in held.values())
+    assert torch.equal(model.weight, weight)
+    assert model.weight.grad is None
+    lazy.take_back({id(model.weight)})
+    assert list(opt.state) == [model.weight]
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_of_the_first_step_is_that_of_eager(dampening: float) -> None:
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=dampening) for m in models]
+    step = ws.compile(train)
+    for _ in range(3):
+        train(models[0], opts[0], X)
+        step(models[1], opts[1], X)
+        buffers = [[held["momentum_buffer"] for held in opt.state.values()] for opt in opts]
+        assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
+
+
+@pytest.mark.parametrize("had_one", [False, True], ids=["none_before", "one_before"])
+def test_a_gradient_left_on_an_argument_is_refused(had_one: bool) -> None:
+    model = nn.Linear(4, 2)
+    ours = X.clone().requires_grad_()
+    ours.grad = before = torch.ones_like(ours) if had_one else None
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    with pytest.raises(ws.CaptureError, match=r"torch\.autograd"):
+        ws.compile(step)(ours)
+    assert ours.grad is before
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_wrapped_module_is_refused(process_group: None) -> None:
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+
+    trainer = Trainer()
+    with pytest.raises(ws.ConfigError, match=r"model\.body is wrapped in DistributedDataParallel.*strategy="):
+        captured(train, trainer, adam(trainer), X)
+
+
+def test_mixed_devices_are_named() -> None:
+    with pytest.raises(ws.CaptureError, match="weight on cpu, argument tensor 0 on meta"):
+        captured(lambda model, x: model(x), nn.Linear(4, 2), X.to("meta"))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_without_a_fixed_rule_are_refused(kind: Any) -> None:
+    with pytest.raises(ws.HyperparameterError, match=kind.__name__):
+        LazyState([("opt", kind(nn.Linear(2, 2).parameters()))])

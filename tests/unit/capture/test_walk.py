@@ -1,0 +1,242 @@
+"""What a step can reach is found under the name a person would use, and what it may read is watched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wholestep.capture import walk
+from wholestep.capture.walk import Found, Watch, find, same
+
+GLOBAL_MODEL = nn.Linear(2, 2)
+GLOBAL_FACTOR = 2.0
+UNUSED_MODEL = nn.Linear(2, 2)
+
+
+def named(found: Found) -> dict[str, nn.Module]:
+    return dict(found.modules.values())
+
+
+def paths(found: Found) -> list[str]:
+    return [watch.path for watch in found.watches]
+
+
+def changed(found: Found) -> list[tuple[str, Any, Any]]:
+    return [change for watch in found.watches for change in watch.changes()]
+
+
+def use_globals(x: Tensor) -> Tensor:
+    return GLOBAL_MODEL(x) * GLOBAL_FACTOR
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.unused = nn.Linear(2, 2), nn.Linear(3, 3)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.average = torch.zeros(2)
+        self.calls, self.seen_by_loop = 0, 0
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        self.opt.step()
+        return loss + self.average.sum() + self.calls
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.model(x).sum()
+
+
+def test_globals_that_the_code_names() -> None:
+    found = find(use_globals, (torch.ones(2),), {})
+    assert named(found) == {"GLOBAL_MODEL": GLOBAL_MODEL}
+    watch = next(w for w in found.watches if w.path.startswith("globals"))
+    assert watch.held["GLOBAL_FACTOR"] == 2.0
+    assert "UNUSED_MODEL" not in watch.held
+
+
+def test_closures_arguments_and_partials() -> None:
+    a, b, c = nn.Linear(1, 1), nn.Linear(2, 2), nn.Linear(3, 3)
+
+    def step(model: Any, x: Tensor, other: Any) -> Any:
+        return model, other, a
+
+    found = find(functools.partial(step, b), (torch.ones(1),), {"other": {"inner": [c]}})
+    assert set(map(id, named(found).values())) == {id(a), id(b), id(c)}
+    assert named(found)["a"] is a
+    assert named(found)["other.inner.0"] is c
+
+
+def test_positional_arguments_have_the_names_of_the_signature() -> None:
+    a, b = nn.Linear(1, 1), nn.Linear(2, 2)
+    found = find(lambda generator, critic: None, (a, b), {})
+    assert named(found) == {"generator": a, "critic": b}
+
+
+def test_a_trainer_is_followed_through_self_and_its_methods() -> None:
+    trainer = Trainer()
+    found = find(trainer.step, (torch.ones(2),), {})
+    assert list(named(found).values()) == [trainer.model]  # `unused` is named nowhere
+    assert [opt for _, opt in found.optimizers.values()] == [trainer.opt]
+    assert [name for name, tensor in found.tensors.values() if tensor is trainer.average] == ["self.average"]
+
+
+def test_attributes_are_watched_only_where_code_names_them() -> None:
+    trainer = Trainer()
+    found = find(trainer.step, (torch.ones(2),), {})
+    trainer.seen_by_loop = 7
+    assert changed(found) == []
+    trainer.calls = 1
+    assert changed(found) == [("self.calls", 0, 1)]
+
+
+def test_children_are_no_roots_and_are_watched_by_their_path() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+
+    def step(x: Tensor) -> Any:
+        return net[1], net(x), inner(x)
+
+    inner = net[0]
+    found = find(step, (torch.ones(2),), {})
+    assert list(named(found).values()) == [net]
+    net[1].eval()
+    assert changed(found) == [("net.1.training", True, False)]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "parameter": (lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(2, 2))), "net.0.weight"),
+    "buffer": (lambda net: net[0].register_buffer("late", torch.ones(1)), "net.0.late"),
+    "child": (lambda net: net.append(nn.ReLU()), "net.2"),
+    "attribute": (lambda net: setattr(net[1], "p", 0.1), "net.1.p"),
+    "hook": (lambda net: net[0].register_forward_hook(lambda *a: None), "net.0._forward_hooks"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_a_module_are_named(name: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    found = find(lambda x: net(x), (torch.ones(2),), {})
+    assert changed(found) == []
+    change, path = CHANGES[name]
+    change(net)
+    assert any(one[0].startswith(path) for one in changed(found)), changed(found)
+
+
+def test_a_long_list_of_numbers_is_data() -> None:
+    table = [0.0] * 5000
+
+    def step(x: Tensor) -> Any:
+        return x * table[0]
+
+    assert "table" not in paths(find(step, (torch.ones(2),), {}))
+
+
+def test_tensors_of_the_call_are_not_state_and_batches_are_not_walked() -> None:
+    batch = SimpleNamespace(x=torch.ones(2))
+    found = find(lambda x, batch: batch.x + x, (torch.ones(2), batch), {})
+    assert found.tensors == {}
+    assert [path for path in paths(found) if path.startswith("batch")] == []
+
+
+def test_an_object_with_a_module_is_walked() -> None:
+    holder = SimpleNamespace(x=torch.ones(2), model=nn.Linear(1, 1))
+    found = find(lambda holder: holder.model(holder.x), (holder,), {})
+    assert list(named(found).values()) == [holder.model]
+    assert [tensor for _, tensor in found.tensors.values() if tensor is holder.x]
+
+
+def test_schedulers_lead_to_their_optimizer_and_move_freely_unless_read() -> None:
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+
+    def holds(x: Tensor) -> Any:
+        return scheduler and x
+
+    def reads(x: Tensor) -> Any:
+        return x * scheduler.get_last_lr()[0]
+
+    for step, guard in ((holds, False), (reads, True)):
+        found = find(step, (torch.ones(1),), {})
+        assert [o for _, o in found.optimizers.values()] == [opt]
+        (watch,) = (w for w in found.watches if w.keys and "_last_lr" in w.keys and "last_epoch" in w.keys)
+        assert watch.guard is guard
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (1, 1, True), (1, True, False), (1, 1.0, False), (float("nan"), float("nan"), True), ("a", "a", True),
+        ((1, (2,)), (1, (2,)), True), ((1, (2,)), (1, (3,)), False), ([1], [1], False),
+        ([].append, [].append, False), (torch.float32, torch.float32, True), (None, 0, False),
+    ],
+)  # fmt: skip
+def test_same(a: Any, b: Any, equal: bool) -> None:
+    assert same(a, b) is equal
+
+
+def test_bound_methods_are_the_same_by_object_and_function() -> None:
+    one, other = Trainer(), Trainer()
+    assert same(one.step, one.step)
+    assert not same(one.step, other.step)
+
+
+def watched(container: Any, keys: tuple[Any, ...] | None = None) -> Watch:
+    watch = Watch(container, "thing", keys)
+    watch.held = watch.now()
+    return watch
+
+
+def test_a_watch_tells_and_restores_a_list() -> None:
+    things: list[Any] = [1, 2]
+    watch = watched(things)
+    things[0] = 5
+    things.append(3)
+    assert list(watch.changes()) == [("len(thing)", 2, 3), ("thing[0]", 1, 5)]
+    watch.restore()
+    assert things == [1, 2]
+
+
+def test_a_watch_tells_and_restores_a_dict() -> None:
+    things = {"a": 1, "b": 2, 3: 4}
+    watch = watched(things)
+    things.update(a=7, c=9)
+    del things["b"], things[3]
+    assert [path for path, _, _ in watch.changes()] == ["thing.a", "thing.b", "thing[3]", "thing.c"]
+    watch.restore()
+    assert things == {"a": 1, "b": 2, 3: 4}
+
+
+def test_a_watch_of_some_keys_leaves_the_others() -> None:
+    things = {"a": 1, "b": 2}
+    watch = watched(things, ("a",))
+    things.update(a=3, b=4)
+    assert list(watch.changes()) == [("thing.a", 1, 3)]
+    watch.restore()
+    assert things == {"a": 1, "b": 4}
+
+
+def test_a_closure_cell_is_watched_and_restored() -> None:
+    calls = 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x
+
+    found = find(step, (torch.ones(1),), {})
+    step(torch.ones(1))
+    (watch,) = (w for w in found.watches if w.path == "closure")
+    assert list(watch.changes()) == [("closure.calls", 0, 1)]
+    watch.restore()
+    assert calls == 0
+
+
+def test_library_frames() -> None:
+    assert walk.library_frame(torch.nn.functional.__file__)
+    assert walk.library_frame(walk.__file__)
+    assert walk.library_frame("<string>")
+    assert not walk.library_frame(__file__)

@@ -1,0 +1,156 @@
+"""explain(): the numbers are those of the graph, they add up, and machines can read them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.unit.capture.steps import program_of, train
+from wholestep.config import DDP
+from wholestep.passes.default import default_passes
+from wholestep.passes.pipeline import run_passes
+from wholestep.place.strategies import place
+from wholestep.program import meta, ops
+from wholestep.program.program import MeshAxis, Program
+from wholestep.report.explain import Explanation, explain
+
+CAP_BYTES = 400
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        return self.frozen(self.layers(x))
+
+
+@pytest.fixture(scope="module")
+def axis() -> Iterator[MeshAxis]:
+    """Two ranks that are not there: nothing is sent while a graph is only looked at."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield MeshAxis(name="data", size=2, group=dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def placed(axis: MeshAxis, model: nn.Module) -> Program:
+    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return place(program_of(train, model, opt, torch.randn(3, 4)), DDP(bucket_bytes=CAP_BYTES), axis)
+
+
+@pytest.fixture(scope="module")
+def scheduled(placed: Program) -> Program:
+    return run_passes(placed, default_passes(cap_bytes=CAP_BYTES))
+
+
+@pytest.fixture(scope="module")
+def said(scheduled: Program) -> Explanation:
+    return explain(scheduled, step="train", strategy="DDP", backend="eager")
+
+
+def trained(model: nn.Module) -> dict[str, int]:
+    """Bytes of each parameter that is trained."""
+    return {name: 4 * param.numel() for name, param in model.named_parameters() if param.requires_grad}
+
+
+def test_every_trained_parameter_is_in_one_bucket(said: Explanation, model: nn.Module) -> None:
+    members = [name for collective in said.collectives for name in collective.members]
+    assert sorted(members) == sorted(trained(model))
+    for name in members:
+        number = said.bucket_of(name)
+        assert number is not None
+        assert name in said.collectives[number].members
+    assert said.bucket_of("frozen.weight") is None
+
+
+def test_bytes_of_a_bucket_are_those_of_its_members(said: Explanation, model: nn.Module) -> None:
+    sizes = trained(model)
+    buckets = [collective for collective in said.collectives if collective.members]
+    assert len(buckets) > 1
+    assert [c.num_bytes for c in buckets] == [sum(sizes[name] for name in c.members) for c in buckets]
+    assert sum(c.num_bytes for c in buckets) == sum(sizes.values())
+    assert all(c.num_bytes <= CAP_BYTES or len(c.members) == 1 for c in buckets)
+    assert {(c.op, c.dtype, c.axis) for c in buckets} == {("all_reduce", "float32", "data")}
+
+
+def test_broadcasts_of_buffers_are_told(said: Explanation) -> None:
+    others = [c for c in said.collectives if not c.members]
+    assert {(c.op, c.dtype, c.num_bytes) for c in others} == {("broadcast", "float32", 64), ("broadcast", "int64", 8)}
+    assert len(others) == 2
+    assert {c.reason for c in others} == {"buffers of rank 0 before the step"}
+
+
+def test_collectives_are_numbered_in_order(said: Explanation, scheduled: Program) -> None:
+    nodes = [node for node in scheduled.graph.nodes if ops.is_collective(node)]
+    assert [c.number for c in said.collectives] == list(range(len(nodes)))
+    assert [c.num_bytes for c in said.collectives] == [meta.num_bytes(node.args[0]) for node in nodes]
+
+
+def test_operators_until_the_wait(said: Explanation, scheduled: Program) -> None:
+    nodes = list(scheduled.graph.nodes)
+    starts = [index for index, node in enumerate(nodes) if ops.is_collective(node)]
+    for collective, start in zip(said.collectives, starts, strict=True):
+        wait = next(i for i, node in enumerate(nodes) if node.target is ops.WAIT and node.args[0] is nodes[start])
+        assert collective.overlapped_ops == wait - start - 1
+
+
+def test_parameters_and_nodes_add_up(said: Explanation, scheduled: Program, model: nn.Module) -> None:
+    assert said.num_params == len(list(model.parameters()))
+    assert said.param_bytes == sum(4 * param.numel() for param in model.parameters())
+    assert said.num_nodes == sum(node.op == "call_function" for node in scheduled.graph.nodes)
+    assert sum(said.nodes_by_region.values()) == said.num_nodes
+    assert said.num_ranks == 2
+
+
+def test_passes_are_told_in_order(said: Explanation, scheduled: Program) -> None:
+    assert [line.name for line in said.passes][-4:] == ["cleanup", "dedupe", "bucket", "reinplace"]
+    assert said.passes[-1].num_nodes == len(scheduled.graph.nodes)
+    assert [line.notes for line in said.passes] == [record.notes for record in scheduled.history]
+
+
+def test_before_bucketing_each_gradient_travels_alone(placed: Program, model: nn.Module) -> None:
+    alone = explain(placed, step="train", strategy="DDP", backend="eager")
+    buckets = [c for c in alone.collectives if c.members]
+    assert all(len(c.members) == 1 for c in buckets)
+    assert {c.members[0]: c.num_bytes for c in buckets} == trained(model)
+
+
+def test_it_can_be_sent(said: Explanation) -> None:
+    assert pickle.loads(pickle.dumps(said)) == said
+    came = json.loads(json.dumps(said.to_json()))
+    assert came["param_bytes"] == said.param_bytes
+    assert [c["num_bytes"] for c in came["collectives"]] == [c.num_bytes for c in said.collectives]
+    assert [tuple(c["members"]) for c in came["collectives"]] == [c.members for c in said.collectives]
+
+
+def test_it_prints_as_tables(said: Explanation, model: nn.Module) -> None:
+    text = str(said)
+    assert "train: " in text
+    assert "DDP on 2 ranks" in text
+    assert all(name in text for name in trained(model))
+    assert "Collectives, in order" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_program_without_collectives_says_so() -> None:
+    model = nn.Linear(4, 2)
+    program = program_of(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4))
+    text = str(explain(program, step="s", strategy="no communication", backend="eager"))
+    assert "No collectives: the step runs on one rank." in text
+    assert "on 1 rank," in text
