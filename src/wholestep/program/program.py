@@ -116,7 +116,7 @@ class Program:
     @property
     def placeholders(self) -> list[fx.Node]:
         """Input nodes, in the order of `inputs`."""
-        return self.graph.find_nodes(op="placeholder")
+        return list(self.graph.find_nodes(op="placeholder"))
 
     @property
     def results(self) -> tuple[Any, ...]:
