@@ -280,6 +280,8 @@ def _optimizer_watches(state: State, trace: Trace) -> list[walk.Watch]:
         watch(vars(opt), name, ("state", "param_groups"))
         watch(opt.param_groups, f"{name}.param_groups")
         watch(opt.state, f"{name}.state")
+        watch(opt._optimizer_step_pre_hooks, f"{name}.step_pre_hooks")
+        watch(opt._optimizer_step_post_hooks, f"{name}.step_post_hooks")
         for number, group in enumerate(opt.param_groups):
             watch(group["params"], f"{name}.groups.{number}.params")
             for param in group["params"]:

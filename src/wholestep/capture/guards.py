@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture import tree
@@ -31,6 +32,11 @@ from wholestep.program.program import InputKind
 
 _grad = attrgetter("grad")
 _NO_GRADS = {None}
+
+
+_GLOBAL_HOOKS = tuple(
+    hooks for name, hooks in vars(module_hooks).items() if name.startswith("_global_") and "hooks" in name
+)
 
 
 def modes() -> tuple[tuple[str, Any], ...]:
@@ -44,6 +50,7 @@ def modes() -> tuple[tuple[str, Any], ...]:
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
         ("float32 matmul precision", torch.get_float32_matmul_precision()),
+        ("number of global module hooks", sum(map(len, _GLOBAL_HOOKS))),
     )
 
 

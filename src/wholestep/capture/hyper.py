@@ -82,9 +82,9 @@ class Lifter:
             held = group[key]
             if key in by_value:
                 lifted = False
-            elif type(held) is float:
+            elif isinstance(held, float):
                 lifted = self._lift(f"{name}.{key}", group, key, None, fused)
-            elif isinstance(held, tuple) and held and all(type(item) is float for item in held):
+            elif isinstance(held, tuple) and held and all(isinstance(item, float) for item in held):
                 each = [self._lift(f"{name}.{key}.{i}", group, key, i, fused) for i in range(len(held))]
                 lifted = all(each)
             else:

@@ -340,7 +340,8 @@ def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., 
 
 def _two_numbers(original: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def pick(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and not kwargs and any(isinstance(arg, torch.SymFloat) for arg in args):
+        numbers = len(args) == 2 and not kwargs and not any(isinstance(arg, torch.Tensor) for arg in args)
+        if numbers and any(isinstance(arg, torch.SymFloat) for arg in args):
             return symbolic(*args)
         return original(*args, **kwargs)
 

@@ -87,7 +87,9 @@ class Explanation:
             return Text("No collectives: the step runs on one rank.")
         table = Table(title="Collectives, in order", title_justify="left")
         for column in ("#", "operation", "dtype", "bytes", "axis", "ops until wait", "carries", "why"):
-            table.add_column(column, justify="right" if column in ("#", "bytes", "ops until wait") else "left")
+            right = column in ("#", "bytes", "ops until wait")
+            whole = column in ("#", "operation", "bytes")
+            table.add_column(column, justify="right" if right else "left", no_wrap=whole)
         for c in self.collectives:
             carries = f"{len(c.members)} gradients" if c.members else ""
             table.add_row(

@@ -188,6 +188,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "state_of_one_parameter_removed": (lambda b: b.opt.state.pop(b.weight), "state"),
     "state_object_replaced": (lambda b: setattr(b.opt, "state", defaultdict(dict)), "state"),
     "group_added": (add_group, "param_groups"),
+    "optimizer_hook_added": (lambda b: b.opt.register_step_pre_hook(lambda o, a, k: None), "step_pre_hooks"),
+    "optimizer_post_hook_added": (lambda b: b.opt.register_step_post_hook(lambda o, a, k: None), "step_post_hooks"),
     "flag_of_a_group": (lambda b: b.group.update(maximize=True), "maximize was False, is True"),
     "rate_becomes_a_tensor": (lambda b: b.group.update(lr=torch.tensor(0.01)), "lr"),
     "parameter_taken_from_group": (lambda b: b.group["params"].pop(), "params"),
