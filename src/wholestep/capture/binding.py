@@ -6,7 +6,6 @@ numbers of parameter groups and the gradients that were there at entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +98,3 @@ def output_slices(program: Program) -> tuple[int, int, int]:
         sum(o.kind is kind for o in program.outputs) for kind in (OutputKind.USER, OutputKind.GRAD, OutputKind.STATE)
     ]
     return counts[0], counts[0] + counts[1], sum(counts)
-
-
-Source = Callable[[], torch.Tensor]

@@ -123,13 +123,6 @@ class Program:
         """Nodes and constants returned by the graph, in the order of `outputs`."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    def axis(self, name: str) -> MeshAxis:
-        """The mesh axis called `name`. Raises KeyError."""
-        for axis in self.mesh:
-            if axis.name == name:
-                return axis
-        raise KeyError(name)
-
     def with_notes(self, *notes: str) -> Program:
         """The same program with notes for the pass that is running; the runner moves them to its record."""
         return replace(self, history=(*self.history, PassRecord(name="", time_ms=0.0, num_nodes=0, notes=notes)))

@@ -111,6 +111,13 @@ def _writes_only_to_temporaries_and_targets(program: Program) -> Iterator[str]:
                 yield f"{user.name} ({user.target}) writes to the input {name}, which has no write output"
 
 
+def _writes_are_done(program: Program) -> Iterator[str]:
+    # Nothing behind the graph stores a value: at this stage the result of a WRITE is None.
+    for output, result in zip(program.outputs, program.results, strict=True):
+        if output.kind is OutputKind.WRITE and result is not None:
+            yield f"{result} is still to be written to {output.name}"
+
+
 def _flat(arg: object) -> list[object]:
     return list(arg) if isinstance(arg, (list, tuple)) else [arg]
 
@@ -132,6 +139,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         _collectives_are_waited_for,
         _collectives_use_the_mesh,
         _writes_only_to_temporaries_and_targets,
+        _writes_are_done,
     ),
 }
 

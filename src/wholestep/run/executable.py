@@ -33,7 +33,6 @@ class Executable:
         self.program, self.binding = program, binding
         self._runner, self._world, self._name, self._buffers = runner, world, name, buffers
         self._calls = 0
-        self._late_writes = late_writes(program)
 
     def __call__(self, leaves: list[Any]) -> Any:
         """One step. `leaves` are the flat arguments.
@@ -51,23 +50,11 @@ class Executable:
                     if self._buffers is not None:
                         self._buffers.before_call()
                     outputs = self._runner(inputs)
-            for target, place in self._late_writes:
-                inputs[target].copy_(outputs[place])
         self.binding.release(inputs)
         return self.binding.finish(outputs)
 
     def _where(self) -> str:
         return f"{self._name}, call {self._calls}"
-
-
-def late_writes(program: Program) -> list[tuple[int, int]]:
-    """(input, output) pairs of the writes that the lowered program returns instead of doing them itself."""
-    pairs = zip(program.outputs, program.results, strict=True)
-    return [
-        (output.target, place)
-        for place, (output, result) in enumerate(pairs)
-        if output.kind is OutputKind.WRITE and output.target is not None and result is not None
-    ]
 
 
 _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
