@@ -51,8 +51,9 @@ $(VENV)/.torch:
 	$(PIP) install '$(TORCH_SPEC)'
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml src/wholestep/capture/native/look.cpp
 	$(PIP) install -e .
+	@$(BIN)/python -m wholestep.capture.native || echo "no harm: see docs/performance.md"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

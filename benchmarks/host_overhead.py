@@ -8,16 +8,18 @@ What is timed: one process, one thread, a stack of Linear(4, 4) layers on two ro
 Compiled calls, the generated code alone, and eager calls take turns in blocks of ten, so that a machine that slows
 down slows all of them, and each runs with the caches that its own last call left.
 
+The native look is built first if need be (it takes some twenty seconds, once per machine); the title says which look
+was timed. WHOLESTEP_NATIVE=0 in the environment gives the comparisons in Python.
+
 Columns, microseconds per call, medians:
   tensors        parameters and optimizer state, each looked at in every call
   beyond         the compiled call less its generated code, by two clocks inside the same call. It is exact, and it
                  charges to the checks every cache miss on a tensor that the generated code would have met next
   whole - code   the compiled call less the generated code called alone, block by block: what a call really costs
                  more. A small difference of large numbers, so it wanders by some percent of `code`
-  flatten        of `beyond`: arguments -> leaves
-  arguments      of `beyond`: leaves against the signature of the trace
-  python         of `beyond`: torch's modes, attributes, containers, hooks, groups of the optimizer
-  state          of `beyond`: dtype, shape, strides, device, requires_grad and .grad of every tensor
+  arguments      of `beyond`: arguments -> leaves, compared with the signature of the trace
+  state          of `beyond`: torch's modes, attributes, containers, hooks, groups of the optimizer; and dtype, shape,
+                 strides, device, requires_grad and .grad of every tensor
   branches       of `beyond`: conditions of the optimizer over its numbers
   inputs         of `beyond`: the flat list of inputs, with rates as they are now
   finish         of `beyond`: gradients and results put back
@@ -35,6 +37,7 @@ import json
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,6 +49,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep import step as page
+from wholestep.capture import native
 
 TARGET_US = 100.0
 """What a call should cost at most beyond the generated code, at 1,000 parameters."""
@@ -55,7 +59,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
 }
-PARTS = ("flatten", "arguments", "python", "state", "branches", "inputs", "finish")
+PARTS = ("arguments", "state", "branches", "inputs", "finish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,14 @@ class Clock:
         replaced = owner.__dict__.get(name)
         setattr(owner, name, timed)
         return lambda: setattr(owner, name, inner) if replaced is not None else delattr(owner, name)
+
+    def wrap_in(self, owner: Any, name: str, method: str, part: str) -> Callable[[], None]:
+        """Times a method of ``owner.name``, an object that takes no attributes."""
+        inner = getattr(owner, name)
+        stand_in = types.SimpleNamespace(**{one: getattr(inner, one) for one in dir(inner) if one[0] != "_"})
+        self.wrap(stand_in, method, part)
+        setattr(owner, name, stand_in)
+        return lambda: setattr(owner, name, inner)
 
     def read(self) -> dict[str, float]:
         """Seconds since the last reading."""
@@ -159,15 +171,20 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
             whole.append(seconds(lambda: eager(x)))
             zero_grad.append(seconds(eager_opt.zero_grad))
 
-    names = {"arguments": "_arguments", "python": "_python", "state": "_tensors", "branches": "_branches"}
-    undo = [clock.wrap(guards, name, part) for part, name in names.items()]
-    undo += [clock.wrap(type(executable.binding), name, name) for name in ("inputs", "finish")]
-    undo.append(clock.wrap(page.tree, "flatten", "flatten"))
+    undo = [clock.wrap(type(executable.binding), name, name) for name in ("inputs", "finish")]
+    undo.append(clock.wrap(guards, "_branches", "branches"))
+    if native.module() is not None:
+        undo.append(clock.wrap_in(guards, "_match", "match", "arguments"))
+        undo.append(clock.wrap_in(guards, "_look", "moved", "state"))
+    else:
+        undo += [clock.wrap(page.tree, "flatten", "arguments"), clock.wrap(guards, "_arguments", "arguments")]
+        undo.append(clock.wrap(guards, "_compare", "state"))
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(calls):
         step(x)
-        for part, spent in clock.read().items():
-            parts[part].append(spent)
+        spent = clock.read()
+        for part in PARTS:
+            parts[part].append(spent.get(part, 0.0))
     for one in undo:
         one()
     if step.cache_info().traces != 1:
@@ -187,12 +204,18 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     )
 
 
+def look() -> str:
+    """Which look is timed."""
+    return f"comparisons in Python ({native.why_not()})" if native.why_not() else "native look"
+
+
 def table(rows: list[Row], options: argparse.Namespace) -> Table:
     """The rows for people."""
     made = Table(
-        title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}",
+        title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}, "
+        f"{look()}",
         caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside a call; "
-        "flatten ... other: parts of beyond; code: the generated code; eager: the whole step, not compiled; "
+        "arguments ... other: parts of beyond; code: the generated code; eager: the whole step, not compiled; "
         "zero_grad: part of eager. See --help.",
         title_justify="left",
         caption_justify="left",
@@ -220,11 +243,13 @@ def main() -> int:
     torch.set_num_threads(1)
     console, rows = Console(width=None if sys.stdout.isatty() else 200), []
     progress = Console(stderr=True)
+    with progress.status("building the native look, or waiting for it"):
+        native.wait()
     for number in options.parameters:
         with progress.status(f"{number:,} parameters: capturing, then timing {options.calls} calls"):
             rows.append(measure(number, calls=options.calls, optimizer=options.optimizer))
     if options.json:
-        machine = {"torch": torch.__version__, "optimizer": options.optimizer}
+        machine = {"torch": torch.__version__, "optimizer": options.optimizer, "look": look()}
         print(json.dumps({**machine, "rows": [asdict(row) for row in rows]}))
         return 0
     console.print(table(rows, options))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+pytest_plugins = ["tests.pools"]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left() -> Iterator[None]:

@@ -35,8 +35,11 @@ RAISED_BUDGETS: dict[str, str] = {}
 DOORS: dict[str, dict[str, str]] = {
     # file below src/wholestep -> {private part of torch: why it is opened there}
     "capture/blame.py": {"torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"},
+    "capture/comm_rules.py": {"torch._check": "a promise about a size that is data"},
     "capture/functional.py": {"torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"},
     "capture/host.py": {
+        "torch._C._PreserveDispatchKeyGuard": "to leave a fake kernel that branches on a number",
+        "torch._C._set_meta_in_tls_dispatch_include": "likewise",
         "torch._prims_common": "the conversion of numbers to complex inside fake kernels",
         "torch.fx.experimental.proxy_tensor": "the node behind a host scalar",
         "torch.utils._python_dispatch": "to compute with no tracing mode active",
@@ -46,17 +49,36 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.autograd._get_sequence_nr": "the number that ties the two",
         "torch.fx.experimental.proxy_tensor": "the tracer that notes where each node came from",
     },
-    "capture/quick.py": {"torch._C._dynamo": "guards in C++ for the check at every call; Python without them"},
+    "capture/ranks.py": {
+        "torch._dynamo": "ConstantSource: where a symbol comes from",
+        "torch.distributed.distributed_c10d._world": "the groups of this process, in the order in which they were made",
+        "torch.fx.experimental.symbolic_shapes": "a rank is a symbol of a ShapeEnv",
+    },
+    "capture/swap.py": {
+        "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
+    },
     "capture/trace.py": {
         "torch.utils._foreach_utils": "which tensor types count as plain when torch chooses foreach kernels",
-        "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
         "torch.autograd._engine_run_backward": "to see every backward as it runs",
         "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",
         "torch.fx.experimental.symbolic_shapes": "host scalars are symbols of a ShapeEnv",
     },
-    "run/executable.py": {
-        "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",
+    "capture/version.py": {
+        "torch._C._autograd": "sets version counters; replaced while a step is traced",
+        "torch._C.TensorBase": "the counter itself, where the attribute is replaced",
     },
+    "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
+    "program/collectives.py": {
+        "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",
+        "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
+    },
+    "spmd/comm_tensor.py": {
+        "torch.Tensor._make_wrapper_subclass": "how a tensor subclass that wraps another tensor is made",
+        "torch._C._disabled_torch_function_impl": "calls go straight to the operators, where the wrapper sees them",
+        "torch._C._distributed_c10d": "a work handle that calls back, which traced code may await",
+        "torch.fx.experimental.proxy_tensor": "whether a trace by make_fx is running",
+    },
+    "run/executable.py": {"torch._C._set_grad_enabled": "torch.no_grad(), without the Python code around it"},
     "run/store.py": {"torch._C._distributed_c10d": "the stores, which torch.distributed gives without types"},
 }
 """torch's private modules are opened in one file each, so that a new version of torch is met in one place."""

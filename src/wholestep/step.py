@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wholestep.capture import tree
 from wholestep.capture.blame import naming, place_of
 from wholestep.capture.capture import Captured, capture
+from wholestep.capture.storage import is_freed
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
 from wholestep.errors import ConfigError, RetraceLimitError
@@ -63,7 +64,9 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class Options:
+    """What `compile` was asked for, checked."""
+
     strategy: Strategy | None
     mesh: DeviceMesh | None
     passes: tuple[Pass, ...]
@@ -73,7 +76,7 @@ class _Options:
 class CompiledStep:
     """A training step that runs as one graph. Made by `wholestep.compile`; called like the function it was made of."""
 
-    def __init__(self, step: Callable[..., Any], options: _Options) -> None:
+    def __init__(self, step: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
@@ -81,7 +84,7 @@ class CompiledStep:
         self._number, self._meetings = next(_made[self._name]), itertools.count()
         self._entries: list[_Entry] = []
         self._reasons: list[str] = []
-        self._hits = self._traces = 0
+        self._hits = self._traces = self._calls = 0
         self._agreed: set[str] = set()
         self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
@@ -90,6 +93,12 @@ class CompiledStep:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
         if is_capturing():  # one compiled step inside another: part of the outer graph
             return self._step(*args, **kwargs)
+        self._calls += 1
+        if self._entries:  # the usual case: as in the last call
+            entry = self._entries[0]
+            if (known := entry.captured.guards.leaves_of(args, kwargs)) is not None:
+                self._hits += 1
+                return entry.executable(known, self._call)
         leaves, spec = tree.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
@@ -98,11 +107,11 @@ class CompiledStep:
                 if position:
                     self._entries.insert(0, self._entries.pop(position))
                 self._hits += 1
-                return entry.executable(leaves)
+                return entry.executable(leaves, self._call)
             reason = reason or why_not
         entry = self._compile(args, kwargs, reason)
         with _undone_on_error(entry.captured):
-            result = entry.executable(leaves)
+            result = entry.executable(leaves, self._call)
         self._entries.insert(0, entry)
         self._traces += 1
         return result
@@ -114,22 +123,22 @@ class CompiledStep:
         self._allow_retrace(reason)
         try:
             with naming(self._step):
-                captured = capture(self._step, args, kwargs)
+                captured = self._capture(args, kwargs)
         except Exception as error:
             self._abandon(error, world)
             raise
         with _undone_on_error(captured):
             try:
                 placed = place(captured.program, strategy, axis)
-                scheduled = run_passes(placed, self._passes())
+                scheduled = run_passes(placed, self._passes(captured))
                 runner = lower(scheduled)
             except Exception as error:
                 self._abandon(error, world)
                 raise
             plan = plan_text(scheduled) + describe_state(captured.program)
-            self._agree(plan, world)
+            self._agree(plan, lambda: plan_text(scheduled, by_rank=True) + describe_state(captured.program), world)
             buffers = self._meet(captured, strategy, axis, world)
-        executable = Executable(scheduled, captured.binding, runner, world, name=self._name, buffers=buffers)
+        executable = Executable(scheduled, captured.binding, runner, world, buffers)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan)
 
@@ -138,7 +147,8 @@ class CompiledStep:
         if strategy is None or axis is None or axis.size == 1:
             return None
         if strategy.sync_at_start:
-            fresh = [t for t in captured.binding.synced(captured.program) if id(t) not in self._equal]
+            synced = captured.binding.synced(captured.program)
+            fresh = [t for t in synced if id(t) not in self._equal and not is_freed(t)]
             with named_failures(world, lambda: f"the first broadcast of {self._name}"):
                 make_equal(fresh, axis)
             self._equal.update({id(t): t for t in fresh})
@@ -161,9 +171,17 @@ class CompiledStep:
     def _strategy(self, world: World) -> DDP | None:
         return DDP() if self._options.strategy is None and world.size > 1 else self._options.strategy
 
-    def _passes(self) -> list[Pass]:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        return capture(self._step, args, kwargs)
+
+    def _passes(self, captured: Captured) -> list[Pass]:
         strategy = self._options.strategy or DDP()
         return default_passes(cap_bytes=strategy.cap_bytes, extra=self._options.passes)
+
+    def _call(self) -> str:
+        """``train_step, call 7``: which call of which compiled step this is, in the same words on every rank."""
+        number = f" ({self._number + 1})" if self._number else ""
+        return f"{self._name}{number}, call {self._calls}"
 
     def _next_meeting(self) -> str:
         return f"plan/{self._name}/{self._number}/{next(self._meetings)}"
@@ -175,13 +193,14 @@ class CompiledStep:
                 what=f"the plan of {self._name}",
             )  # fmt: skip
 
-    def _agree(self, plan: str, world: World) -> None:
+    def _agree(self, plan: str, by_rank: Callable[[], str], world: World) -> None:
         # A plan that all ranks agreed on before needs no second meeting, to which the others might not come:
         # a rank whose last batch is smaller captures again, with the same schedule.
         if world.size > 1 and plan not in self._agreed:
             agree(
                 plan, store=world.store, rank=world.rank, size=world.size, key=self._next_meeting(),
-                timeout_s=world.timeout_s, what=f"the plan of {self._name}", gone=world.gone,
+                timeout_s=world.timeout_s, what=f"the plan of {self._name}", call=self._call(), peers=world,
+                detail=by_rank,
             )  # fmt: skip
             self._agreed.add(plan)
 
@@ -312,7 +331,7 @@ def compile(
     return CompiledStep(fn, options)
 
 
-def _checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int) -> _Options:
+def _checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int) -> Options:
     """The options as a record. Raises ConfigError for those that cannot be used."""
     if strategy is not None and not isinstance(strategy, DDP):
         raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
@@ -329,4 +348,4 @@ def _checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_re
     if max_retraces < 0:
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
     extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)
-    return _Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces)
+    return Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces)

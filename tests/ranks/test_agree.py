@@ -24,7 +24,7 @@ def present(texts, key, timeout_s=30.0):
         return None
     started = time.monotonic()
     try:
-        agree(text, timeout_s=timeout_s, gone=world.gone, **options)
+        agree(text, timeout_s=timeout_s, peers=world, **options)
     except (RankMismatchError, RankMissingError) as error:
         return type(error), str(error), time.monotonic() - started
     return "agreed"
@@ -73,7 +73,7 @@ def exits_before_the_first_step(how):
             return None
         os._exit(4)
     with pytest.raises(RankMissingError) as caught:
-        agree(PLAN, store=world.store, rank=0, size=2, key=f"exits {how}", timeout_s=100, gone=world.gone)
+        agree(PLAN, store=world.store, rank=0, size=2, key=f"exits {how}", timeout_s=100, peers=world)
     raise RankMissingError(str(caught.value))
 
 

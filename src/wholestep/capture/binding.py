@@ -21,8 +21,8 @@ from wholestep.program.program import InputKind, OutputKind, Program
 class Binding:
     """Where each input of a program comes from and where each output goes."""
 
-    tensors: list[torch.Tensor | None]
-    """Per input: the tensor that lives between calls, or None where `fills` supplies it."""
+    tensors: list[torch.Tensor | int | None]
+    """Per input: the tensor that lives between calls, the number of a rank, or None where a call supplies it."""
     hypers: list[tuple[int, Hyper]]
     """(input, number) pairs."""
     user: list[tuple[int, int]]
@@ -74,22 +74,24 @@ class Binding:
         user_end, grad_end, state_end = self.slices
         for param in self.cleared:
             param.grad = None
-        for param, grad in zip(self.grads, outputs[user_end:grad_end], strict=True):
-            param.grad = grad
-        for (opt, param, key), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
-            opt.state[param][key] = made
+        if grad_end > user_end:
+            for param, grad in zip(self.grads, outputs[user_end:grad_end], strict=True):
+                param.grad = grad
+        if state_end > grad_end:
+            for (opt, param, key), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
+                opt.state[param][key] = made
         for opt in self.stepped:
             opt._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at before it warns
         results = self.results.copy()
-        for place, value in zip(self.result_places, outputs[:user_end], strict=True):
-            results[place] = value
+        for number, place in enumerate(self.result_places):
+            results[place] = outputs[number]
         return tree.unflatten(results, self.result_spec)
 
     def synced(self, program: Program) -> list[torch.Tensor]:
         """Parameters and buffers of the program, in order: what data parallel makes equal at the start."""
         kinds = (InputKind.PARAM, InputKind.BUFFER)
         pairs = zip(program.inputs, self.tensors, strict=True)
-        return [t for record, t in pairs if record.kind in kinds and t is not None]
+        return [t for record, t in pairs if record.kind in kinds and isinstance(t, torch.Tensor)]
 
 
 def output_slices(program: Program) -> tuple[int, int, int]:

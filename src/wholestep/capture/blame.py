@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ _NO_FAKE = (
     "Register one with torch.library.register_fake."
 )
 
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+"""Python's own modules: a rank that waits in `queue` or `threading` is at the line of the user that led there."""
+
 
 def user_line(trace: TracebackType | None) -> str:
     """``file.py:12 in train_step`` of the deepest frame that is the user's; "an unknown line" if there is none."""
@@ -45,12 +49,27 @@ def user_line(trace: TracebackType | None) -> str:
 
 def current_line() -> str:
     """``file.py:12`` of the innermost running frame that is the user's, with the file's base name; "" if none."""
-    frame: FrameType | None = sys._getframe(1)
+    return line_of(sys._getframe(1))
+
+
+def line_of(frame: FrameType | None) -> str:
+    """`current_line` of a stack that `frame` is the innermost frame of, which may be another thread's."""
     while frame is not None:
-        if not library_frame(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if not library_frame(file) and (not file.startswith(_STANDARD) or "site-packages" in file):
+            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def calling_function(word: str) -> str | None:
+    """The outermost running function of torch.distributed with `word` in its name that the user's code called."""
+    frame, found = sys._getframe(1), None
+    while frame is not None and library_frame(frame.f_code.co_filename):
+        if word in frame.f_code.co_name and frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            found = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def place_of(step: Any) -> str:
@@ -77,6 +96,8 @@ def explain(error: BaseException) -> WholestepError:
     """The CaptureError that says what went wrong in the user's terms, and where."""
     if isinstance(error, WholestepError):
         return error
+    if isinstance(error, KeyError) and error.__context__ is not None and _last_file(error).endswith("fx/graph.py"):
+        error = error.__context__  # torch 2.11 fails at printing the unfinished graph, which hides the cause
     where, text = user_line(error.__traceback__), str(error)
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
         reason = _VALUE_DRIVES_PYTHON
@@ -95,3 +116,7 @@ def explain(error: BaseException) -> WholestepError:
     else:
         reason = f"{type(error).__name__}: {text}"
     return CaptureError(f"The step could not be captured at {where}\n{reason}")
+
+
+def _last_file(error: BaseException) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].filename

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.guards import Guards
 from wholestep.capture.hyper import Lifter
+from wholestep.capture.ranks import axes_of, rank_inputs
 from wholestep.capture.state import LazyState, Slot, State
+from wholestep.capture.storage import Storages
 from wholestep.capture.trace import Trace, Tracer
+from wholestep.capture.version import keep_versions
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.program import edit, meta
 from wholestep.program.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
@@ -90,6 +94,7 @@ class _Job:
         self._found, self._lazy = found, lazy
         self.state: State = stating.collect(found)
         self.trace: Trace
+        self._storages: Storages
 
     def run(self, leaves: list[Any], spec: tree.TreeSpec, expected: str | None) -> tuple[Program, Binding, Guards]:
         """Traces, makes functional, describes inputs and outputs, and ties them to live objects."""
@@ -99,6 +104,7 @@ class _Job:
         stating.check_devices(self.state, user)
         names = {id(m): n for root, top in self._found.modules.values() for n, m in _named(root, top)}
         tracer = Tracer(self.state, lifter, user, names, self._found.watches)
+        self._storages = tracer.storages
         with SideEffects(self._found, self.state) as effects:
             self.trace = tracer.run(self._call)
         if effects.changed:
@@ -108,10 +114,14 @@ class _Job:
         _check_discovered(self.trace)
         self._lazy.take_back(self.trace.stepped)  # before guards are made, which hold what is left
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
+        functional.writes = self._storages.exit_writes(functional.writes)
         program, kept = self._program(functional, lifter, user)
         verify(program)
         binding = self._binding(program, kept, lifter, leaves)
-        return program, binding, self._guards(kept, lifter, leaves, data, spec)
+        guards = self._guards(kept, lifter, leaves, data, spec)
+        leaf_of = {kept[index]: leaf for index, leaf in binding.user}
+        guards.storages = self._storages.sizes(tracer.names(), leaf_of)
+        return program, binding, guards
 
     def _records(self, lifter: Lifter, user: list[torch.Tensor]) -> list[Input]:
         slots = [*self.state.slots, *(Slot(InputKind.HYPER, h.name, h.box) for h in lifter.hypers)]
@@ -120,10 +130,10 @@ class _Job:
             Input(
                 kind=s.kind, name=s.name, shape=tuple(s.tensor.shape), dtype=s.tensor.dtype,
                 placement=Placement.REPLICATE if s.kind in _REPLICATED else Placement.LOCAL,
-                trainable=s.kind is InputKind.PARAM and s.tensor.requires_grad,
+                trainable=s.kind is InputKind.PARAM and s.tensor.requires_grad, freed=i in self._storages.freed,
             )
-            for s in slots
-        ]  # fmt: skip
+            for i, s in enumerate(slots)
+        ] + rank_inputs(self.trace.ranks)  # fmt: skip
 
     def _program(self, functional: Functional, lifter: Lifter, user: list[torch.Tensor]) -> tuple[Program, list[int]]:
         """The program and, per kept input, its place among the tracer's tensors. Unused inputs are dropped."""
@@ -139,10 +149,12 @@ class _Job:
         outputs += [Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(user_nodes))]
         outputs += [Output(kind=OutputKind.GRAD, name=records[slot].name, target=slot) for slot in trace.grads]
         outputs += [Output(kind=OutputKind.STATE, name=self._state_name(*entry)) for entry in trace.new_state]
-        rest = results[trace.num_results :]
+        end = len(results) - len(trace.versions)
+        rest = results[trace.num_results : end]
         writes = {k: v for k, v in functional.writes.items() if v is not placeholders[k]}
         outputs += [Output(kind=OutputKind.WRITE, name=records[k].name, target=k) for k in writes]
         edit.set_results(graph, [*user_nodes, *rest, *writes.values()])
+        keep_versions(graph, list(zip(trace.versions, results[end:], strict=True)), writes.keys())
         edit.remove_dead_code(graph)
         targets = {o.target for o in outputs if o.target is not None}
         kept = [i for i, n in enumerate(placeholders) if n.users or i in targets or records[i].kind is InputKind.PARAM]
@@ -155,8 +167,9 @@ class _Job:
         )
         functional.module.recompile()
         program = Program(
-            module=functional.module, inputs=tuple(records[i] for i in kept), outputs=renumbered, stage=Stage.CAPTURED
-        )
+            module=functional.module, inputs=tuple(records[i] for i in kept), outputs=renumbered,
+            stage=Stage.CAPTURED, mesh=axes_of(graph, trace.ranks),
+        )  # fmt: skip
         return program, kept
 
     def _state_name(self, number: int, slot: int, path: tuple[Any, ...]) -> str:
@@ -167,7 +180,7 @@ class _Job:
         num_state, num_hyper = len(slots), len(lifter.hypers)
         place = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
         user_ids = _unique_ids(leaves, self.state)
-        tensors: list[torch.Tensor | None] = []
+        tensors: list[torch.Tensor | int | None] = []
         binding = Binding(
             tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=trace.result_spec,
             results=trace.results, result_places=[i for i, r in enumerate(self._traced_results()) if r],
@@ -177,7 +190,9 @@ class _Job:
         owner = {id(s.tensor.grad): s.tensor for s in self.state.params if s.tensor.grad is not None}
         for index, old in enumerate(kept):
             tensors.append(None)
-            if old >= num_state + num_hyper:
+            if old >= num_state + num_hyper + len(user_ids):
+                tensors[index] = trace.ranks[old - num_state - num_hyper - len(user_ids)].number
+            elif old >= num_state + num_hyper:
                 binding.user.append((index, place[user_ids[old - num_state - num_hyper]]))
             elif old >= num_state:
                 binding.hypers.append((index, lifter.hypers[old - num_state]))
@@ -226,6 +241,8 @@ class _Job:
             sources[name] = slot.tensor.detach().clone if slot.tensor.dim() == 0 else None
         for name, hyper in zip(names[len(self.state.slots) :], lifter.hypers, strict=False):
             sources[name] = _boxed(hyper.read)
+        for name, rank in zip(reversed(names), reversed(self.trace.ranks), strict=False):
+            sources[name] = partial(int, rank.number)
         return guarding.host_sources(self.trace.predicates, sources)
 
 

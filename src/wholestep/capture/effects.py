@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import random
+import re
 import sys
+from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +29,7 @@ class SideEffects:
     """
 
     def __init__(self, found: Found, state: State) -> None:
-        self._found = found
+        self._found, self._known = found, state.index.keys()
         self._random, self._numpy = random.getstate(), _numpy_state()
         self._states = [(name, opt, {p: dict(held) for p, held in opt.state.items()}) for name, opt in state.optimizers]
         self.changed: list[tuple[str, Any, Any]] = []
@@ -43,7 +47,7 @@ class SideEffects:
                 self.changed += changes
                 self._watches.append(watch)
         drew = self._put_generators_back()
-        if kind is not None or problems or drew or any(isinstance(now, Tensor) for _, _, now in self.changed):
+        if kind is not None or problems or drew or any(map(self._is_new_tensor, self.changed)):
             self.restore()
         if kind is not None:
             return
@@ -54,8 +58,12 @@ class SideEffects:
                 f"The step draws from Python's {drew} generator: one draw would be frozen in the graph. "
                 f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
             )
-        if any(isinstance(now, Tensor) for _, _, now in self.changed):
+        if any(map(self._is_new_tensor, self.changed)):
             raise CaptureError(self.sentence())
+
+    def _is_new_tensor(self, change: tuple[str, Any, Any]) -> bool:
+        """Whether a tensor of the trace was left behind. One of the state may stand elsewhere (a sharded weight)."""
+        return isinstance(change[2], Tensor) and id(change[2]) not in self._known
 
     def restore(self) -> None:
         """Puts back what the step changed."""
@@ -64,15 +72,17 @@ class SideEffects:
 
     def sentence(self) -> str:
         """What the step changed first, and what to do instead."""
-        path, then, now = next((c for c in self.changed if isinstance(c[2], Tensor)), self.changed[0])
+        path, then, now = next((c for c in self.changed if self._is_new_tensor(c)), self.changed[0])
         hint = "Do it outside the step, or keep it in a tensor."
         if path.endswith((".last_epoch", "._last_lr")):
             hint = "Call scheduler.step() outside the step; rates are read at every call."
         elif isinstance(now, Tensor):
             hint = "Return the tensor instead."
         was, is_ = ("a tensor" if isinstance(one, Tensor) else repr(one) for one in (then, now))
+        line = writer_of(path, self._found.codes)
+        where = f" at {line}" if line else ""
         return (
-            f"The step changes Python state: {path} was {was}, is {is_} after one run. That would happen once, "
+            f"The step changes Python state{where}: {path} was {was}, is {is_} after one run. That would happen once, "
             f"while capturing, and never again. {hint}"
         )
 
@@ -85,6 +95,40 @@ class SideEffects:
             sys.modules["numpy"].random.set_state(self._numpy)
             drew = "numpy.random"
         return drew
+
+
+_WRITERS = frozenset({
+    "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard",
+    "register_buffer", "__setitem__", "__setattr__", "setattr", "train", "eval", "step",
+})  # fmt: skip
+
+
+def writer_of(path: str, codes: Iterable[CodeType]) -> str:
+    """``file.py:12 in count``: the line that writes to ``model.calls``, ``log[0]`` or ``closure.n``; "" if unknown.
+
+    Read from the instructions of each line: one that stores the last name of `path`, or else an item of, or a call
+    that changes, something of a name in `path`.
+    """
+    *holders, last = [part for part in re.split(r"[.\[\]()]", path) if part]
+    item = ""
+    for code in codes:
+        for line, instructions in _lines(code):
+            names = {str(one.argval) for one in instructions}
+            where = f"{code.co_filename}:{line} in {code.co_name}"
+            if any(one.opname.startswith("STORE_") and one.argval == last for one in instructions):
+                return where
+            changes = any(one.opname == "STORE_SUBSCR" for one in instructions) or not names.isdisjoint(_WRITERS)
+            if changes and not item and not names.isdisjoint({*holders[-1:], last}):
+                item = where
+    return item
+
+
+def _lines(code: CodeType) -> Iterable[tuple[int, list[dis.Instruction]]]:
+    found: dict[int, list[dis.Instruction]] = {}
+    for one in dis.get_instructions(code):
+        if one.positions is not None and one.positions.lineno is not None:
+            found.setdefault(one.positions.lineno, []).append(one)
+    return found.items()
 
 
 def _put_back(name: str, opt: Optimizer, saved: dict[Any, dict[Any, Any]]) -> list[str]:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
-from wholestep.capture.host import HostValues, host_branches
+from wholestep.capture.host import HostValues, Known, host_branches
 from wholestep.capture.origin import node_hook
+from wholestep.capture.storage import fold_resizes
 from wholestep.errors import CaptureError
 from wholestep.program import edit, meta, ops
 
@@ -37,20 +38,20 @@ class Functional:
 
 
 def functionalize(
-    traced: fx.GraphModule, inputs: list[torch.Tensor], mode: FakeTensorMode, known: list[torch.Tensor | None]
+    traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known
 ) -> Functional:
     """The functional form of `traced`, with values and origins on its nodes.
 
     Args:
         traced: a graph of ATen operators that may write to its inputs; returns a flat list.
-        inputs: fake tensors, one per placeholder.
+        inputs: fake tensors and symbols of ranks, one per placeholder.
         mode: the fake mode they live in.
         known: per placeholder the real value of a host number, or None.
     """
     keep_random_layout(traced.graph)
     replace_custom_writes(traced.graph)
     interpreter = _OriginKeeper(traced)
-    plain = [tensor.detach() for tensor in inputs]
+    plain = [one.detach() if isinstance(one, torch.Tensor) else one for one in inputs]
     host: list[HostValues] = []
 
     def run(*args: Any) -> Any:
@@ -62,7 +63,19 @@ def functionalize(
     for op in _REPLACED_BY_FUNCTORCH:
         for node in module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
             node.target = op
+    fold_resizes(module.graph)
     return _take_writes(module)
+
+
+def functional_call(call: Callable[..., Any], inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """``call(*inputs)`` as a graph of ATen operators, for code that rewrites a captured graph.
+
+    Args:
+        call: takes and returns tensors.
+        inputs: fake tensors of `mode`, one per placeholder.
+    """
+    with mode, torch.no_grad():
+        return make_fx(torch.func.functionalize(call, remove="mutations"))(*inputs)
 
 
 class _OriginKeeper(fx.Interpreter):
@@ -74,7 +87,13 @@ class _OriginKeeper(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        return super().run_node(n)
+        result, traced = super().run_node(n), meta.value(n)
+        if isinstance(result, torch.SymInt) and n.target in _DATA_AS_NUMBER:
+            # A new symbol, of which nothing is known yet. The old one takes its place, with what the step checked.
+            tracer = get_innermost_proxy_mode().tracer  # type: ignore[union-attr]
+            set_proxy_slot(traced, tracer, get_proxy_slot(result, tracer))
+            return traced
+        return result
 
     def tag(self, node: fx.Node) -> None:
         if self._running is not None:
@@ -101,6 +120,8 @@ _HIDDEN_WRITES = {
 }
 """Operators that update running statistics in training although their schemas do not say so."""
 
+
+_DATA_AS_NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default})
 
 _NEEDS_GRAD_MODE = frozenset({_aten.mkldnn_rnn_layer.default}) if hasattr(_aten, "mkldnn_rnn_layer") else frozenset()
 """Operators that keep what their backward needs only while gradients are on."""

@@ -1,13 +1,12 @@
 """When a captured graph may be used again: the signature of a call, and the sentence that says what changed.
 
 [Note: cheap and complete]
-Every call checks everything a trace depends on. Comparing each of thousands of values would cost more than
-many a small step, so a quick test stands before each full comparison. It may say "perhaps" too often, never
-"the same" wrongly; a full comparison decides. The quick tests:
-- a dict that was not written since the last check has the same version number; a dict that was empty is empty;
-- a list, a closure cell or an attribute holds the very objects it held;
-- hooks of tensors are added through handles, which are numbered;
-- one native call compares type, dtype, device, shape, strides and ``requires_grad`` of many tensors.
+Every call checks everything a trace depends on. Comparing thousands of values in Python costs more than many a small
+step, so a native look (`native/look.cpp`) stands before the comparison. It may say "perhaps" too often, never "the
+same" wrongly; what it names is compared in full, and where there is no native look everything is. It knows:
+- a dict that was not written has the same version number; a list and a closure cell hold the very objects they held;
+- the modes of torch;
+- of each tensor type, dtype, device, shape, strides and ``requires_grad``, of a parameter its gradient and its hooks.
 What lives in a tensor itself (``.data =``, ``resize_``, ``requires_grad_``, ``.grad =``) leaves no trace in any dict,
 so every tensor of the state is looked at in every call.
 """
@@ -15,28 +14,17 @@ so every tensor of the state is looked at in every call.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.nn.modules import module as module_hooks
-from torch.utils.hooks import RemovableHandle
 
-from wholestep.capture import tree
-from wholestep.capture.quick import VERSIONED, TensorCheck, dict_version
+from wholestep.capture import quick, tree
 from wholestep.capture.state import Slot, State
-from wholestep.capture.walk import CellView, Watch, same
+from wholestep.capture.storage import Sizes
+from wholestep.capture.walk import GLOBAL_HOOKS, Watch, same
 from wholestep.program.program import InputKind
-
-_grad = attrgetter("grad")
-_NO_GRADS = {None}
-
-
-_GLOBAL_HOOKS = tuple(
-    hooks for name, hooks in vars(module_hooks).items() if name.startswith("_global_") and "hooks" in name
-)
 
 
 def modes() -> tuple[tuple[str, Any], ...]:
@@ -50,7 +38,7 @@ def modes() -> tuple[tuple[str, Any], ...]:
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
         ("float32 matmul precision", torch.get_float32_matmul_precision()),
-        ("number of global module hooks", sum(map(len, _GLOBAL_HOOKS))),
+        ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))),
     )
 
 
@@ -97,56 +85,61 @@ class Guards:
     predicates: tuple[Any, list[Any], list[bool], list[str]] | None
     """Function of host values, their sources, truths while tracing, user's lines."""
     modes: tuple[tuple[str, Any], ...] = field(default_factory=modes)
+    storages: Sizes | None = None
+    """Sizes of storages, where the step resizes some or asks for them."""
 
     def __post_init__(self) -> None:
-        self._take_tensors()
-        self._take_arguments()
-        self._take_python()
-        self._remember(self._dict_versions())
-
-    def _take_tensors(self) -> None:
         params = [slot for slot in self.state if slot.kind is InputKind.PARAM]
-        others = [slot for slot in self.state if slot.kind is not InputKind.PARAM]
-        self.state = [*params, *others]
+        self.state = [*params, *(slot for slot in self.state if slot.kind is not InputKind.PARAM)]
+        self._params = params
         self._descriptions = [describe(slot.tensor) for slot in self.state]
         self._state_ids = frozenset(id(slot.tensor) for slot in self.state)
-        # Parameters first and apart: what the check brings into the cache serves the look at the gradients.
-        self._param_slots = params
-        self._params = tuple(slot.tensor for slot in params)
-        self._others = tuple(slot.tensor for slot in others)
-        self._check_params, self._check_others = TensorCheck(self._params), TensorCheck(self._others)
-        self._without_grad = [p for p in self._params if self.grads.get(id(p)) is False]
-        self._with_grad = [p for p in self._params if self.grads.get(id(p)) is True]
-        self._entry_kinds = [_kind(p.grad) for p in self._with_grad if p.grad is not None]
-
-    def _take_arguments(self) -> None:
+        self._hooks = [_hooks_of(slot.tensor) for slot in params]
+        self._entry_kinds = [_kind(slot.tensor.grad) for slot in params]
         self._data = [number for number, data in enumerate(self.is_data) if data]
         self._things = [number for number, data in enumerate(self.is_data) if not data]
-
-    def _take_python(self) -> None:
         self.watches = [watch for watch in self.watches if watch.guard]
-        self._lists = [(w.container, w.held, w) for w in self.watches if isinstance(w.container, list)]
-        self._cells = [w for w in self.watches if isinstance(w.container, CellView)]
-        dicts = [w for w in self.watches if isinstance(w.container, dict) and not isinstance(w.container, CellView)]
-        self._opaque = [w for w in dicts if type(w.container) not in VERSIONED]
-        dicts = [w for w in dicts if type(w.container) in VERSIONED]
-        self._empty = [w for w in dicts if not w.container and w.keys is None]
-        self._filled = [w for w in dicts if w.container or w.keys is not None]
-        self._containers = [w.container for w in self._filled]
-        self._nothing = [w.container for w in self._empty]
-        self._hooks = [_hooks_of(p) for p in self._params]
-        self._has_hooks = any(self._hooks)
+        self._watched = [watch for watch in self.watches if quick.watchable(watch) is not None]
+        self._opaque = [watch for watch in self.watches if quick.watchable(watch) is None]
+        self._everything = (quick.MODES, quick.TENSORS, *range(len(self._watched)))
+        self._make_quick()
 
-    def _dict_versions(self) -> list[int]:
-        return list(map(dict_version, self._containers))
+    def _make_quick(self) -> None:
+        """The native look and match, once everything is known to be as it was while tracing."""
+        tensors = [slot.tensor for slot in self.state]
+        containers = [quick.watchable(watch) for watch in self._watched] + [(hooks, None) for hooks in GLOBAL_HOOKS]
+        self._look = quick.look(tensors, [self._want(slot) for slot in self.state], containers)
+        self._match = quick.match(self.spec, self.leaves, self.is_data, self.aliases, tensors)
 
-    def _remember(self, versions: list[int]) -> None:
-        self._versions = versions
-        self._hook_count = RemovableHandle.next_id
+    def _want(self, slot: Slot) -> int:
+        """What is looked at of a tensor besides its layout."""
+        if slot.kind is not InputKind.PARAM:
+            return quick.STATE
+        return {None: quick.PARAMETER, False: quick.WITHOUT_GRADIENT, True: quick.WITH_GRADIENT}[
+            self.grads.get(id(slot.tensor))
+        ]
+
+    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The leaves of a call for which this trace holds, the quick way. None means that `why_not` has to look."""
+        leaves = self._match.match((args, kwargs)) if self._match is not None else None
+        return leaves if leaves is not None and self._state_why_not(leaves) is None else None
 
     def why_not(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
-        return self._arguments(leaves, spec) or self._python() or self._tensors() or self._branches()
+        return self._arguments(leaves, spec) or self._state_why_not(leaves)
+
+    def _state_why_not(self, leaves: list[Any]) -> str | None:
+        moved = self._look.moved() if self._look is not None else self._everything
+        if moved or self._opaque:
+            if (why_not := self._compare(moved)) is not None:
+                return why_not
+            if self._look is not None:
+                self._look.renew()
+            else:
+                self._make_quick()
+        if self.predicates is not None and (why_not := self._branches()) is not None:
+            return why_not
+        return self.storages.why_not(leaves) if self.storages is not None else None
 
     def _arguments(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
         if spec is not self.spec and spec != self.spec:
@@ -176,56 +169,38 @@ class Guards:
                 return f"argument {number} was {was}, is {is_now}"
         return None
 
-    def _python(self) -> str | None:
-        if self.modes != (now := modes()):
+    def _compare(self, moved: tuple[int, ...]) -> str | None:
+        """Compares in full what may have changed."""
+        numbers = [number for number in moved if number >= 0]
+        other_modes = quick.MODES in moved or max(numbers, default=0) >= len(self._watched)
+        if other_modes and self.modes != (now := modes()):
             return "; ".join(f"{a[0]} was {a[1]}, is {b[1]}" for a, b in zip(self.modes, now, strict=True) if a != b)
-        slow = [w for live, held, w in self._lists if len(live) != len(held) or not all(map(is_, live, held))]
-        slow += [w for w in self._cells if _cell_moved(w)]
-        slow += self._opaque
-        versions = self._dict_versions()
-        if versions != self._versions:
-            slow += [w for w, a, b in zip(self._filled, versions, self._versions, strict=True) if a != b]
-        if any(self._nothing):
-            slow += self._empty
-        for watch in slow:
-            for path, then, new in watch.changes():
-                return f"{path} was {_short(then)}, is {_short(new)}"
-        if self._hook_count != RemovableHandle.next_id or self._has_hooks:
-            for slot, then in zip(self._param_slots, self._hooks, strict=True):
-                if not _same_hooks(_hooks_of(slot.tensor), then):
-                    return f"a hook of {slot.name} was added or removed"
-        self._remember(versions)
-        return None
+        watches = [self._watched[number] for number in sorted(numbers) if number < len(self._watched)]
+        for watch in (*watches, *self._opaque):
+            if not _untouched(watch):
+                for path, then, new in watch.changes():
+                    return f"{path} was {_short(then)}, is {_short(new)}"
+        return self._tensors() if quick.TENSORS in moved else None
 
     def _tensors(self) -> str | None:
-        params, gradients = self._check_params.holds(self._params), self._gradients()
-        if params and self._check_others.holds(self._others):
-            return gradients
+        for slot, hooks in zip(self._params, self._hooks, strict=True):
+            if not _same_hooks(_hooks_of(slot.tensor), hooks):
+                return f"a hook of {slot.name} was added or removed"
         for slot, then in zip(self.state, self._descriptions, strict=True):
             if (found := describe(slot.tensor)) != then:
                 return differ(slot.name, then, found)
-        self._check_params.renew(self._params)
-        self._check_others.renew(self._others)
-        return gradients
-
-    def _gradients(self) -> str | None:
-        """Whether each parameter has a gradient at entry where it had one. By identity: a gradient may be zero."""
-        appeared = self._without_grad and set(map(_grad, self._without_grad)) != _NO_GRADS
-        if appeared or any(map(is_, map(_grad, self._with_grad), repeat(None))):
-            for slot in self._param_slots:
-                before, now = self.grads.get(id(slot.tensor)), slot.tensor.grad is not None
-                if before is not None and before != now:
-                    was, is_now = ("a", "none") if before else ("no", "one")
-                    return f"{slot.name} had {was} gradient at entry, now it has {is_now}"
-        for param, then in zip(self._with_grad, self._entry_kinds, strict=True):
-            if (found := _kind(param.grad)) != then:
-                name = next(slot.name for slot in self._param_slots if slot.tensor is param)
-                return f"the gradient of {name} at entry was {_spell_kind(then)}, is {_spell_kind(found)}"
+        for slot, kind in zip(self._params, self._entry_kinds, strict=True):
+            # By identity: a gradient may be zero, and then it is not true.
+            before, now = self.grads.get(id(slot.tensor)), slot.tensor.grad is not None
+            if before is not None and before != now:
+                was, is_now = ("a", "none") if before else ("no", "one")
+                return f"{slot.name} had {was} gradient at entry, now it has {is_now}"
+            if before and (new := _kind(slot.tensor.grad)) != kind:
+                return f"the gradient of {slot.name} at entry was {_spell_kind(kind)}, is {_spell_kind(new)}"
         return None
 
     def _branches(self) -> str | None:
-        if self.predicates is None:
-            return None
+        assert self.predicates is not None
         function, sources, truths, lines = self.predicates
         with torch.no_grad():
             found = function(*(source() for source in sources))
@@ -244,12 +219,12 @@ def _spell_kind(kind: tuple[Any, ...]) -> str:
     return ", ".join(one.__name__ if isinstance(one, type) else str(one).removeprefix("torch.") for one in kind)
 
 
-def _cell_moved(watch: Watch) -> bool:
-    """Whether a closure cell may hold something else."""
-    try:
-        return any(watch.container[key] is not watch.held[key] for key in watch.keys or ())
-    except (KeyError, ValueError):  # an empty cell
-        return True
+def _untouched(watch: Watch) -> bool:
+    """Whether a container holds the very objects it held: the usual case, told sooner than by `Watch.changes`."""
+    now, then = watch.container, watch.held
+    if type(now) not in quick.VERSIONED or len(now) != len(then):
+        return False
+    return all(map(is_, now.values(), then.values())) and all(map(is_, now, then))
 
 
 def _alias(number: int, first: int) -> str:

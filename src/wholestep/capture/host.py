@@ -11,7 +11,7 @@ host inputs to the truth value, checked before each later call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -26,24 +26,32 @@ from wholestep.capture import blame
 from wholestep.program import ops
 
 _UNKNOWN = object()
+Known = Sequence[torch.Tensor | int | None]
+"""Per placeholder: the real value of a host number, the number of a rank, or None."""
 _TRUTH: Callable[[Any], bool] = bool
+
+
+def running_tracer() -> Any:
+    """The tracer of the make_fx trace that is running; None where none is."""
+    mode = get_innermost_proxy_mode()
+    return None if mode is None else mode.tracer
 
 
 class HostValues:
     """Knows the values of the host scalars in a graph that is being written. Catches up when asked."""
 
     @classmethod
-    def of_trace(cls, known: list[torch.Tensor | None]) -> HostValues:
+    def of_trace(cls, known: Known) -> HostValues:
         """For the trace that is running; `known` holds the real 0-d value per placeholder, or None."""
         mode = get_innermost_proxy_mode()
         assert mode is not None
         placeholders = mode.tracer.graph.find_nodes(op="placeholder")
         return cls(mode.tracer, {n.name: real for n, real in zip(placeholders, known, strict=True) if real is not None})
 
-    def __init__(self, tracer: Any, known: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tracer: Any, known: dict[str, torch.Tensor | int]) -> None:
         self._tracer = tracer
         self._known = known
-        """Placeholder name -> real 0-d CPU tensor; cloned before anything is computed."""
+        """Placeholder name -> real 0-d CPU tensor, cloned before anything is computed, or a rank."""
         self._values: dict[fx.Node, Any] = {}
         self._cursor: fx.Node | None = None
         self.predicates: dict[tuple[Any, ...], tuple[fx.Node, bool, str]] = {}
@@ -52,7 +60,8 @@ class HostValues:
     def _catch_up(self) -> None:
         graph: fx.Graph = self._tracer.graph
         node = graph._root.next if self._cursor is None else self._cursor.next
-        with _disable_current_modes(), torch.no_grad():  # these are real numbers: the trace must not see them
+        # These are real numbers: the trace must not see them.
+        with _disable_current_modes(), _outside_of_fake_kernels(), torch.no_grad():
             while node.op != "root":
                 found = self._run(node)
                 if found is not _UNKNOWN:
@@ -63,7 +72,7 @@ class HostValues:
     def _run(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             known = self._known.get(node.name)
-            return _UNKNOWN if known is None else known.clone()
+            return _UNKNOWN if known is None else known.clone() if isinstance(known, torch.Tensor) else known
         if node.op == "get_attr":
             held = getattr(self._tracer.root, str(node.target), None)
             return (
@@ -76,7 +85,8 @@ class HostValues:
                 if position < len(node.args):
                     fx.node.map_arg(node.args[position], lambda arg: self._values.pop(arg, None))
             return _UNKNOWN
-        if not node.all_input_nodes or ops.is_random(node.target) or ops.is_collective(node):
+        unknown = ops.is_random(node.target) or ops.is_collective(node) or node.target is ops.VERSION
+        if unknown or not node.all_input_nodes:
             return _UNKNOWN
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._values[arg])
         assert callable(node.target)
@@ -84,17 +94,41 @@ class HostValues:
 
     def truth(self, symbol: Any, line: str) -> bool | None:
         """The truth of a symbolic condition if it is over host scalars, recorded as a predicate; else None."""
+        node = self._known_node(symbol)
+        if node is None:
+            return None
+        result = bool(self._values[node])
+        if not self._is_constant(node):
+            self.predicates.setdefault(structure(node), (node, result, line))
+        return result
+
+    def number(self, symbol: Any) -> int | None:
+        """The value of a symbolic number that is made of ranks and constants alone; else None."""
+        node = self._known_node(symbol)
+        return int(self._values[node]) if node is not None and self._is_constant(node) else None
+
+    def _known_node(self, symbol: Any) -> fx.Node | None:
         slot = get_proxy_slot(symbol, self._tracer, None)
         if slot is None:
             return None
         proxy = slot.force() if hasattr(slot, "force") else slot
         node: fx.Node = proxy.node
         self._catch_up()
-        if node not in self._values:
-            return None
-        result = bool(self._values[node])
-        self.predicates.setdefault(structure(node), (node, result, line))
-        return result
+        return node if node in self._values else None
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether the value is made of ranks, which never change in a process."""
+        if node.op == "placeholder":
+            return isinstance(self._known.get(node.name), int)
+        return bool(node.all_input_nodes) and all(map(self._is_constant, node.all_input_nodes))
+
+
+@contextmanager
+def _outside_of_fake_kernels() -> Iterator[None]:
+    """A fake kernel may branch, too (``beta ** steps``). While it runs, operators are sent to their meta kernels."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(False)
+        yield
 
 
 def structure(node: Any) -> Any:

@@ -1,83 +1,91 @@
-"""Two native checks that torch keeps for Dynamo's guards, behind one door, each with a plain fallback."""
+"""What stands before full comparisons: the native look and the native match of arguments, where they are there."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-_TensorGuards: Any = None
-_native_dict_version: Any = None
-with suppress(ImportError, AttributeError):  # every supported release has both
-    from torch._C._dynamo import guards as _native
+from wholestep.capture import native, tree
+from wholestep.capture.native.probe import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
+from wholestep.capture.views import CellView
+from wholestep.capture.walk import Watch
 
-    _TensorGuards, _native_dict_version = _native.TensorGuards, _native.dict_version
+__all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
 
-VERSIONED: tuple[type, ...] = (dict, defaultdict, OrderedDict)
-"""Kinds of dict whose version tells of every write. A subclass in Python may read from elsewhere."""
+TENSORS, MODES = -1, -2
+"""Numbers that `Look.moved` gives besides those of containers."""
 
-_never_the_same = iter(range(-1, -(2**62), -1))
-
-
-def plain_dict_version(container: dict[Any, Any]) -> int:
-    """A negative number that differs at every call: says "compare in full"."""
-    return next(_never_the_same)
+_THINGS = (bool, int, float, str, type(None), nn.Module, Optimizer)
+"""Leaves without data that are compared natively: by identity, numbers and text by value."""
 
 
-_WRITES: tuple[Callable[[Any], Any], ...] = (
-    lambda d: d.update(a=2), lambda d: d.__setitem__("b", 3), lambda d: d.pop("b"), lambda d: d.clear(),
-)  # fmt: skip
+class Look(Protocol):
+    """What may have changed since everything was last compared."""
+
+    def moved(self) -> tuple[int, ...]:
+        """Numbers of containers, TENSORS and MODES. What is not named has not changed."""
+
+    def renew(self) -> None:
+        """Says that everything which the last `moved` named was compared and is as it was."""
 
 
-def _works() -> bool:
-    """Whether the native version stays while a dict is read, and changes with every way to write to it."""
-    try:
-        for kind in VERSIONED:
-            probe: Any = kind()
-            probe["a"] = 1
-            seen = [_native_dict_version(probe)]
-            if probe["a"] != 1 or seen[0] != _native_dict_version(probe):
-                return False
-            for write in _WRITES:
-                write(probe)
-                seen.append(_native_dict_version(probe))
-            if len(set(seen)) != len(seen):
-                return False
-    except Exception:
-        return False
-    return True
+class Match(Protocol):
+    """The signature of a call."""
+
+    def match(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any] | None:
+        """The leaves of ``(args, kwargs)`` if the call surely has this signature, else None."""
 
 
-dict_version = _native_dict_version if _native_dict_version is not None and _works() else plain_dict_version
-"""A number that changes whenever something else is written into the dict."""
+def look(tensors: Sequence[torch.Tensor], wants: Sequence[int], containers: Sequence[tuple[Any, Any]]) -> Look | None:
+    """A native look at tensors and containers as they are now; None where everything has to be compared in full.
 
-
-class TensorCheck:
-    """Whether tensors have the type, dtype, device, shape, strides and ``requires_grad`` of those it was made of.
-
-    ``holds`` being False means "compare in full", not "they differ".
+    Args:
+        wants: per tensor what is looked at besides its layout, see `wholestep.capture.native.probe`.
+        containers: pairs of a thing and what it held, as `watchable` gives them.
     """
+    module = native.module()
+    if module is None:
+        return None
+    try:
+        things, held = zip(*containers, strict=True) if containers else ((), ())
+        made: Look = module.Look(tuple(tensors), bytes(wants), things, held)
+    except TypeError:  # a tensor that is more than its TensorImpl says: sparse, a subclass with dispatch of its own
+        return None
+    return made
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._native: Any = None
-        self._empty = not tensors
-        self.renew(tensors)
 
-    def renew(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes the tensors as they are now for what is wanted."""
-        self._native = None
-        if _TensorGuards is None or not tensors:
-            return
-        try:
-            native = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            if native(*tensors):
-                self._native = native
-        except (TypeError, RuntimeError, SystemError):
-            return
+def watchable(watch: Watch) -> tuple[Any, Any] | None:
+    """A watched container as the native look takes it, with what it held; None if it cannot vouch for it."""
+    container = watch.container
+    if isinstance(container, CellView):
+        return (container.cell, watch.held[container.key]) if container.key in watch.held else None
+    if isinstance(container, list):
+        return container, tuple(watch.held)
+    return (container, None) if type(container) in VERSIONED else None
 
-    def holds(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """True only if nothing changed. A tuple is handed over without a copy."""
-        return self._empty if self._native is None else bool(self._native(*tensors))
+
+def match(
+    spec: tree.TreeSpec, leaves: Sequence[Any], is_data: Sequence[bool], aliases: Sequence[int], state: Sequence[Any]
+) -> Match | None:
+    """The native signature of a call; None where only the full comparison can tell.
+
+    Args:
+        leaves: per leaf the description of a tensor (`wholestep.capture.guards.describe`), or the thing itself.
+        aliases: per leaf that is data the first leaf that is the same tensor.
+        state: tensors of the state, which are no data.
+    """
+    module, structure, alias = native.module(), tree.structure(spec), iter(aliases)
+    if module is None or structure is None:
+        return None
+    described = tuple((*leaf, next(alias)) if data else (leaf,) for leaf, data in zip(leaves, is_data, strict=True))
+    if not all(data or isinstance(leaf, _THINGS) for leaf, data in zip(leaves, is_data, strict=True)):
+        return None
+    try:
+        made: Match = module.Arguments(structure, described, tuple(state))
+    except TypeError:
+        return None
+    return made

@@ -1,14 +1,4 @@
-"""Runs a step once on fake tensors and writes it down as Program[CAPTURED].
-
-[Note: swapping by identity]
-The step reaches its parameters, buffers and optimizer state through objects of the user: modules, lists,
-closures, keys of ``optimizer.state``. Instead of replacing entries in all those places, the *contents* of
-each tensor object and of its fake twin are exchanged for the time of the trace and exchanged back after it.
-Whatever holds the object then sees the fake, and nothing is left behind.
-
-Source of the technique: ``torch.utils.swap_tensors``, without its check for weak references, which the
-tracer itself holds.
-"""
+"""Runs a step once on fake tensors and writes it down as Program[CAPTURED]."""
 
 from __future__ import annotations
 
@@ -28,13 +18,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _foreach_utils
 
-from wholestep.capture import blame, tree
+from wholestep.capture import blame, results, tree
+from wholestep.capture.comm import Comm
+from wholestep.capture.comm_rules import RULES
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.mark import Markers
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
+from wholestep.capture.ranks import Rank, RankSymbols
 from wholestep.capture.state import State
+from wholestep.capture.storage import Storages, check_places, place_of
+from wholestep.capture.swap import ENTRY_MARK, swapped
+from wholestep.capture.version import Versions
 from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
 from wholestep.program.program import InputKind
@@ -63,7 +59,8 @@ class Trace:
     """What one run of the step on fake tensors left."""
 
     module: fx.GraphModule
-    fakes: list[torch.Tensor]
+    fakes: list[Any]
+    """What the trace ran on, per placeholder: fake tensors, then the symbols of ranks."""
     mode: FakeTensorMode
     result_spec: tree.TreeSpec
     num_results: int
@@ -79,6 +76,10 @@ class Trace:
     """ids of parameters that had a gradient when an optimizer stepped."""
     stepped_optimizers: set[int] = field(default_factory=set)
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None = None
+    versions: list[int] = field(default_factory=list)
+    """Inputs whose version counter the step sets, in the order of the graph's last results."""
+    ranks: list[Rank] = field(default_factory=list)
+    """The groups of this process, whose numbers are the last placeholders."""
     found: list[torch.Tensor] = field(default_factory=list)
     """Real tensors that the step used and nobody had found."""
 
@@ -93,13 +94,16 @@ class Tracer:
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
         self._recorder, self._markers = OriginRecorder(names, owners), Markers()
+        self.storages, self._versions = Storages(self.reals), Versions(self.reals)
         self._mode = FakeTensorMode(
             shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True
         )
+        assert self._mode.shape_env is not None
+        self._symbols, self._comm = RankSymbols(self._mode.shape_env), Comm()
         self._out: Trace | None = None
         self._host: HostValues | None = None
-        self.known = self._known_host_values()
-        """Per placeholder: the real value of a host number, or None."""
+        self.known = [*self._known_host_values(), *(rank.number for rank in self._symbols.ranks)]
+        """Per placeholder: the real value of a host number, the number of a rank, or None."""
 
     def run(self, call: Callable[[], Any]) -> Trace:
         """Traces `call`. Raises CaptureError with the user's line; the user's objects are as before in any case."""
@@ -110,23 +114,31 @@ class Tracer:
         try:
             with self._swapped(fakes), ExitStack() as stack:
                 for slot, grad in entry_grads:
-                    grad._wholestep_entry = True  # type: ignore[attr-defined]
+                    setattr(grad, ENTRY_MARK, True)
                     slot.tensor.grad = grad
                 for context in self._contexts():
                     stack.enter_context(context)
-                module = make_fx(lambda *args: self._body(call), tracing_mode="real")(*self.reals)
+                inputs = [*self.reals, *self._symbols.symbols]
+                module = make_fx(lambda *args: self._body(call), tracing_mode="real")(*inputs)
         except Exception as error:
             raise blame.explain(error) from error
         finally:
             for slot, grad in entry_grads:
                 slot.tensor.grad = grad
-                grad.__dict__.pop("_wholestep_entry", None)
+                grad.__dict__.pop(ENTRY_MARK, None)
             self._lifter.restore()
         assert self._out is not None
         self._markers.settle(module.graph)
-        self._out.module, self._out.fakes, self._out.mode = module, fakes, self._mode
+        self.storages.settle(module.graph, self.names())
+        self._out.module, self._out.mode = module, self._mode
+        self._out.fakes, self._out.ranks = [*fakes, *self._symbols.symbols], self._symbols.ranks
         self._out.found = _undiscovered(module)
         return self._out
+
+    def names(self) -> list[str]:
+        """What errors call the tensors of `reals`."""
+        user = [f"argument tensor {number}" for number in range(len(self._user))]
+        return [*(slot.name for slot in self._state.slots), *(h.name for h in self._lifter.hypers), *user]
 
     def _make_fakes(self) -> list[torch.Tensor]:
         try:
@@ -161,17 +173,12 @@ class Tracer:
 
     @contextmanager
     def _swapped(self, fakes: list[torch.Tensor]) -> Iterator[None]:
-        done: list[tuple[torch.Tensor, torch.Tensor]] = []
-        try:
-            for real, fake in zip(self.reals, fakes, strict=True):
-                _exchange(real, fake)
-                done.append((real, fake))
-            yield
-        finally:
-            for slot in self._state.params:
-                slot.tensor.grad = None  # a gradient belongs to the implementation that leaves
-            for real, fake in reversed(done):
-                _exchange(real, fake)
+        with swapped(self.reals, fakes):
+            try:
+                yield
+            finally:
+                for slot in self._state.params:
+                    slot.tensor.grad = None  # a gradient belongs to the implementation that leaves
 
     def _contexts(self) -> Iterator[Any]:
         yield _capture_flag()
@@ -180,10 +187,14 @@ class Tracer:
         yield self._markers.on({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
         yield self._recorder.recording()
         yield traced_generator()
+        yield self.storages.recording()
+        yield self._versions.recording()
         yield from self._patches()
 
     def _patches(self) -> Iterator[Any]:
         yield host_branches(lambda: self._host)
+        yield from self._symbols.patches(lambda: self._host)
+        yield from self._comm.patches(RULES)
         for module in (_optimizer_module, _foreach_utils):  # fakes stand for plain tensors here
             plain = module._foreach_supported_types
             yield patch.object(module, "_foreach_supported_types", [*plain, FakeTensor])
@@ -230,21 +241,25 @@ class Tracer:
         self._host = HostValues.of_trace(self.known)
         out = self._out = Trace(None, [], self._mode, None, 0, [])  # type: ignore[arg-type]
         self._lifter.install()
-        storages = [slot.tensor.untyped_storage()._cdata for slot in self._state.slots]
-        leaves, out.result_spec = tree.flatten(call())
+        places = [place_of(real) for real in self.reals]
+        result = call()
+        self._comm.finish()
+        leaves, out.result_spec = results.flatten(result, self._state.index)
         if (written := self._lifter.rewritten()) is not None:
             raise CaptureError(
                 f"The step itself changes {written.name}. That would happen once, while capturing, and never again. "
                 f"Change rates outside the step; they are read at every call."
             )
         self._write_replaced()
-        self._check_storages(storages)
+        check_places(self.reals, places, self.names())
         out.num_results = len(leaves)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         out.results = [leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)]
         flat: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         flat += self._gradients(out) + self._created_state(out)
+        out.versions, versions = self._versions.at_exit()
+        flat += versions
         out.predicates = predicate_graph(self._host)
         self._host = None
         return flat
@@ -278,7 +293,7 @@ class Tracer:
             grad = slot.tensor.grad
             if grad is None:
                 continue
-            if getattr(grad, "_wholestep_entry", False):
+            if getattr(grad, ENTRY_MARK, False):
                 out.kept_grads.add(self._state.index[id(slot.tensor)])
             else:
                 out.grads.append(self._state.index[id(slot.tensor)])
@@ -301,21 +316,6 @@ class Tracer:
                     created.append(leaf)
         return created
 
-    def _check_storages(self, before: list[int]) -> None:
-        for slot, storage in zip(self._state.slots, before, strict=True):
-            if slot.tensor.untyped_storage()._cdata != storage:
-                raise CaptureError(
-                    f"The step gives {slot.name} other storage (an assignment to .data, or set_()). A graph can only "
-                    f"write values: use {slot.name}.copy_(...) under torch.no_grad()."
-                )
-
-
-def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Exchanges class, attributes and implementation of two tensor objects; their identities stay."""
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)
-
 
 def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:
     """Real tensors in the graph other than constants that the step itself made (those are lifted afresh)."""
@@ -330,9 +330,11 @@ def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:
 
 def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(data, torch.SymFloat):
-            kwargs.setdefault("dtype", torch.get_default_dtype())
+        if isinstance(data, (torch.SymFloat, torch.SymInt)):
+            kwargs.setdefault("dtype", torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64)
             return torch.full((), data, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
+        if isinstance(data, (list, tuple)) and any(isinstance(one, torch.SymInt) for one in data):
+            return torch.stack([make(one, *args, **kwargs) for one in data])
         return original(data, *args, **kwargs)
 
     return make

@@ -107,7 +107,23 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The nest again. An object is rebuilt field by field, without running its ``__init__``."""
-    return pytree.tree_unflatten(leaves, spec)
+    return leaves[0] if spec.type is None else pytree.tree_unflatten(leaves, spec)
+
+
+def structure(spec: TreeSpec) -> tuple[Any, ...] | None:
+    """The nest as tuples (type, parts, keys of a dict); a leaf is ``(None,)``.
+
+    None if it has other nodes than tuples, lists and dicts with names as keys.
+    """
+    if spec.type is None:
+        return (None,)
+    parts = tuple(structure(child) for child in spec.children())
+    if None in parts or spec.type not in (tuple, list, dict):
+        return None
+    if spec.type is not dict:
+        return (spec.type, parts)
+    keys = tuple(spec.context)
+    return (dict, parts, keys) if all(type(key) is str for key in keys) else None
 
 
 def leaves_with_keys(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import tree
+from wholestep.capture.views import CellView, ClassView
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
@@ -38,6 +39,10 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_forward_hooks_with_kwargs",
 )
+GLOBAL_HOOKS = tuple(
+    hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_") and "hooks" in name
+)
+"""The dicts of hooks that run on every module."""
 _NO_STATE = ("torch", "numpy", "builtins", "_thread", "threading", "logging", "wholestep")
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _LIBRARY_ROOTS = ("torch.", "numpy.", "wholestep.")
@@ -85,7 +90,7 @@ class Watch:
         items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
         for key, item in list(items):
             if item is new:
-                if isinstance(self.container, CellView):
+                if isinstance(self.container, (CellView, ClassView)):
                     self.container.update({key: old})
                 else:
                     self.container[key] = old
@@ -139,6 +144,8 @@ class Found:
     tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
     watches: list[Watch] = field(default_factory=list)
+    codes: list[types.CodeType] = field(default_factory=list)
+    """The user's code that the step can reach, hooks included."""
 
 
 def is_user_code(function: types.FunctionType) -> bool:
@@ -163,19 +170,25 @@ class Walker:
         self._keep: list[Any] = []  # ids in _seen stay valid while their objects live
         self._names: set[str] = set()
         self._later: list[tuple[str, Any]] = []
+        self._classes: dict[type, str] = {}
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Looks at one reachable thing."""
+        if isinstance(thing, type):
+            self._classes[thing] = name
         if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or isinstance(thing, _OPAQUE) or id(thing) in self._seen:
             return
         self._seen.add(id(thing))
         self._keep.append(thing)
         if isinstance(thing, torch.Tensor):
             self.found.tensors[id(thing)] = (name, thing)
+            self._on_tensor(name, thing, depth)
         elif isinstance(thing, nn.Module):
             self._module(name, thing, depth)
         elif isinstance(thing, Optimizer):
             self.found.optimizers[id(thing)] = (name, thing)
+            self._hooks(f"{name}.step_pre_hooks", thing._optimizer_step_pre_hooks, depth)
+            self._hooks(f"{name}.step_post_hooks", thing._optimizer_step_post_hooks, depth)
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
             self.found.schedulers.append((name, thing))
             self.visit(name + ".optimizer", thing.optimizer, depth + 1)
@@ -205,7 +218,15 @@ class Walker:
             if attributes:
                 self._watch(attributes, name, tuple(sorted(self._names)))
         self._finish_schedulers()
+        self._finish_classes()
         return self.found
+
+    def _finish_classes(self) -> None:
+        # Steps may count in a class. To look at every class before each call would cost more than it finds.
+        of_objects = {type(thing): f"type({name})" for name, thing in self._later}
+        for kind, name in {**of_objects, **self._classes}.items():
+            if _is_users(kind):
+                self._watch(ClassView(kind), name, tuple(sorted(self._names)), guard=False)
 
     def _finish_schedulers(self) -> None:
         # The training loop moves a scheduler between calls; only code that reads it makes that matter.
@@ -242,14 +263,22 @@ class Walker:
                 self._hooks(f"{path}.{hooks}", getattr(child, hooks), depth)
             for key, param in child._parameters.items():
                 if param is not None:
-                    self._hooks(f"hook of {path}.{key}", param._backward_hooks, depth)
-                    self._hooks(f"hook of {path}.{key}", param._post_accumulate_grad_hooks, depth)
+                    self._on_tensor(f"{path}.{key}", param, depth)
             for key, item in list(child.__dict__.items()):
                 if key not in _OWN_ATTRIBUTES:
                     self.visit(f"{path}.{key}", item, depth + 1)
             forward = type(child).forward
             if isinstance(forward, types.FunctionType) and is_user_code(forward):
                 self._function(f"{type(child).__name__}.forward", forward, depth)
+
+    def _on_tensor(self, name: str, tensor: torch.Tensor, depth: int) -> None:
+        """What hangs on a tensor: attributes that the user has set, and hooks."""
+        self._watch(vars(tensor), name, None, guard=bool(vars(tensor)))
+        for key, item in list(vars(tensor).items()):
+            self.visit(f"{name}.{key}", item, depth + 1)
+        self._hooks(f"hook of {name}", tensor._backward_hooks, depth)
+        if tensor.is_leaf:
+            self._hooks(f"hook of {name}", tensor._post_accumulate_grad_hooks, depth)
 
     def _hooks(self, name: str, hooks: Any, depth: int) -> None:
         for hook in (hooks or {}).values():
@@ -270,6 +299,7 @@ class Walker:
             self.visit(name, thing.__wrapped__, depth + 1)
         if not is_user_code(thing):
             return
+        self.found.codes += _codes(thing.__code__)
         names = {n for code in _codes(thing.__code__) for n in code.co_names}
         self._names |= names
         used = tuple(sorted(n for n in names if n in thing.__globals__ and not n.startswith("__")))
@@ -291,8 +321,9 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _object(self, name: str, thing: Any) -> None:
+        called = ("__call__", *self._names)  # a hook may be an object
         for method in [
-            m for m in self._names if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)
+            m for m in called if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)
         ]:
             function = inspect.getattr_static(type(thing), method)
             if id(function) not in self._seen:
@@ -302,21 +333,9 @@ class Walker:
                 self.visit(f"{name}.{key}", getattr(thing, key), 1)
 
 
-class CellView(dict[str, Any]):
-    """A closure cell that looks like a dict with one key, so that it can be watched and restored."""
-
-    def __init__(self, cell: types.CellType, key: str) -> None:
-        super().__init__()
-        self._cell, self._key = cell, key
-
-    def __contains__(self, key: object) -> bool:
-        return key == self._key
-
-    def __getitem__(self, key: str) -> Any:
-        return self._cell.cell_contents
-
-    def update(self, held: Any) -> None:  # type: ignore[override]
-        self._cell.cell_contents = held[self._key]
+def _is_users(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not kind.__module__.startswith(_NO_STATE) and "site-packages" not in file
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -340,6 +359,8 @@ def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         for leaf_name, leaf in _holders(name, arg):
             walker.visit(leaf_name, leaf)
     walker.visit(getattr(step, "__name__", "step"), step)
+    for hooks in GLOBAL_HOOKS:
+        walker._hooks("hook of every module", hooks, 0)
     return walker.finish()
 
 

@@ -12,7 +12,7 @@ Note: the model
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,14 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import REDUCE
 
 FOREVER = 1 << 60
 
 # These copy what they are given before they return; other collectives read their input until the wait.
-_COPY_FIRST = frozenset({ops.c10d.all_reduce.default, ops.c10d.broadcast.default})
+_COPY_FIRST = frozenset({
+    ops.c10d.all_reduce.default, ops.c10d.all_reduce_coalesced.default, ops.c10d.broadcast.default, REDUCE,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,11 @@ class Memory:
                 block.inputs.append(node)
             block.constant |= node.op == "get_attr"
 
-    def insert(self, new: fx.Node, *, at: fx.Node, onto: fx.Node | None = None) -> None:
+    def insert(self, new: fx.Node, *, at: fx.Node, onto: fx.Node | Sequence[fx.Node] | None = None) -> None:
         """`new` stands where `at` stands and is read as long; it lives in the memory of `onto`, or in its own."""
         self.position[new], self.last_read[new] = self.position[at], self.last_read[at]
         if onto is not None:
-            meta.set_value(new, meta.value(onto))
+            meta.set_value(new, meta.value(onto) if isinstance(onto, fx.Node) else list(map(meta.value, onto)))
             self._moved.add(new)
         self.enter(new)
 
@@ -129,6 +132,8 @@ class Memory:
         for user in node.users:
             if user.op == "output":
                 return FOREVER
+            if user.target in (ops.VERSION, ops.SET_VERSION):  # a counter is no memory
+                continue
             # Taking an element out of a list reads no memory.
             if user.target is operator.getitem and not isinstance(meta.value(node), torch.Tensor):
                 continue
@@ -137,7 +142,9 @@ class Memory:
 
     def _reads_until(self, user: fx.Node) -> int:
         if ops.is_collective(user) and user.target not in _COPY_FIRST:
-            return max([self.position[user], *(self.position[wait] for wait in user.users if wait.op != "output")])
+            if any(one.op == "output" for item in (user, *user.users) for one in item.users):
+                return FOREVER  # the caller waits
+            return max([self.position[user], *(self.position[wait] for wait in ops.waits(user))])
         return self.position[user]
 
     def _root(self, storage: int) -> int:
@@ -171,12 +178,18 @@ def span_of(tensor: torch.Tensor) -> Span:
     return Span(storage, start * item, (start + reach + 1) * item)
 
 
+def same_numbers(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes or strides are known to be equal. Sizes that are data are if they are the same expression."""
+    known = all(isinstance(number, int) for number in (*a, *b))
+    return tuple(a) == tuple(b) if known else list(map(str, a)) == list(map(str, b))
+
+
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether one can stand in for the other: shape, strides, type, device."""
     return (
         a.layout is b.layout is torch.strided
-        and a.shape == b.shape
-        and a.stride() == b.stride()
+        and same_numbers(a.shape, b.shape)
+        and same_numbers(a.stride(), b.stride())
         and a.dtype == b.dtype
         and a.device == b.device
         and a.is_conj() == b.is_conj()

@@ -95,8 +95,8 @@ def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[
     """For each reduction, the earlier ones that must be over before it can start.
 
     Those are the ones its gradient is computed from. Besides: merging delays whoever reads a member, and a
-    random operator must not be delayed past another one, so whatever a random operator or an effect
-    depends on has to be over before any later gradient is taken.
+    random operator must not be delayed past another one, so whatever a random operator, an effect or a collective
+    of the user depends on has to be over before any later gradient is taken.
     """
     index_of = {wait: index for index, one in enumerate(reductions) for wait in one.waits}
     number_of = {one.start: index for index, one in enumerate(reductions)}
@@ -108,7 +108,8 @@ def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[
         for arg in node.all_input_nodes:
             mask |= masks[arg]
         masks[node] = mask
-        if node.op == "call_function" and ops.has_effect(node.target):
+        theirs = ops.is_collective(node) and meta.bucket(node) is None
+        if node.op == "call_function" and (theirs or ops.has_effect(node.target)):
             fence |= mask
         if node in number_of:
             needs[number_of[node]] = frozenset(_bits(mask | fence))

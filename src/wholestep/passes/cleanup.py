@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.passes.alias import same_layout, same_place
+from wholestep.passes.alias import same_layout, same_numbers, same_place
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import OutputKind, Program
 
@@ -84,11 +84,12 @@ def _copied(node: fx.Node) -> fx.Node | None:
     if node.target is not _aten.copy.default:
         return None
     old, new = node.args[:2]
-    if not isinstance(old, fx.Node) or not isinstance(new, fx.Node):
-        return None
+    if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or old.target is ops.RESIZE_STORAGE:
+        return None  # what is copied into an input that the step freed and allocated belongs there
     one, other = meta.tensor(old), meta.tensor(new)
     if all(user.op == "output" for user in node.users):  # the write itself takes any order of memory
-        return new if (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) else None
+        same = same_numbers(one.shape, other.shape) and (one.dtype, one.device) == (other.dtype, other.device)
+        return new if same else None
     return new if same_layout(one, other) else None
 
 

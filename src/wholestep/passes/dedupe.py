@@ -19,12 +19,13 @@ def dedupe(program: Program) -> Program:
     """The program with one collective, or one host scalar, in the place of several that have the same arguments.
 
     Placement asks for a value where it is needed, so two readers of one value may both ask. Gradients that
-    two parameters share become members of one reduction.
+    two parameters share become members of one reduction. Only collectives to which every rank gives a value that
+    counts take part: what a rank gives to a broadcast of another says nothing about what the others get.
     """
     first: dict[Any, fx.Node] = {}
     dropped = scalars = 0
     for node in list(program.graph.nodes):
-        collective = (ops.is_collective(node) and not ops.mutated_args(node.target)) or node.target is ops.WAIT
+        collective = node.target in ops.SYMMETRIC or node.target is ops.WAIT
         if not collective and not _is_arithmetic(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))

@@ -20,6 +20,16 @@ def default_passes(*, cap_bytes: int, extra: Sequence[Pass] = ()) -> list[Pass]:
         extra: passes of the user; they see the functional graph, with its buckets, before anything runs in place.
     """
     return [
+        *optimizations(cap_bytes=cap_bytes),
+        *extra,
+        # Last: from here on the order of the nodes is fixed, and values that are dead are overwritten.
+        reinplace,
+    ]
+
+
+def optimizations(*, cap_bytes: int) -> list[Pass]:
+    """The passes that a step can do without: its numbers are the same, its messages more and smaller."""
+    return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         cleanup,
         # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
@@ -27,7 +37,4 @@ def default_passes(*, cap_bytes: int, extra: Sequence[Pass] = ()) -> list[Pass]:
         dedupe,
         # On the functional graph: readers of gradients can still be moved freely.
         partial(bucket, cap_bytes=cap_bytes),
-        *extra,
-        # Last: from here on the order of the nodes is fixed, and values that are dead are overwritten.
-        reinplace,
     ]

@@ -86,6 +86,7 @@ class _Reinplace:
         self.last_fence = max((self.memory.position[node] for node in sink.fences(program.graph)), default=-1)
         written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         self.writable = {node for index, node in enumerate(program.placeholders) if index in written}
+        self.arguments = sink.arguments(program)
         self.overwritten: set[fx.Node] = set()
         """Inputs that a call writes to."""
         self.num_done = 0
@@ -117,16 +118,17 @@ class _Reinplace:
         if ops.is_collective(node) and not value.is_contiguous():
             return False  # the functional collective copies into order first, the in-place one refuses
         block = self.memory.block(change.old)
-        if block.constant or not self._inputs_allow(block.inputs, position):
+        if block.constant or not self._inputs_allow(block.inputs, node):
             return False
         if self.memory.read_later(change.old, position) is not None:
             return False
         return self._arguments_allow(node, change, arguments[id(block)])
 
-    def _inputs_allow(self, inputs: Sequence[fx.Node], position: int) -> bool:
+    def _inputs_allow(self, inputs: Sequence[fx.Node], node: fx.Node) -> bool:
         if not inputs:
             return True
-        return len(inputs) == 1 and inputs[0] in self.writable and position > self.last_fence
+        late = self.memory.position[node] > self.last_fence or sink.frees(node, self.arguments)
+        return len(inputs) == 1 and inputs[0] in self.writable and late
 
     def _arguments_allow(self, node: fx.Node, change: _Change, sharing: Sequence[_Argument]) -> bool:
         """Whether no other argument overlaps with the value, other than as itself in an elementwise call."""
@@ -170,7 +172,10 @@ class _Reinplace:
         meta.copy_meta(node, new)
         for old in into.values():
             self.overwritten.update(memory.block(old).inputs)
-        if _gives_lists(node):
+        if ops.is_collective(node) and _gives_lists(node):  # its results are waited for, one by one
+            memory.insert(new, at=node, onto=[into[0, index] for index in range(len(into))])
+            edit.replace_node(node, new)
+        elif _gives_lists(node):
             meta.set_value(new, None)
             memory.insert(new, at=node)
             self._read_elements(node, into)
@@ -194,18 +199,35 @@ class _Reinplace:
         """Copies what is not yet where it belongs. Gives the number of bytes copied."""
         placeholders, results = self.program.placeholders, list(self.program.results)
         pending: dict[fx.Node, fx.Node] = {}
+        freed: dict[fx.Node, fx.Node] = {}
         for index, output in enumerate(self.program.outputs):
             value = results[index]
             if output.kind is OutputKind.WRITE and output.target is not None and isinstance(value, fx.Node):
                 target = placeholders[output.target]
                 if not same_place(meta.tensor(value), meta.tensor(target)):
-                    pending[target] = value
+                    (freed if ops.frees_storage(value) else pending)[target] = value
                 results[index] = None
         with self.graph.inserting_before(self.graph.output_node()):
-            self._protect_returned(results, self.overwritten | pending.keys())
+            self._protect_returned(results, self.overwritten | pending.keys() | freed.keys())
+            for target in self._without_memory().intersection(pending):
+                edit.emit(self.graph, ops.RESIZE_STORAGE_, target, meta.num_bytes(target), like=pending[target])
             self._copy(pending)
+            for target, value in freed.items():
+                edit.emit(self.graph, ops.RESIZE_STORAGE_, target, 0, like=value)
+        for node in self.graph.find_nodes(op="call_function", target=ops.SET_VERSION):
+            self.graph.output_node().prepend(node)  # behind the writes, which count
         edit.set_results(self.graph, results)
         return sum(meta.num_bytes(target) for target in pending)
+
+    def _without_memory(self) -> set[fx.Node]:
+        """Inputs whose storage has 0 bytes behind the last call."""
+        pairs = zip(self.program.placeholders, self.program.inputs, strict=True)
+        found = {node for node, record in pairs if record.freed}
+        for call in self.graph.find_nodes(op="call_function", target=ops.RESIZE_STORAGE_):
+            found.difference_update(self.memory.block(call).inputs)
+            if ops.frees_storage(call):
+                found.update(self.memory.block(call).inputs)
+        return found
 
     def _protect_returned(self, results: list[Any], written: set[fx.Node]) -> None:
         """Clones what is returned and lives in an input that is written, now or at the next call."""
@@ -304,4 +326,5 @@ def _can_clone(change: _Change) -> bool:
 
 
 def _num_bytes(changes: Sequence[_Change]) -> int:
-    return sum(change.new.numel() * change.new.element_size() for change in changes)
+    sizes = (change.new.numel() * change.new.element_size() for change in changes)
+    return sum(size for size in sizes if isinstance(size, int))

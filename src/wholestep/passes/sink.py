@@ -3,17 +3,19 @@
 An input must not be written before every collective has succeeded, nor before the last look-up that may
 find an index out of range: an error leaves all inputs as they were. An update that stands before the last
 such call, a *fence* (bucket 1 has arrived and its parameters are updated, bucket 2 is still under way; a
-metric is reduced after the optimizer), is therefore moved behind it, with everything that reads it.
+metric is reduced after the optimizer), is therefore moved behind it, with everything that reads it. What the step
+does to free the memory of an argument stays: that is given up even if the step fails later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.fx as fx
 
 from wholestep.program import edit, ops
-from wholestep.program.program import OutputKind, Program
+from wholestep.program.program import InputKind, OutputKind, Program
 
 
 def fences(graph: fx.Graph) -> list[fx.Node]:
@@ -43,9 +45,25 @@ def sink_updates(program: Program) -> int:
     return num_moved
 
 
+def arguments(program: Program) -> set[fx.Node]:
+    """The inputs that are arguments of the call, and their views."""
+    found = {n for n, record in zip(program.placeholders, program.inputs, strict=True) if record.kind is InputKind.USER}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(_nodes(node, ops.viewed_args(node.target))):
+            found.add(node)
+    return found
+
+
+def frees(value: Any, tensors: set[fx.Node]) -> bool:
+    """Whether the value is a call that gives up the memory of one of `tensors`."""
+    return isinstance(value, fx.Node) and ops.frees_storage(value) and value.args[0] in tensors
+
+
 def _updates(program: Program) -> set[fx.Node]:
     """Calls that could overwrite an input that has a WRITE output, or a view of one."""
-    targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+    own = arguments(program)
+    ends = zip(program.outputs, program.results, strict=True)
+    targets = {end.target for end, value in ends if end.kind is OutputKind.WRITE and not frees(value, own)}
     written = {node for index, node in enumerate(program.placeholders) if index in targets}
     found = set()
     for node in program.graph.nodes:
@@ -54,6 +72,8 @@ def _updates(program: Program) -> set[fx.Node]:
         if not written.isdisjoint(_nodes(node, ops.viewed_args(node.target))):
             written.add(node)
         twin = ops.in_place_variant(node.target)
+        if frees(node, own):
+            continue
         if twin is not None and not written.isdisjoint(_nodes(node, ops.written_by(twin, node.kwargs))):
             found.add(node)
     return found

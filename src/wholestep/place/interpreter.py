@@ -72,7 +72,9 @@ class Placer:
                 started = True
             self.values[node] = self._write(node)
         module = fx.GraphModule(self.program.module, self.graph)
-        placed = replace(self.program, module=module, stage=Stage.PLACED, mesh=(self.strategy.axis,))
+        own = self.strategy.axis
+        mesh = (own, *(axis for axis in self.program.mesh if axis.group != own.group))
+        placed = replace(self.program, module=module, stage=Stage.PLACED, mesh=mesh)
         return placed.with_notes(*self.notes) if self.notes else placed
 
     def _write(self, node: fx.Node) -> Any:

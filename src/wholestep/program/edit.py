@@ -32,16 +32,23 @@ def remove_dead_code(graph: fx.Graph) -> int:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node.op == "call_function" and (ops.has_effect(node.target) or _ends_an_effect(node)):
+        if node.op == "call_function" and (ops.has_effect(node.target) or _takes_part(node)):
             continue
         graph.erase_node(node)
         removed += 1
     return removed
 
 
-def _ends_an_effect(node: fx.Node) -> bool:
-    """Whether the node waits for a collective that writes in place, and so for its result."""
-    return node.target is ops.WAIT and any(ops.mutated_args(arg.target) for arg in node.all_input_nodes)
+def _takes_part(node: fx.Node) -> bool:
+    """Whether the node starts or ends a collective that other ranks take part in, whoever reads it here.
+
+    A metric may be reduced on all ranks and read on one. Reductions of gradients are ours: each of them is read
+    until a pass has replaced it on every rank.
+    """
+    start = ops.waited_for(node) if node.target is ops.WAIT else node
+    if not ops.is_collective(start):
+        return node.target is ops.WAIT  # for a collective that was started before the step
+    return meta.bucket(start) is None or bool(ops.mutated_args(start.target))
 
 
 def emit(
@@ -52,15 +59,20 @@ def emit(
     `like` gives the new node its origin (part of the step, module, source line).
     """
     node = graph.call_function(target, args, kwargs)
-    real_args, real_kwargs = pytree.tree_map(lambda a: meta.value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
-    if target is operator.getitem:
-        meta.set_value(node, real_args[0][real_args[1]])
-    else:
-        with meta.fake_mode(graph), torch.no_grad():
-            meta.set_value(node, target(*real_args, **real_kwargs))
+    evaluate(node)
     if like is not None:
         meta.set_origin(node, meta.origin(like))
     return node
+
+
+def evaluate(node: fx.Node) -> None:
+    """Computes the value of a call with the fake values of its arguments, and records it."""
+    args, kwargs = pytree.tree_map(lambda a: meta.value(a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+    if node.target is operator.getitem:
+        meta.set_value(node, args[0][args[1]])
+    else:
+        with meta.fake_mode(node.graph), torch.no_grad():
+            meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:

@@ -84,8 +84,8 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of every tensor that the node gives."""
-    return sum(one.numel() * one.element_size() for one in tensors(node))
+    """Bytes of every tensor that the node gives. One whose size is data counts as nothing."""
+    return sum(one.numel() * one.element_size() for one in tensors(node) if isinstance(one.numel(), int))
 
 
 def origin(node: fx.Node) -> Origin:

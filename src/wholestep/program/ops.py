@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from wholestep.program.collectives import BARRIER, EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+
 c10d = torch.ops._c10d_functional
 
 LIBRARY = torch.library.Library("wholestep", "DEF")
@@ -25,12 +27,66 @@ def _fake_gradient(grad: torch.Tensor, name: str) -> torch.Tensor:
 GRADIENT = torch.ops.wholestep.gradient.default
 """Marks the accumulated gradient of the parameter called `name`; placement consumes it, none is left after it."""
 
+LIBRARY.define("resize_storage(Tensor self, SymInt num_bytes) -> Tensor")
+LIBRARY.define("resize_storage_(Tensor(a!) self, SymInt num_bytes) -> Tensor(a!)")
+LIBRARY.define("version(Tensor self) -> SymInt")
+LIBRARY.define("set_version(Tensor self, SymInt version) -> ()")
+
+
+def _resize_storage_(self: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    self.untyped_storage().resize_(num_bytes)
+    return self
+
+
+def _resized(self: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+    return _resize_storage_(made, num_bytes)
+
+
+LIBRARY.impl("resize_storage_", _resize_storage_, "CompositeExplicitAutograd")
+LIBRARY.impl("resize_storage", _resized, "CompositeExplicitAutograd")
+LIBRARY.impl("version", lambda self: self._version, "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "set_version",
+    lambda self, version: torch._C._autograd._unsafe_set_version_counter((self,), (version,)),
+    "CompositeExplicitAutograd",
+)
+# A fake tensor keeps its memory: who shares it with whom is read from it, and the size it has is asked of the node.
+torch.library.register_fake("wholestep::resize_storage_", lambda self, num_bytes: self, lib=LIBRARY)
+torch.library.register_fake(
+    "wholestep::resize_storage",
+    lambda self, num_bytes: torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device),
+    lib=LIBRARY,
+)
+torch.library.register_fake(
+    "wholestep::version", lambda self: self.fake_mode.shape_env.create_unbacked_symint(), lib=LIBRARY
+)
+torch.library.register_fake("wholestep::set_version", lambda self, version: None, lib=LIBRARY)
+
+RESIZE_STORAGE = torch.ops.wholestep.resize_storage.default
+"""``x`` with a storage of `num_bytes` bytes: 0 frees it, the bytes of ``x`` allocate it. Contents are undefined."""
+RESIZE_STORAGE_ = torch.ops.wholestep.resize_storage_.default
+"""The same, done to ``x`` itself."""
+VERSION = torch.ops.wholestep.version.default
+"""The version counter that autograd keeps of an input, as the step finds it."""
+SET_VERSION = torch.ops.wholestep.set_version.default
+"""Sets the version counter of an input, behind the last write to it."""
+
 WAIT = c10d.wait_tensor.default
 COLLECTIVES = frozenset({
     c10d.all_reduce.default, c10d.all_reduce_.default, c10d.all_gather_into_tensor.default,
     c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default, c10d.broadcast_.default,
+    c10d.all_reduce_coalesced.default, c10d.all_reduce_coalesced_.default,
+    c10d.all_gather_into_tensor_coalesced.default, c10d.reduce_scatter_tensor_coalesced.default,
+    REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE,
 })  # fmt: skip
-"""Collectives that start work; each is followed by a WAIT."""
+"""Collectives that start work; each of their results is followed by a WAIT."""
+
+SYMMETRIC = frozenset({
+    c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default, REDUCE_SCATTER,
+})  # fmt: skip
+"""Collectives to which every rank gives a value that counts: equal ones on one rank are equal on all."""
 
 # Aliases that the schema does not declare: the wait gives back the tensor it waited for.
 _UNDECLARED_VIEWS = frozenset({WAIT, torch.ops.aten._unsafe_view.default})
@@ -39,6 +95,26 @@ _UNDECLARED_VIEWS = frozenset({WAIT, torch.ops.aten._unsafe_view.default})
 def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective."""
     return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def waits(node: fx.Node) -> list[fx.Node]:
+    """The waits of a collective: of its result, or of each of its results."""
+    readers = [user for one in node.users for user in (one.users if one.target is operator.getitem else [one])]
+    return [reader for reader in readers if reader.target is WAIT]
+
+
+def waited_for(wait: fx.Node) -> fx.Node:
+    """The node that started what `wait` waits for."""
+    source = wait.args[0]
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    assert isinstance(source, fx.Node)  # a wait takes a tensor
+    return source
+
+
+def frees_storage(node: fx.Node) -> bool:
+    """Whether the node gives its tensor back without memory."""
+    return node.target in (RESIZE_STORAGE, RESIZE_STORAGE_) and node.args[1:] == (0,)
 
 
 def is_op(node: fx.Node) -> bool:
@@ -65,6 +141,23 @@ def viewed_args(op: Any) -> tuple[int, ...]:
     if not any(ret.alias_info is not None for ret in op._schema.returns):
         return ()
     return tuple(i for i, arg in enumerate(op._schema.arguments) if arg.alias_info is not None)
+
+
+_READS_SHAPE_ONLY = frozenset({
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_empty_strided", "sym_size", "sym_stride", "sym_numel",
+    "sym_storage_offset",
+})  # fmt: skip
+
+
+@cache
+def reads_no_values(op: Any) -> bool:
+    """Whether a call looks at nothing of its tensors but shape, type and place: a view, ``zeros_like``, a version."""
+    if op is operator.getitem or op in (VERSION, SET_VERSION):
+        return True
+    if not isinstance(op, torch._ops.OpOverload) or mutated_args(op):
+        return False
+    return bool(viewed_args(op)) or op._schema.name.split("::")[1] in _READS_SHAPE_ONLY
 
 
 @cache
@@ -113,6 +206,8 @@ _CHECKS_VALUES = frozenset({
 })  # fmt: skip
 """ATen operators that may refuse the values they get: an index out of range, a matrix without an inverse."""
 
+_NEEDS_PEERS = frozenset({REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE, BARRIER})
+
 
 @cache
 def may_fail(op: Any) -> bool:
@@ -120,7 +215,7 @@ def may_fail(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return False
     if op.namespace in ("aten", "prims", "wholestep"):
-        return op._schema.name.split("::")[1] in _CHECKS_VALUES
+        return op in _NEEDS_PEERS or op._schema.name.split("::")[1] in _CHECKS_VALUES
     return not op._schema.name.startswith("wholestep_functional::aten__")
 
 

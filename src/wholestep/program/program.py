@@ -28,6 +28,7 @@ class InputKind(enum.Enum):
     TENSOR = "tensor"  # a loose tensor found in a closure, a global or an attribute
     HYPER = "hyper"  # a number of a parameter group, as a 0-d float64 CPU tensor until it is lowered
     RNG = "rng"  # state of a random generator
+    RANK = "rank"  # the number of this process in a process group, as a Python int
     USER = "user"  # a tensor in the arguments of the call
 
 
@@ -61,6 +62,8 @@ class Input:
     placement: Placement = Placement.LOCAL
     trainable: bool = False
     """Whether a parameter takes part in training (``requires_grad``)."""
+    freed: bool = False
+    """Whether it comes without memory: its storage has 0 bytes, and nothing may read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ class MeshAxis:
     size: int
     group: str
     """Name of the process group, as functional collectives take it."""
+    ranks: tuple[int, ...] | None = None
+    """The ranks of the world in the group, where the axis does not divide the whole world into such groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,7 @@ class Program:
     outputs: tuple[Output, ...]
     stage: Stage
     mesh: tuple[MeshAxis, ...] = ()
+    """First the axis of the strategy, once the program is placed; then those that the step itself communicates over."""
     history: tuple[PassRecord, ...] = ()
 
     @property

@@ -23,16 +23,18 @@ import builtins
 import difflib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 
 from wholestep.errors import InternalError
-from wholestep.program import meta, ops
-from wholestep.program.program import Input, Program
+from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import BARRIER, EXCHANGE, SCATTER, group_named
+from wholestep.program.program import Input, MeshAxis, Program
 
 _INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -82,32 +84,78 @@ def diff(a: Program, b: Program) -> str:
     return "\n".join(lines)
 
 
-def plan_text(program: Program) -> str:
+def plan_text(program: Program, *, by_rank: bool = False) -> str:
     """The schedule of collectives, the same text on every rank that runs the same plan.
 
     One line per start and one per wait, in order, with mesh axes in the place of process groups, below a
     header with the version of torch and the mesh. Ranks compare it before they talk to each other.
+
+    What concerns some ranks only stands in lines that begin with them, and their order counts by beginning:
+    ``[0,2] all_reduce float32[8] sum`` for a group outside of which there are ranks, ``[0>1 ...]`` for a message.
+    With `by_rank` every group but the world is written so: the form in which ranks are
+    compared whose texts are not the same.
     """
     axes = {axis.group: axis for axis in program.mesh}
-    mesh = ", ".join(f"{axis.name}={axis.size}" for axis in program.mesh) or "none"
+    named = program.mesh[:1] if by_rank else [axis for axis in program.mesh if axis.ranks is None]
+    mesh = ", ".join(f"{axis.name}={axis.size}" for axis in named) or "none"
     lines = [f"torch {torch.__version__}", f"mesh {mesh}"]
     numbers: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
-        if ops.is_collective(node):
-            numbers[node] = len(numbers)
+        if node.target is EXCHANGE:
+            lines += _message_lines(node, axes)
+        elif ops.is_collective(node) or node.target is BARRIER:
             axis = axes.get(str(node.args[-1]))
             where = f"axis={axis.name} size={axis.size}" if axis else f"group={node.args[-1]}"
-            lines.append(f"#{numbers[node]} {_collective_text(node)} {where}{_members_text(node)}")
-        elif node.target is ops.WAIT and node.args[0] in numbers:
-            lines.append(f"wait #{numbers[node.args[0]]}")
+            text = f"{_collective_text(node)} {where}{_members_text(node)}"
+            ranks = axis.ranks if axis is not None else None
+            if axis is not None and by_rank and axis.size < dist.get_world_size():
+                ranks = tuple(dist.get_process_group_ranks(group_named(axis.group)))
+            if ranks is not None:
+                lines.append(f"[{','.join(map(str, ranks))}] {text}")
+            else:
+                numbers[node] = len(numbers)
+                lines.append(f"#{numbers[node]} {text}")
+        elif node.target is ops.WAIT and (start := ops.waited_for(node)) in numbers:
+            waited = node.args[0]
+            item = f"[{waited.args[1]}]" if isinstance(waited, fx.Node) and waited is not start else ""
+            lines.append(f"wait #{numbers[start]}{item}")
     return "\n".join(lines) + "\n"
 
 
+_SPLITS: dict[Any, tuple[int, int]] = {ops.c10d.all_to_all_single.default: (1, 2)}
+"""Arguments that say how much this rank sends and receives."""
+
+
 def _collective_text(node: fx.Node) -> str:
-    carried = meta.tensor(node.args[0])  # type: ignore[arg-type]
-    options = " ".join(str(arg) for arg in node.args[1:-1])
     name = node.target._schema.name.split("::")[1].removesuffix("_")  # type: ignore[union-attr]
-    return f"{name} {_dtype(carried.dtype)}[{carried.numel()}] {options}".rstrip()
+    own, carried = _SPLITS.get(node.target, ()), ""
+    if node.target is SCATTER:
+        carried = _carried_text(node.args[1])
+    elif own:
+        tensor = meta.tensor(node.args[0])  # type: ignore[arg-type]
+        carried = f"{_dtype(tensor.dtype)} rows of {list(tensor.shape[1:])}"
+    elif node.target is not BARRIER:
+        carried = "+".join(map(_carried_text, edit.nodes_of(node.args[0])))
+    options = (str(arg) for index, arg in enumerate(node.args[:-1]) if index and index not in own)
+    words = [name, carried, *([str(node.args[2])] if node.target is SCATTER else options)]
+    return " ".join(word for word in words if word)
+
+
+def _carried_text(arg: Any) -> str:
+    tensor = meta.tensor(arg)
+    return f"{_dtype(tensor.dtype)}[{tensor.numel()}]"
+
+
+def _message_lines(node: fx.Node, axes: Mapping[str, MeshAxis]) -> Iterator[str]:
+    """A line per message, the same for the rank that sends it and the one that receives it."""
+    tensors, sends, peers, tags, name = node.args
+    group, axis = group_named(str(name)), axes.get(str(name))
+    ranks = dist.get_process_group_ranks(group)
+    own = ranks[group.rank()]
+    for tensor, send, peer, tag in zip(tensors, sends, peers, tags, strict=True):  # type: ignore[arg-type]
+        other = ranks[int(meta.value(peer)) if isinstance(peer, fx.Node) else peer]
+        way = f"{own}>{other}" if send else f"{other}>{own}"
+        yield f"[{way} {axis.name if axis else name} tag {tag}] {_carried_text(tensor)}"
 
 
 def _members_text(node: fx.Node) -> str:
@@ -285,7 +333,9 @@ def _value_text(value: Any) -> str:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """``1234`` -> ``1.2 KiB``."""
+    """``1234`` -> ``1.2 KiB``; a size that is data stays the expression it is."""
+    if not isinstance(num_bytes, int):
+        return f"{num_bytes} B"
     size, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":

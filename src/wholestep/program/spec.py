@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -86,9 +87,17 @@ def _no_markers(program: Program) -> Iterator[str]:
 
 def _collectives_are_waited_for(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
-        if ops.is_collective(node) and not any(user.target is ops.WAIT for user in node.users):
+        if not ops.is_collective(node):
+            continue
+        several = isinstance(meta.value(node), (list, tuple))
+        items = [user for user in node.users if user.target is operator.getitem] if several else [node]
+        # What the step returns may be under way: the caller waits.
+        ends = [[user for user in item.users if user.target is ops.WAIT or user.op == "output"] for item in items]
+        if not all(ends) or not ends:
             yield f"{node.name} ({node.target}) is never waited for"
-        if ops.is_collective(node) and any(user.target is not ops.WAIT for user in node.users):
+        if any(len(found) != len(item.users) for found, item in zip(ends, items, strict=True)) or (
+            several and len(items) != len(node.users)
+        ):
             yield f"{node.name} ({node.target}) is read before it is waited for"
 
 
@@ -118,6 +127,14 @@ def _writes_are_done(program: Program) -> Iterator[str]:
             yield f"{result} is still to be written to {output.name}"
 
 
+def _freed_inputs_are_not_read(program: Program) -> Iterator[str]:
+    for node, record in zip(program.placeholders, program.inputs, strict=True):
+        for user in node.users if record.freed else ():
+            filled = user.op == "call_function" and node not in _flat(user.args[1:]) and ops.written_by(user.target, {})
+            if not filled and not ops.reads_no_values(user.target):
+                yield f"{user.name} ({user.target}) reads {record.name}, which has no memory"
+
+
 def _flat(arg: object) -> list[object]:
     return list(arg) if isinstance(arg, (list, tuple)) else [arg]
 
@@ -129,6 +146,7 @@ _ALWAYS: tuple[Rule, ...] = (
     _known_node_kinds,
     _every_node_has_a_value,
     _no_raw_collectives,
+    _freed_inputs_are_not_read,
 )
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.CAPTURED: (*_ALWAYS, _functional),

@@ -9,10 +9,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from wholestep.program import meta, ops
+from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import SCATTER
 from wholestep.program.meta import Region
 from wholestep.program.program import InputKind, Program
 from wholestep.program.show import bytes_text
+
+_BUFFERS = "buffers of rank 0 before the step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,18 +149,19 @@ def _collectives(program: Program) -> list[Collective]:
     for node in program.graph.nodes:
         if not ops.is_collective(node):
             continue
-        waits = [order[user] for user in node.users if user.target is ops.WAIT]
-        carried, bucket = meta.tensor(node.args[0]), meta.bucket(node)
+        waits = [order[wait] for wait in ops.waits(node)]
+        carried = list(edit.nodes_of(node.args[1] if node.target is SCATTER else node.args[0]))
+        bucket, source = meta.bucket(node), meta.origin(node).source
         found.append(
             Collective(
                 number=len(found),
                 op=node.target._schema.name.split("::")[1].removesuffix("_"),
-                dtype=str(carried.dtype).removeprefix("torch."),
-                num_bytes=carried.numel() * carried.element_size(),
+                dtype=str(meta.tensor(carried[0]).dtype).removeprefix("torch."),
+                num_bytes=sum(map(meta.num_bytes, carried)),
                 axis=axes.get(str(node.args[-1]), str(node.args[-1])),
                 overlapped_ops=min(waits, default=order[node] + 1) - order[node] - 1,
                 members=bucket.members if bucket else (),
-                reason=bucket.reason if bucket else "buffers of rank 0 before the step",
+                reason=bucket.reason if bucket else f"called at {source}" if source else _BUFFERS,
             )
         )
     return found

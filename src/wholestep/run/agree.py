@@ -3,11 +3,13 @@
 A collective that one rank does not issue hangs all others, so the plan of what will be issued is compared first,
 over a channel that cannot hang. Rank 0 judges: every rank shows the SHA-256 of its text, rank 0 publishes one
 verdict, and all ranks act on that verdict. Whole texts travel only when hashes differ, and then only one per
-group of ranks that agree among themselves.
+group of ranks that agree among themselves. Texts that differ belong together where the difference is what some
+ranks do among themselves, and those have it alike (`wholestep.run.difference.misfit`).
 
 Keys below ``wholestep/agree/<key>/``, in the order in which they are written:
 
     came/<rank>   guards against a key that is used twice
+    line/<rank>   where in the user's code the rank waits
     hash/<rank>   what the rank shows
     asked         ranks whose texts the judge wants to see (on a mismatch only)
     text/<rank>   such a text, compressed
@@ -18,7 +20,6 @@ Keys below ``wholestep/agree/<key>/``, in the order in which they are written:
 from __future__ import annotations
 
 import base64
-import difflib
 import hashlib
 import json
 import time
@@ -27,16 +28,31 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch.distributed as dist
 
+from wholestep.capture.blame import current_line
 from wholestep.errors import InternalError, RankMismatchError, RankMissingError, WholestepError
+from wholestep.run.difference import clipped, difference, misfit, ranks_text
+from wholestep.run.difference import groups as groups_of
 from wholestep.run.store import PrefixStore, Store, default_store
 
-__all__ = ["Gone", "abandon", "agree", "default_store", "difference", "ranks_text"]
+__all__ = ["Peers", "abandon", "agree", "default_store"]
 
-Gone = Callable[[Iterable[int]], dict[int, str]]
-"""Asked for some ranks, tells which of them will not come any more, and why."""
+
+class Peers(Protocol):
+    """What is known about ranks that have not come to a meeting; usually a `World`."""
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Which of them will not come any more, and how that is known."""
+
+    def places(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Where each of them was when last heard of."""
+
+    def stuck(self, ranks: Iterable[int], call: str) -> dict[int, str]:
+        """Which of them have been in the run of `call` for long, and where."""
+
 
 VERDICT_GRACE_S = 3.0  # how much longer than the judge the others wait, so that one verdict names all
 TEXTS_TIMEOUT_S = 30.0  # how long the judge waits for the texts of ranks that are known to be there
@@ -44,10 +60,6 @@ LINGER_S = 2.0  # how long rank 0, which often keeps the store, stays so that ot
 GONE_EVERY_S = 0.5  # how often a waiting rank asks who has gone
 POLL_FIRST_S, POLL_LAST_S = 0.0005, 0.05  # polling, since a wait that times out makes TCPStore log warnings
 
-MAX_GROUPS = 4  # groups of ranks that a difference shows
-MAX_LINES = 24  # lines of difference per group
-MAX_COLUMNS = 200  # characters per line
-MAX_COMPARED_LINES = 600  # lines that are compared once equal heads and tails are cut off
 
 
 def agree(
@@ -59,13 +71,16 @@ def agree(
     key: str,
     timeout_s: float,
     what: str = "the plan agreement",
-    gone: Gone | None = None,
+    call: str = "",
+    peers: Peers | None = None,
+    detail: Callable[[], str] | None = None,
 ) -> None:
     """Return when all ranks have shown the same text; else raise the same error on every rank that came.
 
     Every rank calls this with the same `key`, which must be new each time: a counter of the caller belongs into it.
-    `timeout_s` counts from this rank's arrival. `gone`, usually `World.gone`, ends the wait early for ranks that
-    are known to have ended. `what` names the meeting in messages.
+    `timeout_s` counts from this rank's arrival. `peers`, usually the World, ends the wait early for ranks that
+    are known to have ended, or to be past this meeting: inside of `call`, where they wait for the ranks that are here.
+    `what` names the meeting in messages. `detail` gives what is compared in the place of texts that differ.
 
     Raises:
         RankMismatchError: the texts differ; the message shows which ranks differ and where.
@@ -73,7 +88,10 @@ def agree(
     """
     if size == 1:
         return
-    meeting = _Meeting(store=_room(store, key), rank=rank, size=size, timeout_s=timeout_s, what=what, gone=gone)
+    meeting = _Meeting(
+        store=_room(store, key), rank=rank, size=size, timeout_s=timeout_s, what=what, call=call, peers=peers,
+        detail=detail,
+    )  # fmt: skip
     with _store_in_reach(what, meeting.started):
         meeting.attend(text)
 
@@ -109,41 +127,6 @@ def abandon(
         return
 
 
-def difference(texts: dict[int, str]) -> str:
-    """A readable verdict about what each rank holds, from rank to text; the empty string when all are equal.
-
-    Ranks with equal texts form a group. The largest group (of equals: the one with the lowest rank) is what the
-    others are compared with, as a unified diff of bounded length with line numbers of that group's text.
-    """
-    groups = _groups(texts)
-    if len(groups) <= 1:
-        return ""
-    main, *others = groups
-    base = texts[main[0]]
-    parts = []
-    for group in others[: MAX_GROUPS - 1]:
-        verb = "differs" if len(group) == 1 else "differ"
-        parts.append(f"{ranks_text(group).capitalize()} {verb} from {ranks_text(main)}:")
-        parts.extend(_diff_lines(base, texts[group[0]], f"rank {main[0]}", f"rank {group[0]}"))
-    hidden = [rank for group in others[MAX_GROUPS - 1 :] for rank in group]
-    if hidden:
-        parts.append(f"{ranks_text(sorted(hidden)).capitalize()} differ in yet other ways.")
-    return "\n".join(parts)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    ordered = sorted(ranks)
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    listed = ", ".join(str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {listed}"
-
-
 @dataclass(slots=True, kw_only=True)
 class _Meeting:
     """One agreement as one rank lives it."""
@@ -153,12 +136,15 @@ class _Meeting:
     size: int
     timeout_s: float
     what: str
-    gone: Gone | None
+    call: str
+    peers: Peers | None
+    detail: Callable[[], str] | None = None
     started: float = field(default_factory=time.monotonic)
 
     def attend(self, text: str) -> None:
         if self.store.add(f"came/{self.rank}", 1) > 1:
             raise InternalError(f"{self.what}: its key was used twice by rank {self.rank}; a key needs a counter.")
+        self.store.set(f"line/{self.rank}", current_line())
         self.store.set(f"hash/{self.rank}", hashlib.sha256(text.encode()).hexdigest())
         if self.rank == 0:
             self._judge(text)
@@ -183,7 +169,7 @@ class _Meeting:
                 break
             if waited_s > ask_again:
                 ask_again = waited_s + GONE_EVERY_S
-                if self._publish_gone(set(range(self.size)) - hashes.keys()):
+                if self._publish_hopeless(set(range(self.size)) - hashes.keys()):
                     return
             if waited_s > self.timeout_s:
                 self._publish_missing(set(range(self.size)) - hashes.keys())
@@ -192,11 +178,11 @@ class _Meeting:
             raise InternalError("an endless wait ended")
         if len(hashes) < self.size:
             return
-        groups = _groups(hashes)
+        groups = groups_of(hashes)
         if len(groups) == 1:
             _publish(self.store, "ok", "")
         else:
-            self._publish_mismatch(groups, text)
+            self._judge_texts(groups, text)
 
     def _verdict(self, text: str) -> tuple[str, str]:
         """Wait for the verdict, and show the text when the judge asks for it."""
@@ -206,11 +192,12 @@ class _Meeting:
                 break
             if not shown and self.store.check(["asked"]):
                 if self.rank in json.loads(self.store.get("asked")):
-                    self.store.set(f"text/{self.rank}", base64.b85encode(zlib.compress(text.encode())).decode())
+                    packed = base64.b85encode(zlib.compress(self._shown(text).encode())).decode()
+                    self.store.set(f"text/{self.rank}", packed)
                 shown, limit_s = True, limit_s + TEXTS_TIMEOUT_S
             if waited_s > ask_again:
                 ask_again = waited_s + GONE_EVERY_S
-                self._publish_gone({0})
+                self._publish_hopeless({0})
             if waited_s > limit_s:
                 absent = {rank for rank in range(self.size) if not self._came(rank)}
                 # Everybody came and there is no verdict: it is the judge who has stopped.
@@ -218,37 +205,59 @@ class _Meeting:
         verdict = json.loads(self.store.get("verdict"))
         return verdict["kind"], verdict["message"]
 
+    def _shown(self, text: str) -> str:
+        return text if self.detail is None else self.detail()
+
     def _came(self, rank: int) -> bool:
         return bool(self.store.check([f"hash/{rank}"]))
 
-    def _publish_gone(self, absent: set[int]) -> bool:
-        """Publish who has gone for good, if anybody among the absent has."""
-        known = self.gone(absent) if self.gone is not None else {}
-        if known:
-            self._publish_missing(set(known), known)
-        return bool(known)
-
-    def _publish_missing(self, absent: set[int], known: dict[int, str] | None = None) -> None:
-        waited_s = time.monotonic() - self.started
-        present = [rank for rank in range(self.size) if rank not in absent and self._came(rank)]
-        head = f"{ranks_text(absent).capitalize()} of {self.size} did not come to {self.what} in {waited_s:.1f} s"
-        if known:
+    def _publish_hopeless(self, absent: set[int]) -> bool:
+        """Publish who of the absent can never come, if that is known of anybody."""
+        if self.peers is None:
+            return False
+        if known := self.peers.gone(absent):
             why = "\n".join(f"  rank {rank} {known[rank]}" for rank in sorted(known))
-            tail = f"and will not come any more:\n{why}\nSee the output of {ranks_text(known)} for the cause."
-        else:
-            tail = (
-                f"({ranks_text(present)} came). A missing rank may still be compiling (then raise timeout_s, now "
-                f"{self.timeout_s:g} s), have crashed (see its output), or have taken another branch: every rank must "
-                "make the same calls in the same order, the same number of times."
+            self._publish_missing(
+                set(known), f"It will not come any more:\n{why}\nSee the output of {ranks_text(known)} for the cause."
             )
-        _publish(self.store, "missing", f"{head} {tail}")
+        elif self.call and (known := self.peers.stuck(absent, self.call)):
+            self._publish_missing(
+                set(known),
+                f"{ranks_text(known).capitalize()} needed no new plan for this call and waits in it for a collective "
+                "of the ranks that do. Something that the step depends on changed on some ranks only: a shape, a flag, "
+                "an option of the optimizer; `cache_info().reasons` of the compiled step says what. Make it change on "
+                "all ranks in the same call.",
+            )
+        else:
+            return False
+        return True
 
-    def _publish_mismatch(self, groups: list[list[int]], text: str) -> None:
-        """Collect one text per group, and publish where they differ."""
-        shown = groups[:MAX_GROUPS]
-        wanted = {group[0] for group in shown} - {0}
+    def _publish_missing(self, absent: set[int], why: str = "") -> None:
+        waited_s = time.monotonic() - self.started
+        lines = {
+            rank: self.store.get(f"line/{rank}").decode()
+            for rank in range(self.size)
+            if rank not in absent and self._came(rank)
+        }
+        where = self.peers.places(absent) if self.peers is not None else {}
+        seen = "".join(f" Rank {rank} was last {where[rank]}." for rank in sorted(where))
+        why = why or (
+            f"A missing rank may still be compiling (then raise timeout_s, now {self.timeout_s:g} s), have crashed "
+            "(see its output), or have taken another branch: every rank must make the same calls in the same order, "
+            "the same number of times."
+        )
+        _publish(
+            self.store,
+            "missing",
+            f"{ranks_text(absent).capitalize()} of {self.size} did not come to {self.what} in {waited_s:.1f} s; "
+            f"{_waiting(lines)}.{seen} {why}",
+        )
+
+    def _judge_texts(self, groups: list[list[int]], text: str) -> None:
+        """Collect one text per group, and publish where they differ, if they do not belong together as they are."""
+        wanted = {group[0] for group in groups} - {0}
         self.store.set("asked", json.dumps(sorted(wanted)))
-        texts = {0: text}
+        texts = {0: self._shown(text)}
         asked_at = time.monotonic()
         for waited_s in _ticks(asked_at):
             for rank in wanted - texts.keys():
@@ -261,6 +270,9 @@ class _Meeting:
             for rank in group:
                 # A group whose text is not shown needs one that equals no other.
                 by_rank[rank] = texts.get(group[0], f"(the text of rank {group[0]} was not received, group {number})")
+        if not misfit(by_rank):
+            _publish(self.store, "ok", "")
+            return
         message = (
             f"{self.what} failed: the ranks hold different texts, so their collectives would not match.\n"
             f"{difference(by_rank)}\n"
@@ -268,6 +280,15 @@ class _Meeting:
             "or decide it from something that all ranks share."
         )
         _publish(self.store, "mismatch", message[0].upper() + message[1:])
+
+
+def _waiting(lines: dict[int, str]) -> str:
+    """``ranks 0, 1 (train.py:41), rank 2 (eval.py:12) wait``, from rank to line."""
+    by_line: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(lines):
+        by_line[lines[rank]].append(rank)
+    parts = [f"{ranks_text(ranks)} ({line})" if line else ranks_text(ranks) for line, ranks in by_line.items()]
+    return f"{', '.join(parts)} {'waits' if len(lines) == 1 else 'wait'}"
 
 
 def _room(store: Store, key: str) -> Store:
@@ -307,39 +328,5 @@ def _store_in_reach(what: str, started: float) -> Iterator[None]:
         ) from error
 
 
-def _groups(values: dict[int, str]) -> list[list[int]]:
-    """Ranks with equal values, the largest group first and, of equals, the one with the lowest rank."""
-    members: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(values):
-        members[values[rank]].append(rank)
-    return sorted(members.values(), key=lambda group: (-len(group), group[0]))
-
-
-def _diff_lines(base: str, other: str, base_name: str, other_name: str) -> list[str]:
-    """A unified diff of bounded size. Equal heads and tails are cut first, as difflib is quadratic."""
-    a, b = base.splitlines(), other.splitlines()
-    if a == b:
-        return ["  (they differ only in how lines end)"]
-    head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    tail = next(
-        (i for i, (x, y) in enumerate(zip(reversed(a[head:]), reversed(b[head:]), strict=False)) if x != y),
-        min(len(a), len(b)) - head,
-    )
-    start = max(0, head - 1)  # one line of context on each side
-    a = a[start : min(len(a), len(a) - tail + 1, start + MAX_COMPARED_LINES)]
-    b = b[start : min(len(b), len(b) - tail + 1, start + MAX_COMPARED_LINES)]
-    found = list(difflib.unified_diff(a, b, n=1, lineterm=""))[2:]
-    body = [_clipped(line) for line in found if not line.startswith("@@")]
-    lines = [f"  --- {base_name}", f"  +++ {other_name}", f"  from line {head + 1} on:"]
-    lines += [f"  {line}" for line in body[:MAX_LINES]]
-    if len(body) > MAX_LINES:
-        lines.append(f"  ... and {len(body) - MAX_LINES} more lines")
-    return lines
-
-
-def _clipped(line: str) -> str:
-    return line if len(line) <= MAX_COLUMNS else f"{line[: MAX_COLUMNS - 3]}..."
-
-
 def _indented(text: str) -> str:
-    return "\n".join(f"  {_clipped(line)}" for line in text.splitlines()[:40])
+    return "\n".join(f"  {clipped(line)}" for line in text.splitlines()[:40])

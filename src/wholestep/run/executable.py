@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from wholestep.capture.binding import Binding
+from wholestep.program.collectives import group_named
 from wholestep.program.program import InputKind, MeshAxis, OutputKind, Program
 from wholestep.run.watch import named_failures
 from wholestep.run.world import World
@@ -26,35 +27,32 @@ class Executable:
         binding: Binding,
         runner: Runner,
         world: World,
-        *,
-        name: str,
         buffers: Buffers | None = None,
     ) -> None:
         self.program, self.binding = program, binding
-        self._runner, self._world, self._name, self._buffers = runner, world, name, buffers
-        self._calls = 0
+        self._runner, self._world, self._buffers = runner, world, buffers
 
-    def __call__(self, leaves: list[Any]) -> Any:
-        """One step. `leaves` are the flat arguments.
+    def __call__(self, leaves: list[Any], call: Callable[[], str]) -> Any:
+        """One step. `leaves` are the flat arguments; `call` says its name on every rank: ``train_step, call 7``.
 
         Raises:
             RankMissingError: a collective failed because a rank died or hung; nothing was written then.
         """
         inputs = self.binding.inputs(leaves)
-        self._calls += 1
-        with torch.no_grad():
+        had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
             if self._world.size == 1:
                 outputs = self._runner(inputs)
             else:
-                with named_failures(self._world, self._where):
+                with named_failures(self._world, call):
                     if self._buffers is not None:
                         self._buffers.before_call()
                     outputs = self._runner(inputs)
+        finally:
+            torch._C._set_grad_enabled(had_grad)
         self.binding.release(inputs)
         return self.binding.finish(outputs)
-
-    def _where(self) -> str:
-        return f"{self._name}, call {self._calls}"
 
 
 _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -69,12 +67,12 @@ class Buffers:
     evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
     """
 
-    def __init__(self, program: Program, tensors: list[torch.Tensor | None], axis: MeshAxis) -> None:
+    def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axis: MeshAxis) -> None:
         targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         found = [
             (index in targets, tensor)
             for index, (record, tensor) in enumerate(zip(program.inputs, tensors, strict=True))
-            if record.kind is InputKind.BUFFER and tensor is not None
+            if record.kind is InputKind.BUFFER and isinstance(tensor, torch.Tensor)
         ]
         self._written = [tensor for is_written, tensor in found if is_written]
         self._read = [tensor for is_written, tensor in found if not is_written]
@@ -94,7 +92,7 @@ def make_equal(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
 
     None of them is changed before all have arrived.
     """
-    group = dist.distributed_c10d._resolve_process_group(axis.group)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    group = group_named(axis.group)
     source = dist.get_global_rank(group, 0)
     by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

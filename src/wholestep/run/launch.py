@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wholestep.errors import ConfigError, RankMissingError, WholestepError
-from wholestep.run.agree import ranks_text
+from wholestep.run.difference import ranks_text
 from wholestep.run.store import TCPStore
 from wholestep.run.travel import packed, unpacked
 

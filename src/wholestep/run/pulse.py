@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from wholestep.capture.blame import line_of
 from wholestep.run.store import PrefixStore, Store, own_connection
 
 BEAT_EVERY_S = 0.5
@@ -24,7 +25,9 @@ RANKS_PER_BEAT_PERIOD = 256  # above so many ranks each beats less often, to bou
 SILENT_AFTER_S = 15.0
 """Without a beat for so long a rank counts as gone, when nothing else is known to be wrong. Long, as a rank may be
 stopped, swapped out or inside one long call that lets no other thread run."""
-OUTSIDE = "outside of any compiled step"
+STUCK_AFTER_S = 5.0
+"""In the same call for so long a rank counts as waiting there, when others wait for it elsewhere."""
+OUTSIDE, NOT_YET = "outside of any compiled step", "not yet in its World"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +37,15 @@ class Beat:
     count: int
     """How many beats it has sent; 0 when none was seen."""
     at: str
-    """Where it said it was."""
+    """What it said it was in, such as ``train_step, call 7``."""
+    line: str
+    """Where its code was, ``train.py:41``; empty when unknown."""
     unchanged_s: float
     """Seconds since this process first saw this beat."""
+
+    def __str__(self) -> str:
+        place = self.at if self.at in (OUTSIDE, NOT_YET) else f"in {self.at}"
+        return f"{place} ({self.line})" if self.line else place
 
 
 class Pulse:
@@ -55,7 +64,9 @@ class Pulse:
         self._count = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wholestep-pulse", daemon=True)
+        self._watched = threading.get_ident()  # the thread whose place in the code is told: the one that makes this
         self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
+        self._stays: dict[int, tuple[str, float]] = {}  # rank -> what it was in, when this process first saw it there
         self._farewells: dict[int, str] = {}
 
     def start(self) -> None:
@@ -85,8 +96,19 @@ class Pulse:
             raw = self.store.get(f"beat/{rank}") if self.store.check([f"beat/{rank}"]) else b""
             if rank not in self._seen or self._seen[rank][0] != raw:
                 self._seen[rank] = (raw, now)
-            count, at = json.loads(raw) if raw else (0, "not yet in its World")
-            found[rank] = Beat(count=count, at=at, unchanged_s=now - self._seen[rank][1])
+            count, at, line = json.loads(raw) if raw else (0, NOT_YET, "")
+            found[rank] = Beat(count=count, at=at, line=line, unchanged_s=now - self._seen[rank][1])
+        return found
+
+    def stuck(self, ranks: Iterable[int], at: str) -> dict[int, Beat]:
+        """Those of `ranks` that beat and have been in `at` for long, as far as this process has looked."""
+        now = time.monotonic()
+        found = {}
+        for rank, beat in self.beats(ranks).items():
+            if rank not in self._stays or self._stays[rank][0] != beat.at:
+                self._stays[rank] = (beat.at, now)
+            if beat.at == at and now - self._stays[rank][1] > STUCK_AFTER_S:
+                found[rank] = beat
         return found
 
     def farewells(self) -> dict[int, str]:
@@ -105,7 +127,7 @@ class Pulse:
         known = {rank: how for rank, how in self.farewells().items() if rank in asked}
         for rank, beat in self.beats(asked - known.keys()).items():
             if beat.count and beat.unchanged_s > max(SILENT_AFTER_S, 4 * self.beat_every_s):
-                known[rank] = f"has given no sign of life for {beat.unchanged_s:.0f} s; it was last {beat.at}"
+                known[rank] = f"has given no sign of life for {beat.unchanged_s:.0f} s; it was last {beat}"
         return known
 
     def _run(self) -> None:
@@ -118,7 +140,8 @@ class Pulse:
     def _send(self) -> None:
         self._count += 1
         at = self.at
-        self.store.set(f"beat/{self.rank}", json.dumps([self._count, OUTSIDE if at is None else at()]))
+        line = line_of(sys._current_frames().get(self._watched))
+        self.store.set(f"beat/{self.rank}", json.dumps([self._count, OUTSIDE if at is None else at(), line]))
 
 
 def _how_this_program_ends() -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from wholestep.errors import RankMissingError
-from wholestep.run.agree import ranks_text
+from wholestep.run.difference import ranks_text
 from wholestep.run.pulse import Beat, Pulse
 from wholestep.run.world import World
 
@@ -111,7 +111,7 @@ def _diagnosis(pulse: Pulse, key: str, what: str, said: str) -> str:
             f"uneven data is the usual cause. {tail}"
         )
     if quiet:
-        places = "; ".join(f"rank {rank} was last in {beats[rank].at}" for rank in quiet)
+        places = "; ".join(f"rank {rank} was last {beats[rank]}" for rank in quiet)
         return (
             f"{ranks_text(quiet).capitalize()} of {pulse.size} died during {what} (no sign of life for "
             f"{silent_s:.0f} s, while {ranks_text([pulse.rank, *alive])} lived): {places}. See the output of "
@@ -123,10 +123,9 @@ def _diagnosis(pulse: Pulse, key: str, what: str, said: str) -> str:
 def _all_alive(pulse: Pulse, beats: dict[int, Beat], what: str, tail: str) -> str:
     """Nobody died, so somebody is elsewhere or too slow: say where everybody is."""
     where: dict[str, list[int]] = defaultdict(list)
-    where[what].append(pulse.rank)
-    for rank, beat in beats.items():
-        where[beat.at].append(rank)
-    absent = [rank for place, ranks in where.items() if place != what for rank in ranks]
+    for rank, beat in (beats | pulse.beats([pulse.rank])).items():
+        where[str(beat)].append(rank)
+    absent = [rank for rank, beat in beats.items() if beat.at != what]
     places = "; ".join(f"{ranks_text(ranks)}: {place}" for place, ranks in where.items())
     if absent:
         head = f"{ranks_text(absent).capitalize()} of {pulse.size} did not take part in {what}, though alive. {places}."

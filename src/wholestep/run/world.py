@@ -49,7 +49,9 @@ class World:
         """Wait until every rank has come to the barrier of this name. Uses the store, never a collective.
 
         Raises:
-            RankMissingError: ranks did not come in time (`timeout_s`, by default the world's) or have ended.
+            RankMissingError: ranks did not come in time (`timeout_s`, by default the world's) or have ended. Names
+                them, the seconds waited, the file and line in which each other rank waits, and where the missing
+                ones were when last heard of.
         """
         session = _session_of(self)
         if self.size == 1:
@@ -63,13 +65,23 @@ class World:
             key=f"barrier/{session.number}/{name}/{session.barriers[name]}",
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             what=f'the barrier "{name}"',
-            gone=self.gone,
+            peers=self,
         )
 
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of `ranks` that have ended or given no sign of life for long, and how that is known."""
         pulse = _session_of(self).pulse
         return {} if pulse is None else pulse.gone(ranks)
+
+    def places(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Where each of `ranks` was when last heard of: in which compiled step, at which line of the user's code."""
+        pulse = _session_of(self).pulse
+        return {} if pulse is None else {rank: str(beat) for rank, beat in pulse.beats(ranks).items()}
+
+    def stuck(self, ranks: Iterable[int], call: str) -> dict[int, str]:
+        """Those of `ranks` that have been in the run of `call` (``train_step, call 7``) for long, and at which line."""
+        pulse = _session_of(self).pulse
+        return {} if pulse is None else {rank: str(beat) for rank, beat in pulse.stuck(ranks, call).items()}
 
     @property
     def store(self) -> Store:
@@ -116,7 +128,8 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
     """The World of this process. The first call makes it, later ones return it.
 
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). With none of them set this is
-    a single process, without a process group. A default process group that exists already is adopted as it is.
+    a single process, without a process group. A default process group that exists already is adopted as it is; its
+    GPU is the one that the group was made for (`device_id`), else that of LOCAL_RANK, else of the rank, around.
 
     `backend` is "gloo", "nccl", a list such as "cpu:gloo,cuda:nccl", or None: that list where CUDA is available,
     else gloo. A backend without CUDA in it makes the CPU the device. `timeout_s` bounds every wait for other ranks.
@@ -138,10 +151,9 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
     if not timeout_s > 0:
         raise ConfigError(f"init(timeout_s=...) wants a positive number of seconds, got {timeout_s!r}.")
     _sessions_made += 1
-    place = _read_environment()
     if dist.is_initialized():
-        _session = _adopted(timeout_s, place)
-    elif place is None:
+        _session = _adopted(timeout_s)
+    elif (place := _read_environment()) is None:
         _session = _alone(backend, timeout_s)
     else:
         _session = _joined(place, backend, timeout_s)
@@ -226,9 +238,15 @@ def _joined(place: _Place, backend: str | None, timeout_s: float) -> _Session:
     return _session_record(world, dist.group.WORLD, default_store(), backend, owned=True)
 
 
-def _adopted(timeout_s: float, place: _Place | None) -> _Session:
+def _adopted(timeout_s: float) -> _Session:
     rank, size, backend = dist.get_rank(), dist.get_world_size(), _group_backend()
-    local_rank = place.local_rank if place is not None else rank % max(1, torch.cuda.device_count())
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        local_rank = bound.index
+    elif os.environ.get("LOCAL_RANK"):
+        local_rank = _number("LOCAL_RANK")
+    else:
+        local_rank = rank % max(1, torch.cuda.device_count())
     device = _device(backend, local_rank)
     world = World(
         rank=rank, size=size, local_rank=local_rank, device=device, mesh=_mesh(device, size), timeout_s=timeout_s
@@ -357,10 +375,12 @@ def _device(backend: str, local_rank: int) -> torch.device:
     if "nccl" not in backend:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if not 0 <= local_rank < count:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} wants a GPU of its own and this host shows {count}. "
-            'Start fewer processes, or use init(backend="gloo") on the CPU.'
+            f"LOCAL_RANK={local_rank} wants a GPU of its own, and this process sees {count} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')}). Start at most one process "
+            "per GPU on a host and let all of them see all of its GPUs, as torchrun does; or use "
+            'init(backend="gloo") on the CPU.'
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.capture import state as stating
-from wholestep.capture.effects import SideEffects
+from wholestep.capture.effects import SideEffects, writer_of
 from wholestep.capture.walk import find
 from wholestep.errors import CaptureError, HyperparameterError
 
@@ -136,3 +136,26 @@ def test_counters_of_torchs_own_warnings_do_not_count() -> None:
         trainer.opt._opt_called = True  # type: ignore[attr-defined]
         trainer.scheduler._step_count += 1
     assert effects.changed == []
+
+
+class _Log:
+    def __init__(self):
+        self.calls, self.seen = 0, {}
+
+    def count(self):
+        self.calls += 1
+
+    def note(self):
+        self.seen["x"] = 1
+
+
+@pytest.mark.parametrize(
+    ("path", "method"), [("log.calls", "count"), ("log.seen.x", "note"), ("len(log.seen)", "note"), ("log.other", None)]
+)
+def test_the_line_that_writes_is_found_in_the_code(path, method):
+    found = writer_of(path, [_Log.count.__code__, _Log.note.__code__])
+    if method is None:
+        assert found == ""
+    else:
+        code = getattr(_Log, method).__code__
+        assert found == f"{code.co_filename}:{code.co_firstlineno + 1} in {method}"

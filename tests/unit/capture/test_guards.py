@@ -1,4 +1,4 @@
-"""Everything a trace depends on is looked at before a graph is used again, with the quick tests and without them."""
+"""Everything a trace depends on is looked at before a graph is used again, with the native look and without it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import guards as guarding
-from wholestep.capture import quick, tree
+from wholestep.capture import native, tree
 
 WEIGHT_OF_LOSS = 1.0
 
@@ -90,6 +89,10 @@ class Bench:
 Change = Callable[[Bench], object]
 
 
+class Special(nn.Parameter):
+    """A parameter by another name."""
+
+
 def replace_parameter(bench: Bench) -> None:
     bench.model.linear.weight = nn.Parameter(bench.weight.detach().clone())
 
@@ -108,6 +111,20 @@ def data_of_other_shape(bench: Bench) -> None:
 
 def data_of_other_strides(bench: Bench) -> None:
     bench.weight.data = bench.weight.data.t().contiguous().t()
+
+
+def restride_parameter(bench: Bench) -> None:
+    with torch.no_grad():
+        bench.weight.as_strided_((3, 4), (1, 3))
+
+
+def set_parameter(bench: Bench) -> None:
+    with torch.no_grad():
+        bench.weight.set_(torch.zeros(7))
+
+
+def swap_parameters(bench: Bench) -> None:
+    torch._C._swap_tensor_impl(bench.weight, bench.model.linear.bias)  # what torch.utils.swap_tensors does in the end
 
 
 def global_changes(bench: Bench) -> None:
@@ -149,6 +166,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "parameter_dtype": (data_of_other_dtype, "linear.weight was float32"),
     "parameter_shape": (data_of_other_shape, "linear.weight was float32[3, 4], is float32[3, 5]"),
     "parameter_strides": (data_of_other_strides, "strides [4, 1]"),
+    "buffer_resized": (lambda b: b.model.norm.running_mean.resize_(5), "running_mean was float32[3], is float32[5]"),
+    "parameter_restrided": (restride_parameter, "strides [1, 3]"),
+    "parameter_set": (set_parameter, "linear.weight was float32[3, 4], is float32[7]"),
+    "parameter_of_other_class": (lambda b: setattr(b.weight, "__class__", Special), "Special"),
+    "parameters_swapped": (swap_parameters, "linear.weight was float32[3, 4], is float32[3]"),
     "parameter_frozen": (lambda b: b.weight.requires_grad_(False), "linear.weight was"),
     "gradient_set": (set_grad, "had no gradient"),
     "zero_gradient_set": (set_single_zero_grad, "had no gradient"),
@@ -183,6 +205,20 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "dict_item_added": (lambda b: b.table.update(b=2.0), "table.b"),
     "state_entry_replaced": (state_entry_replaced, "exp_avg"),
     "state_dtype": (state_data_replaced, "exp_avg"),
+    "state_resized": (lambda b: b.moments()["exp_avg_sq"].resize_(2, 2), "exp_avg_sq"),
+    "state_restrided": (lambda b: b.moments()["exp_avg"].t_().t_().as_strided_((3, 4), (1, 3)), "exp_avg"),
+    "state_requires_grad": (lambda b: b.moments()["exp_avg"].requires_grad_(), "requires_grad"),
+    "state_of_other_class": (lambda b: setattr(b.moments()["exp_avg"], "__class__", Special), "Special"),
+    "step_resized": (lambda b: b.moments()["step"].resize_(2), "step"),
+    "step_of_other_dtype": (lambda b: setattr(b.moments()["step"], "data", torch.tensor(1)), "step"),
+    "state_swapped": (
+        lambda b: torch._C._swap_tensor_impl(b.moments()["exp_avg"], torch.zeros(2)),
+        "exp_avg.linear.weight was float32[3, 4], is float32[2]",
+    ),
+    "hook_dict_written": (
+        lambda b: b.model.linear._forward_hooks.__setitem__(-1, lambda m, a, o: o),
+        "_forward_hooks",
+    ),
     "state_entry_removed": (lambda b: b.moments().pop("exp_avg"), "exp_avg"),
     "state_cleared": (lambda b: b.opt.state.clear(), "state"),
     "state_of_one_parameter_removed": (lambda b: b.opt.state.pop(b.weight), "state"),
@@ -196,12 +232,13 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.fixture(params=["quick", "plain"])
+@pytest.fixture(params=["native", "plain"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With torch's native checks, and with the fallbacks in their place."""
+    """With the native look before the comparisons in Python, and without it."""
     if request.param == "plain":
-        monkeypatch.setattr(guarding, "dict_version", quick.plain_dict_version)
-        monkeypatch.setattr(quick, "_TensorGuards", None)
+        monkeypatch.setattr(native, "module", lambda: None)
+    else:
+        assert native.wait() == ""
     return str(request.param)
 
 
@@ -353,33 +390,6 @@ def test_an_argument_that_belongs_to_the_model(kind: str) -> None:
 class _Adding(Body):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.linear.weight.t()[:, :3] + x)
-
-
-def test_native_checks_are_used_where_torch_has_them() -> None:
-    assert quick.dict_version is not quick.plain_dict_version
-    tensors = (torch.zeros(2), torch.zeros(()))
-    check = quick.TensorCheck(tensors)
-    assert check.holds(tensors)
-    tensors[0].data = torch.zeros(3)
-    assert not check.holds(tensors)
-    check.renew(tensors)
-    assert check.holds(tensors)
-
-
-@pytest.mark.parametrize("make", quick.VERSIONED)
-def test_every_write_to_a_dict_changes_its_version(make: Any) -> None:
-    container = make()
-    container["a"] = 1
-    writes: list[Callable[[], Any]] = [
-        lambda: container.update(a=2), lambda: container.setdefault("b", 1), lambda: container.pop("b"),
-        lambda: container.__delitem__("a"), lambda: container.update(c=1), lambda: container.clear(),
-    ]  # fmt: skip
-    seen = {quick.dict_version(container)}
-    for number, write in enumerate(writes, 2):
-        write()
-        seen.add(quick.dict_version(container))
-        assert len(seen) == number
-        assert quick.dict_version(container) in seen
 
 
 def test_a_dict_class_of_the_users_is_compared_in_full() -> None:

@@ -121,3 +121,28 @@ def test_predicates_do_not_move_the_state() -> None:
         with torch.no_grad():
             function(*(source() for source in sources))
     assert all(held["step"] == 0 for held in opt.state.values())
+
+
+class CountsOnTheDevice(torch.optim.Optimizer):
+    """As capturable optimizers do: steps are counted in a tensor, and a rate is raised to their power."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"beta": 0.9})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    steps = self.state[param].setdefault("steps", torch.zeros(1))
+                    steps += 1
+                    param.sub_(param.grad * (1 - torch.pow(group["beta"], steps)))
+
+
+def test_a_fake_kernel_may_branch_on_a_rate() -> None:
+    """``pow`` of a number and a tensor asks whether the number is one while operators are sent to the meta device."""
+    eager, ours = twins(linear(CountsOnTheDevice))
+    step = ws.compile(train, backend="eager")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        assert torch.equal(train(*eager, x), step(*ours, x))
+        assert differing(eager[0], ours[0]) == []

@@ -18,7 +18,7 @@ from wholestep.lower import eager
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
-from wholestep.program import meta, ops
+from wholestep.program import edit, meta, ops
 from wholestep.program.program import InputKind, OutputKind, Program, Stage
 
 
@@ -155,6 +155,33 @@ def test_temporaries_are_reused():
         "aten.sigmoid_.default",
         "aten.add_.Tensor",
     ]
+
+
+def freeing(kind: InputKind) -> Program:
+    """``x.sin()``, then the memory of x is given up."""
+    program = builders.capture(lambda x: (x.sin(), x.mul_(2))[0], [torch.ones(3)], kinds=[kind])
+    (mul,) = program.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    with program.graph.inserting_before(mul):
+        edit.replace_node(mul, edit.emit(program.graph, ops.RESIZE_STORAGE, mul.args[0], 0))
+    return program
+
+
+def test_memory_is_given_up_where_the_step_does_it():
+    program = scheduled(freeing(InputKind.USER))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == [aten.sin.default, ops.RESIZE_STORAGE_]
+
+
+def test_memory_is_not_given_up_before_its_last_reader():
+    program = freeing(InputKind.USER)
+    sin, free = [node for node in program.graph.nodes if node.op == "call_function"]
+    free.append(sin)  # as a pass may have ordered them
+    program = scheduled(program)
+    assert [node.target for node in program.graph.nodes if node.op == "call_function"][-1] is ops.RESIZE_STORAGE_
+    x = torch.ones(3)
+    (result, _) = eager.lower(program)([x])
+    assert torch.equal(result, torch.ones(3).sin())
+    assert x.untyped_storage().size() == 0
 
 
 def test_a_value_read_later_stays():
@@ -468,10 +495,11 @@ def test_an_all_reduce_of_a_dead_value_goes_in_place_and_of_a_live_one_does_not(
     assert builders.count(after, c10d.all_reduce.default) == 1
 
 
-def test_a_collective_that_nobody_reads_goes_as_a_whole():
+def test_a_collective_that_nobody_reads_stays_as_a_whole():
+    """Other ranks take part in it, and one of them may read it."""
     program = with_mesh(builders.capture(lambda x: (reduce(x * 2), x + 1)[1], [torch.randn(3)]))
     after = run_passes(program, [reinplace])
-    assert builders.count(after, *ops.COLLECTIVES, ops.WAIT) == 0
+    assert [builders.count(after, *ops.COLLECTIVES), builders.count(after, ops.WAIT)] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])

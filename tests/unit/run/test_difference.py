@@ -2,8 +2,8 @@
 
 import pytest
 
-from wholestep.run import agree as module
-from wholestep.run.agree import difference, ranks_text
+from wholestep.run import difference as module
+from wholestep.run.difference import difference, ranks_text
 
 PLAN = [f"#{i} all_reduce float32[{64 * i}] mean" for i in range(40)]
 

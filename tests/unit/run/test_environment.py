@@ -112,6 +112,16 @@ def test_a_group_made_after_init_is_adopted(monkeypatch):
     dist.destroy_process_group()
 
 
+def test_a_group_that_the_user_made_needs_no_launcher(monkeypatch):
+    """LOCAL_RANK counts, and what else torchrun would set may be missing."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = init()
+    assert (world.rank, world.size, world.local_rank, world.device) == (0, 1, 3, torch.device("cpu"))
+    world.close()
+    dist.destroy_process_group()
+
+
 def test_the_store_needs_a_group():
     with pytest.raises(InternalError, match="before a process group existed"):
         default_store()

@@ -1,5 +1,6 @@
 """Agreement among threads: one HashStore, or one connection to a TCPStore per rank."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -52,6 +53,22 @@ def shows(text, *, size, timeout_s=20.0, key="k", after_s=0.0, **options):
 
 def stays_away(store, rank):
     return None
+
+
+class Peers:
+    """What a test says about the ranks."""
+
+    def __init__(self, ended=(), stay=()):
+        self.ended, self.stay = dict(ended), dict(stay)
+
+    def gone(self, ranks):
+        return {rank: self.ended[rank] for rank in ranks if rank in self.ended}
+
+    def places(self, ranks):
+        return {rank: f"outside ({rank}.py:1)" for rank in ranks}
+
+    def stuck(self, ranks, call):
+        return {rank: self.stay[rank] for rank in ranks if rank in self.stay and call in self.stay[rank]}
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -125,10 +142,8 @@ def test_when_all_give_up_nobody_waits(stores):
 
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_rank_known_to_have_ended_is_not_waited_for(stores, ended):
-    def gone(ranks):
-        return {ended: "ended its program"} if ended in set(ranks) else {}
-
-    acts = [stays_away if rank == ended else shows("x", size=3, timeout_s=60, gone=gone) for rank in range(3)]
+    gone = Peers(ended={ended: "ended its program"})
+    acts = [stays_away if rank == ended else shows("x", size=3, timeout_s=60, peers=gone) for rank in range(3)]
     started = time.monotonic()
     errors = [outcome for outcome in meet(stores(3), acts) if outcome is not None]
     assert time.monotonic() - started < 10
@@ -136,13 +151,45 @@ def test_a_rank_known_to_have_ended_is_not_waited_for(stores, ended):
     assert f"rank {ended} ended its program" in str(errors[0])
 
 
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_rank_that_waits_in_the_same_call_is_not_waited_for(stores, runs):
+    peers = Peers(stay={runs: "step, call 3"})
+    options = {"size": 3, "timeout_s": 60, "call": "step, call 3", "peers": peers}
+    acts = [stays_away if rank == runs else shows("x", **options) for rank in range(3)]
+    started = time.monotonic()
+    errors = [outcome for outcome in meet(stores(3), acts) if outcome is not None]
+    assert time.monotonic() - started < 10
+    assert [type(error) for error in errors] == [RankMissingError] * 2
+    assert f"Rank {runs} needed no new plan for this call" in str(errors[0])
+    assert f"Rank {runs} was last outside ({runs}.py:1)." in str(errors[0])
+
+
+def test_a_rank_that_is_in_another_call_is_waited_for(stores):
+    peers = Peers(stay={1: "step, call 2"})
+    options = {"size": 2, "timeout_s": 60, "call": "step, call 3", "peers": peers}
+    assert meet(stores(2), [shows("x", **options), shows("x", after_s=1.5, **options)]) == [None, None]
+
+
+def waits_here(store, rank):
+    shows("x", size=4, timeout_s=0.5)(store, rank)
+
+
+def waits_there(store, rank):
+    agree("x", store=store, rank=rank, size=4, key="k", timeout_s=0.5)
+
+
+def test_the_lines_of_those_who_wait_are_told(stores):
+    errors = meet(stores(4), [waits_here, waits_there, waits_here, stays_away])
+    assert len({str(error) for error in errors[:3]}) == 1
+    line = waits_there.__code__.co_firstlineno + 1
+    assert re.search(rf"ranks 0, 2 \(test_meeting\.py:\d+\), rank 1 \(test_meeting\.py:{line}\) wait\.", str(errors[0]))
+
+
 def test_a_rank_that_ended_after_it_came_is_no_loss():
     """It may be quicker than the others: its hash is there, and that is all that was wanted of it."""
     store = dist.HashStore()
-    def gone(ranks):
-        return {1: "ended"} if 1 in set(ranks) else {}
-
-    acts = [shows("x", size=2, after_s=1.5, gone=gone), shows("x", size=2, gone=gone)]
+    gone = Peers(ended={1: "ended"})
+    acts = [shows("x", size=2, after_s=1.5, peers=gone), shows("x", size=2, peers=gone)]
     assert meet([store, store], acts) == [None, None]
 
 

@@ -1,0 +1,79 @@
+"""A test of the native look on things whose changes are known, before it is trusted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from types import CellType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
+"""What is looked at of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""
+
+VERSIONED: tuple[type, ...] = (dict, defaultdict, OrderedDict)
+"""Kinds of dict whose version tells of every write. A subclass in Python may read from elsewhere."""
+
+Change = Callable[[Any], object]
+
+_DICT_WRITES: dict[str, Change] = {
+    "a value replaced": lambda d: d.update(a=2),
+    "an item added": lambda d: d.__setitem__("b", 3),
+    "an item removed": lambda d: d.pop("a"),
+    "cleared": lambda d: d.clear(),
+}
+_LIST_WRITES: dict[str, Change] = {
+    "an item replaced": lambda a: a.__setitem__(0, ...),
+    "an item added": lambda a: a.append(1),
+    "cleared": lambda a: a.clear(),
+}
+_TENSOR_CHANGES: dict[str, Change] = {
+    "shape": lambda t: setattr(t, "data", torch.zeros(3, 2)),
+    "strides": lambda t: setattr(t, "data", torch.zeros(3, 2).t()),
+    "dtype": lambda t: setattr(t, "data", torch.zeros(2, 3, dtype=torch.float64)),
+    "requires_grad": lambda t: t.requires_grad_(not t.requires_grad),
+    "what the object wraps": lambda t: torch.utils.swap_tensors(t, torch.zeros(4)),
+}
+_PARAMETER_CHANGES: dict[str, Change] = {
+    "a gradient": lambda t: setattr(t, "grad", torch.zeros(2, 3)),
+    "a hook": lambda t: t.register_hook(lambda grad: None),
+    "a hook behind the gradient": lambda t: t.register_post_accumulate_grad_hook(lambda t: None),
+}
+
+
+def fault(module: ModuleType) -> str:
+    """What the library fails to see, or sees without reason; empty if it can be trusted."""
+    for kind in VERSIONED:
+        for name, change in _DICT_WRITES.items():
+            if not _seen(module, change, container=kind({"a": 1}) if kind is not defaultdict else kind(int, a=1)):
+                return f"{kind.__name__}: {name}"
+    for name, change in _LIST_WRITES.items():
+        if not _seen(module, change, container=[1, 2]):
+            return f"list: {name}"
+    if not _seen(module, lambda cell: setattr(cell, "cell_contents", 2), container=CellType(1)):
+        return "closure cell"
+    for name, change in _TENSOR_CHANGES.items():
+        if not _seen(module, change, tensor=torch.zeros(2, 3)):
+            return f"tensor: {name}"
+    for name, change in (_TENSOR_CHANGES | _PARAMETER_CHANGES).items():
+        if not _seen(module, change, tensor=nn.Parameter(torch.zeros(2, 3)), want=WITHOUT_GRADIENT):
+            return f"parameter: {name}"
+    owner = nn.Parameter(torch.zeros(2, 3))
+    owner.grad = torch.zeros(2, 3)
+    if not _seen(module, lambda t: setattr(t, "grad", None), tensor=owner, want=WITH_GRADIENT):
+        return "parameter: no gradient"
+    return ""
+
+
+def _seen(module: ModuleType, change: Change, *, container: Any = None, tensor: Any = None, want: int = STATE) -> bool:
+    """Whether nothing is reported before the change, the change is, and nothing again once it is taken for granted."""
+    things: tuple[Any, ...] = () if container is None else (container,)
+    held = tuple(tuple(one) if isinstance(one, list) else getattr(one, "cell_contents", None) for one in things)
+    tensors: tuple[Any, ...] = () if tensor is None else (tensor,)
+    look = module.Look(tensors, bytes([want] * len(tensors)), things, held)
+    quiet = look.moved() == () and look.moved() == ()
+    change(container if tensor is None else tensor)
+    wanted = (0,) if things else (module.TENSORS,)
+    return quiet and bool(look.moved() == wanted)

@@ -1,0 +1,141 @@
+"""Communication that torch has no functional operator for, as operators of ours; and the group behind a name.
+
+They look like torch's functional collectives: what they return may be read behind a wait, they write to nothing
+they are given, and the last argument is the name of a process group. Their arithmetic is that of the eager call.
+What only some ranks hold does not change the text: `reduce` and `gather` give a value on every rank, which means
+nothing away from the root, and `scatter` takes an empty list there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+_LIBRARY = torch.library.Library("wholestep", "FRAGMENT")
+for _schema in (
+    "reduce(Tensor input, str reduce_op, int dst, str group) -> Tensor",
+    "reduce_scatter(Tensor[] inputs, str reduce_op, str group) -> Tensor",
+    "gather(Tensor input, int dst, int group_size, str group) -> Tensor",
+    "scatter(Tensor[] inputs, Tensor like, int src, str group) -> Tensor",
+    "exchange(Tensor[] tensors, bool[] sends, SymInt[] peers, int[] tags, str group) -> Tensor[]",
+    "barrier(str group) -> ()",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+REDUCE_OPS: dict[str, Any] = {
+    name: getattr(dist.ReduceOp, name.upper()) for name in "sum avg product min max band bor bxor".split()
+}
+"""Reductions by the name that functional collectives use."""
+
+
+def group_named(name: str) -> Any:
+    """The process group of that name, as functional collectives write it. Raises RuntimeError for unknown ones."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined,unused-ignore]
+
+
+def _started(result: torch.Tensor, work: Any) -> torch.Tensor:
+    """`result`, of which ``wait_tensor`` knows what to wait for."""
+    _distributed_c10d._register_work(result, work)
+    return result
+
+
+def _reduce(input: torch.Tensor, reduce_op: str, dst: int, group: str) -> torch.Tensor:
+    result = input.clone(memory_format=torch.contiguous_format)
+    op = REDUCE_OPS[reduce_op]
+    return _started(result, dist.reduce(result, op=op, group=group_named(group), async_op=True, group_dst=dst))
+
+
+def _reduce_scatter(inputs: Sequence[torch.Tensor], reduce_op: str, group: str) -> torch.Tensor:
+    result, op = torch.empty_like(inputs[0]), REDUCE_OPS[reduce_op]
+    return _started(result, dist.reduce_scatter(result, list(inputs), op=op, group=group_named(group), async_op=True))
+
+
+def _gather(input: torch.Tensor, dst: int, group_size: int, group: str) -> torch.Tensor:
+    result, own = input.new_empty((group_size, *input.shape)), group_named(group)
+    parts = list(result.unbind(0)) if own.rank() == dst else None
+    return _started(result, dist.gather(input, parts, group=own, async_op=True, group_dst=dst))
+
+
+def _scatter(inputs: Sequence[torch.Tensor], like: torch.Tensor, src: int, group: str) -> torch.Tensor:
+    result, own = torch.empty_like(like, memory_format=torch.contiguous_format), group_named(group)
+    parts = list(inputs) if own.rank() == src else None
+    return _started(result, dist.scatter(result, parts, group=own, async_op=True, group_src=src))
+
+
+def _exchange(
+    tensors: Sequence[torch.Tensor], sends: Sequence[bool], peers: Sequence[int], tags: Sequence[int], group: str
+) -> list[torch.Tensor]:
+    """Sends and receives that start together. A received tensor looks like the one given; a sent one gives a token."""
+    own = group_named(group)
+    carried = [t if send else torch.empty_like(t, memory_format=torch.contiguous_format)
+               for t, send in zip(tensors, sends, strict=True)]  # fmt: skip
+    calls = [
+        dist.P2POp(dist.isend if send else dist.irecv, tensor, group=own, tag=tag, group_peer=int(peer))
+        for tensor, send, peer, tag in zip(carried, sends, peers, tags, strict=True)
+    ]
+    works = dist.batch_isend_irecv(calls)
+    works = works if len(works) == len(calls) else [works[0]] * len(calls)  # NCCL: one handle for all of them
+    results = [t.new_empty(0) if send else t for t, send in zip(carried, sends, strict=True)]
+    return [_started(result, work) for result, work in zip(results, works, strict=True)]
+
+
+def _barrier(group: str) -> None:
+    dist.barrier(group=group_named(group))
+
+
+for _run in (_reduce, _reduce_scatter, _gather, _scatter, _exchange, _barrier):
+    _LIBRARY.impl(_run.__name__.removeprefix("_"), _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("wholestep::reduce", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_reduce(input: torch.Tensor, reduce_op: str, dst: int, group: str) -> torch.Tensor:
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("wholestep::reduce_scatter", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_reduce_scatter(inputs: Sequence[torch.Tensor], reduce_op: str, group: str) -> torch.Tensor:
+    return torch.empty_like(inputs[0])
+
+
+@torch.library.register_fake("wholestep::gather", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_gather(input: torch.Tensor, dst: int, group_size: int, group: str) -> torch.Tensor:
+    return input.new_empty((group_size, *input.shape))
+
+
+@torch.library.register_fake("wholestep::scatter", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_scatter(inputs: Sequence[torch.Tensor], like: torch.Tensor, src: int, group: str) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("wholestep::exchange", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_exchange(
+    tensors: Sequence[torch.Tensor], sends: Sequence[bool], peers: Sequence[int], tags: Sequence[int], group: str
+) -> list[torch.Tensor]:
+    return [
+        t.new_empty(0) if send else torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t, send in zip(tensors, sends, strict=True)
+    ]
+
+
+@torch.library.register_fake("wholestep::barrier", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_barrier(group: str) -> None:
+    return None
+
+
+REDUCE = torch.ops.wholestep.reduce.default
+"""The reduction to the root `dst`, a rank of the group."""
+REDUCE_SCATTER = torch.ops.wholestep.reduce_scatter.default
+"""The reduction of one tensor per rank, each on its own rank. Rounds as the call with a list of tensors does."""
+GATHER = torch.ops.wholestep.gather.default
+"""What every rank gives, stacked, on the root `dst`."""
+SCATTER = torch.ops.wholestep.scatter.default
+"""This rank's one of the tensors that the root `src` gives; `like` has its shape and type."""
+EXCHANGE = torch.ops.wholestep.exchange.default
+"""Sends and receives that start together; `peers` are ranks of the group."""
+BARRIER = torch.ops.wholestep.barrier.default
+"""Returns when every rank of the group has come."""

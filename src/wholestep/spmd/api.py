@@ -1,0 +1,179 @@
+"""compile() of the older surface, on the stages of `wholestep.step`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from wholestep.capture import override as standing
+from wholestep.capture import walk
+from wholestep.capture.capture import Captured, capture
+from wholestep.capture.trace import is_capturing
+from wholestep.errors import ConfigError
+from wholestep.passes.pipeline import Pass
+from wholestep.passes.reinplace import reinplace
+from wholestep.program.program import InputKind, Stage
+from wholestep.spmd.gradients import Gradients
+from wholestep.spmd.override import Override, Replacements
+from wholestep.spmd.parallel import DataParallel
+from wholestep.spmd.transformation import GraphModuleTransformation, Transformation, as_pass
+from wholestep.step import CompiledStep, Options
+
+COMPILED_OBJECT_KEY = "_compiled_obj"
+"""Attribute of a compiled function that holds what its last call ran, a `Compiled`."""
+
+MAX_RETRACES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What a compiled function runs for one signature."""
+
+    gm: fx.GraphModule
+    """The graph that runs."""
+    modules: tuple[nn.Module, ...]
+    """The modules among the arguments."""
+    optimizers: tuple[Optimizer, ...]
+    """The optimizers among the arguments."""
+    flat_state: list[torch.Tensor]
+    """Parameters, buffers and optimizer state: the first inputs of `gm`, in order."""
+
+    @property
+    def mod(self) -> nn.Module | None:
+        """The first module."""
+        return next(iter(self.modules), None)
+
+    @property
+    def opt(self) -> Optimizer | None:
+        """The first optimizer."""
+        return next(iter(self.optimizers), None)
+
+
+def compile(
+    module_override: Sequence[Override] | None = None,
+    gm_transformation: Transformation | None = None,
+    parallel_mode: DataParallel | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiles a training step as PyTorch's whole-step compile did until 2.4: data parallel, gradients summed.
+
+    Modules and optimizers are found in the arguments, and wherever else `wholestep.compile` finds them. Other than
+    there, gradients live inside of a call: each starts with none, and ``.grad`` of the user's parameters stays as it
+    was. A step that wants them returns them. A call may pass ``last_train_step=True``, see GraphModuleTransformation.
+
+    Args:
+        module_override: other code for modules that cannot be captured; see `Override`.
+        gm_transformation: rewrites the placed graph, once per captured graph, behind the overrides. The default
+            passes do not run by themselves: ``GraphModuleTransformation(n, enable_graph_optimization=True)`` runs them.
+        parallel_mode: ``DataParallel("replicate")``, which is the default.
+
+    Raises:
+        ConfigError: for arguments of other types; what goes wrong in a call is listed in `wholestep.errors`.
+    """
+    overrides = _checked_overrides(module_override)
+    if gm_transformation is not None and not callable(gm_transformation):
+        raise ConfigError(f"compile(gm_transformation=...) wants a function, got {gm_transformation!r}.")
+    if parallel_mode is not None and not isinstance(parallel_mode, DataParallel):
+        raise ConfigError(f'compile(parallel_mode=...) wants DataParallel("replicate"), got {parallel_mode!r}.')
+
+    def decorate(step: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = _Step(step, overrides, gm_transformation, parallel_mode or DataParallel())
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_capturing():
+                return step(*args, **kwargs)
+            last = bool(kwargs.pop("last_train_step", False))
+            with compiled.gradients.apart():
+                result = compiled(*args, **kwargs)
+            setattr(run, COMPILED_OBJECT_KEY, compiled.describe(pytree.tree_leaves((args, kwargs))))
+            compiled.count(last=last)
+            return result
+
+        return run
+
+    return decorate
+
+
+def _checked_overrides(given: Any) -> tuple[Override, ...]:
+    overrides = tuple(given or ())
+    for one in overrides:
+        if not isinstance(one, Override):
+            raise ConfigError(f"compile(module_override=...) wants a list of Override objects, got {one!r} in it.")
+    return overrides
+
+
+class _Step(CompiledStep):
+    """A compiled step whose capture sees replaced modules, and whose passes are the user's."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        overrides: tuple[Override, ...],
+        transformation: Transformation | None,
+        mode: DataParallel,
+    ) -> None:
+        self.gradients = Gradients()
+        options = Options(strategy=mode.strategy, mesh=None, passes=(), max_retraces=MAX_RETRACES)
+        super().__init__(self.gradients.cleared_by(step), options)
+        self._overrides, self._replacements = overrides, Replacements(overrides)
+        self._transformation, self._mode = transformation, mode
+        self._used: list[GraphModuleTransformation] = []
+        self._described: dict[int, Compiled] = {}
+
+    def describe(self, things: list[Any]) -> Compiled:
+        """What the last call ran. `things` are the leaves of its arguments."""
+        entry = self._last()
+        known = self._described.get(id(entry))
+        if known is None:
+            gm = entry.programs[Stage.SCHEDULED].module
+            gm.recompile()  # passes edit the graph; what runs is generated from it, and so is `gm.code` now
+            known = self._described[id(entry)] = Compiled(
+                gm=gm,
+                modules=tuple(one for one in things if isinstance(one, nn.Module)),
+                optimizers=tuple(one for one in things if isinstance(one, Optimizer)),
+                flat_state=_flat_state(entry.captured),
+            )
+        return known
+
+    def count(self, *, last: bool) -> None:
+        """One call is over."""
+        for one in self._used:
+            one.count(last=last)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        found = walk.find(self._step, args, kwargs)
+        stand_ins = standing.choose([module for _, module in found.modules.values()], self._replacements)
+        with standing.in_place(stand_ins):
+            self.gradients.add(walk.find(self._step, args, kwargs) if stand_ins else found)
+            captured = capture(self._step, args, kwargs)
+        standing.expect_originals(captured.guards, stand_ins)
+        return captured
+
+    def _passes(self, captured: Captured) -> list[Pass]:
+        flat_state = _flat_state(captured)
+        self._used.clear()
+        calls: list[tuple[str, Transformation | None]] = [
+            (f"{type(one).__name__}.transform", _with_state(one, flat_state)) for one in self._overrides
+        ]
+        calls += [("custom_passes", self._mode.custom_passes), ("gm_transformation", self._transformation)]
+        return [*(as_pass(call, who, self._used) for who, call in calls if call is not None), reinplace]
+
+
+def _with_state(override: Override, flat_state: list[torch.Tensor]) -> Transformation:
+    return lambda gm: override.transform(gm, flat_state)
+
+
+_STATE = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER)
+
+
+def _flat_state(captured: Captured) -> list[torch.Tensor]:
+    pairs = zip(captured.program.inputs, captured.binding.tensors, strict=True)
+    return [tensor for record, tensor in pairs if record.kind in _STATE and isinstance(tensor, torch.Tensor)]

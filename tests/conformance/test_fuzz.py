@@ -1,0 +1,97 @@
+"""200 random steps with 1 to 6 collectives each: compiled equals eager, bit for bit, on every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from tests.conformance import fuzz
+
+STEPS, CHUNK, CALLS = 200, 20, 3
+
+
+def groups() -> fuzz.Groups:
+    """Groups of this rank; every rank makes all of them, as torch.distributed asks."""
+    alone = [dist.new_group([rank]) for rank in range(fuzz.SIZE)]
+    pair = dist.new_group(list(range(fuzz.SIZE)))
+    return {"default": None, "world": dist.group.WORLD, "pair": pair, "alone": alone[dist.get_rank()]}
+
+
+def inputs(number: int, call: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10_000 * number + 10 * call + dist.get_rank())
+    return tuple(torch.randn(fuzz.ROWS, fuzz.COLUMNS, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def step_of(number: int, groups_of_rank: fuzz.Groups) -> Any:
+    """The step of that number; each second one also trains a model, whose gradients the strategy reduces."""
+    lines = fuzz.draw(number)
+
+    def plain(first: Tensor, second: Tensor) -> list[Tensor]:
+        return fuzz.run(lines, groups_of_rank, first, second)
+
+    def training(model: nn.Module, opt: torch.optim.Optimizer, first: Tensor, second: Tensor) -> list[Tensor]:
+        out = model(first)
+        values = fuzz.run(lines, groups_of_rank, out.detach() + first, second)
+        loss = (out * values[-1].detach()).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return [*values, loss.detach()]
+
+    return training if number % 2 else plain
+
+
+def run_both(number: int, groups_of_rank: fuzz.Groups) -> str | None:
+    """What differs between eager and compiled calls of one step; None if nothing does."""
+    torch.manual_seed(number)
+    models = [nn.Linear(fuzz.COLUMNS, fuzz.COLUMNS)]
+    models.append(copy.deepcopy(models[0]))
+    opts = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    eager = step_of(number, groups_of_rank)
+    compiled = ws.compile(step_of(number, groups_of_rank))
+    wrapped = DistributedDataParallel(models[0])
+    for call in range(CALLS):
+        here, there = inputs(number, call), inputs(number, call)
+        training = number % 2
+        wanted = eager(*((wrapped, opts[0]) if training else ()), *here)
+        found = compiled(*((models[1], opts[1]) if training else ()), *there)
+        pairs = [*zip(wanted, found, strict=True), *zip(here, there, strict=True)]
+        pairs += zip(models[0].parameters(), models[1].parameters(), strict=True)
+        for position, (a, b) in enumerate(pairs):
+            if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+                text = "\n  ".join(map(str, fuzz.draw(number)))
+                return f"step {number}, call {call}, value {position} differs by {(a - b).abs().max()}:\n  {text}"
+    if training and compiled.cache_info().traces > 2:
+        return f"step {number} was captured {compiled.cache_info().traces} times"
+    return None
+
+
+def run_chunk(first: int) -> list[str]:
+    groups_of_rank = groups()
+    return [text for number in range(first, first + CHUNK) if (text := run_both(number, groups_of_rank))]
+
+
+@pytest.mark.row("S6", "fuzz")
+@pytest.mark.parametrize("first", range(0, STEPS, CHUNK))
+def test_random_steps_equal_eager(pool2: Any, first: int) -> None:
+    for rank, differences in enumerate(pool2.run(run_chunk, first)):
+        assert not differences, f"rank {rank}:\n" + "\n".join(differences)
+
+
+def test_the_steps_are_varied() -> None:
+    """All collectives, both ways of calling them and all groups are drawn, and as many as the suite promises."""
+    steps = [fuzz.draw(number) for number in range(STEPS)]
+    lines = [line for step in steps for line in step]
+    counts = [sum(line.name in fuzz.COLLECTIVES for line in step) for step in steps]
+    assert {line.name for line in lines} == {*fuzz.COLLECTIVES, *fuzz.COMPUTE, "wait"}
+    assert {line.group for line in lines} == {"default", "world", "pair", "alone"}
+    assert set(counts) == {1, 2, 3, 4, 5, 6}
+    waits = sum(line.name == "wait" for line in lines)
+    assert waits == sum(line.is_async for line in lines) > STEPS / 2

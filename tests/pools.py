@@ -1,0 +1,157 @@
+"""Pools of worker processes, so that a test on several ranks costs milliseconds and not the import of torch.
+
+    def check(scale):                       # at the top level of the test module
+        world = wholestep.run.world.init()  # world.device: the CPU under gloo, this rank's GPU under NCCL
+        ...
+        return plain_data_or_tensors
+
+    def test_on_the_cpu(pool2):             # also pool4 and pool8: gloo
+        first, second = pool2.run(check, 3.0)
+
+    @pytest.mark.gpu
+    def test_on_gpus(nccl2):                # also nccl4: one GPU per process
+        nccl2.run(check, 3.0)
+
+    def test_on_both(ranks2):               # also ranks4: runs as [gloo] and, marked gpu, as [nccl]
+        ranks2.run(check, 3.0)
+
+An error on a rank is raised in the test with its own class. Expect it there, or (quicker, as the pool then needs no
+repair) with `pytest.raises` inside of the function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from wholestep.run.launch import Workers
+from wholestep.run.world import close_current, enter
+
+COLLECTIVE_TIMEOUT_S = 60.0
+
+FIXTURES = {"pool2": 2, "pool4": 4, "pool8": 8, "nccl2": 2, "nccl4": 4, "ranks2": 2, "ranks4": 4}
+"""Name of a fixture that gives a pool -> how many ranks it has."""
+
+
+class Pool:
+    """Workers that are started when first used, and made anew after a failure that may have left traces."""
+
+    def __init__(self, nproc: int, backend: str = "gloo") -> None:
+        self.nproc = nproc
+        self.backend = backend
+        self._workers: Workers | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, grace_s: float = 5.0) -> list[Any]:
+        """``fn(*args)`` on every rank; the results in rank order. Errors as in `wholestep.run.world.run`."""
+        if self._workers is None:
+            self._workers = self._start()
+        try:
+            task = functools.partial(from_a_clean_state, fn)
+            return self._workers.call(task, args, timeout_s=timeout_s, grace_s=grace_s)
+        except BaseException:
+            self._repair()
+            raise
+
+    def renew(self) -> None:
+        """New process groups, for tests to which it matters how many groups a rank has made before."""
+        if self._workers is not None:
+            self._workers.reset()
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close(orderly=self.backend != "gloo")  # eight processes that say goodbye take their time
+            self._workers = None
+
+    def _start(self) -> Workers:
+        if self.backend == "nccl" and torch.cuda.device_count() < self.nproc:
+            pytest.fail(
+                f"This test needs {self.nproc} GPUs for NCCL and this machine shows {torch.cuda.device_count()}. "
+                'Leave such tests out with -m "not gpu", or run them on a machine that has the GPUs.',
+                pytrace=False,
+            )
+        return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
+
+    def _repair(self) -> None:
+        """New process groups when every rank has reported, else new processes at the next call."""
+        workers, self._workers = self._workers, None
+        assert workers is not None
+        # An NCCL communicator with an unmatched collective cannot be left in order: its stream waits for ever.
+        if workers.healthy and self.backend == "gloo":
+            try:
+                workers.reset()
+            except Exception:
+                workers.close(orderly=False)
+            else:
+                self._workers = workers
+        else:
+            workers.close(orderly=False)
+
+
+def from_a_clean_state(fn: Callable[..., Any], *args: Any) -> Any:
+    """What an earlier test may have changed and a later one must not see."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+    try:
+        return fn(*args)
+    except pytest.fail.Exception as error:  # such as an error that pytest.raises missed; it would end the process
+        raise AssertionError(str(error)) from error
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
+
+
+def opened(nproc: int, backend: str = "gloo") -> Iterator[Pool]:
+    pool = Pool(nproc, backend)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[Pool]:
+    """Two ranks."""
+    yield from opened(2)
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[Pool]:
+    """Four ranks."""
+    yield from opened(4)
+
+
+@pytest.fixture(scope="module")
+def pool8() -> Iterator[Pool]:
+    """Eight ranks, which end with their module: they take much memory."""
+    yield from opened(8)
+
+
+@pytest.fixture(scope="session")
+def nccl2() -> Iterator[Pool]:
+    """Two ranks on two GPUs."""
+    yield from opened(2, "nccl")
+
+
+@pytest.fixture(scope="session")
+def nccl4() -> Iterator[Pool]:
+    """Four ranks on four GPUs."""
+    yield from opened(4, "nccl")
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def ranks2(request: pytest.FixtureRequest) -> Pool:
+    """Two ranks, on CPUs and on GPUs."""
+    return request.getfixturevalue({"gloo": "pool2", "nccl": "nccl2"}[request.param])
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def ranks4(request: pytest.FixtureRequest) -> Pool:
+    """Four ranks, on CPUs and on GPUs."""
+    return request.getfixturevalue({"gloo": "pool4", "nccl": "nccl4"}[request.param])

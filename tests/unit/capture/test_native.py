@@ -1,0 +1,470 @@
+"""The native look sees every change, says nothing when nothing changed, and comes without anybody waiting for it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CellType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wholestep.capture import native, quick, tree
+from wholestep.capture.guards import aliases_of, describe
+from wholestep.capture.native import probe
+
+Change = Callable[[Any], object]
+
+
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    assert native.wait() == ""
+    loaded = native.module()
+    assert loaded is not None
+    return loaded
+
+
+class Special(nn.Parameter):
+    """A parameter by another name."""
+
+
+# ---- tensors
+
+CHANGES: dict[str, Change] = {
+    "data of another shape": lambda t: setattr(t, "data", torch.zeros(4, 3)),
+    "data with fewer dimensions": lambda t: setattr(t, "data", torch.zeros(12)),
+    "data with more dimensions": lambda t: setattr(t, "data", torch.zeros(3, 4, 1, 1)),
+    "data of other strides": lambda t: setattr(t, "data", torch.zeros(4, 3).t()),
+    "data of another dtype": lambda t: setattr(t, "data", torch.zeros(3, 4, dtype=torch.float64)),
+    "requires_grad": lambda t: t.requires_grad_(not t.requires_grad),
+    "class": lambda t: setattr(t, "__class__", Special),
+    "what it wraps": lambda t: torch._C._swap_tensor_impl(t, torch.zeros(3, 4)),
+    "device": lambda t: torch._C._swap_tensor_impl(t, torch.zeros(3, 4, device="meta")),
+    "as_strided_": lambda t: t.as_strided_((3, 4), (1, 3)),
+    "set_": lambda t: t.set_(torch.zeros(2)),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+}
+PARAMETER_CHANGES: dict[str, Change] = {
+    "hook": lambda t: t.register_hook(lambda grad: None),
+    "hook behind the gradient": lambda t: t.register_post_accumulate_grad_hook(lambda t: None),
+    "hooks by attribute": lambda t: setattr(t, "_backward_hooks", OrderedDict({0: lambda grad: None})),
+}
+
+
+def check(module: ModuleType, change: Change, tensor: Tensor, want: int) -> None:
+    others = [torch.zeros(3, 4) for _ in range(3)]  # before and behind it: every place is looked at
+    tensors = (*others[:2], tensor, others[2])
+    look = module.Look(tensors, bytes([probe.STATE, probe.PARAMETER, want, probe.STATE]), (), ())
+    assert look.moved() == () == look.moved()
+    with torch.no_grad():
+        tensor.zero_()  # numbers are no matter of the look
+        assert look.moved() == (quick.MODES,)
+        change(tensor)
+    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (quick.TENSORS,), "what was told once must not be taken for granted"
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 1), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6), ()])
+def test_shapes_and_strides_of_any_rank_are_seen(module: ModuleType, shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape)
+    look = module.Look((tensor,), bytes([probe.STATE]), (), ())
+    with torch.no_grad():
+        tensor.unsqueeze_(0)
+    assert look.moved() == (quick.TENSORS,)
+    look.renew()
+    assert look.moved() == ()
+    strides = tuple(stride + 1 for stride in tensor.stride())
+    tensor.data = torch.empty_strided(tensor.shape, strides)
+    assert look.moved() == (quick.TENSORS,), "strides of dimensions of size one count as well"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_a_state_tensor_is_seen(module: ModuleType, name: str) -> None:
+    check(module, CHANGES[name], torch.zeros(3, 4), probe.STATE)
+
+
+@pytest.mark.parametrize("want", [probe.PARAMETER, probe.WITHOUT_GRADIENT])
+@pytest.mark.parametrize("name", [*CHANGES, *PARAMETER_CHANGES])
+def test_a_change_of_a_parameter_is_seen(module: ModuleType, name: str, want: int) -> None:
+    check(module, (CHANGES | PARAMETER_CHANGES)[name], nn.Parameter(torch.zeros(3, 4)), want)
+
+
+GRADIENTS: dict[str, Change] = {
+    "none": lambda t: setattr(t, "grad", None),
+    "sparse": lambda t: setattr(t, "grad", torch.zeros(3, 4).to_sparse()),
+    "of another class": lambda t: setattr(t, "grad", nn.Parameter(torch.zeros(3, 4), requires_grad=False)),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_change_of_a_gradient_at_entry_is_seen(module: ModuleType, name: str) -> None:
+    param = nn.Parameter(torch.zeros(3, 4))
+    param.grad = torch.zeros(3, 4)
+    look = module.Look((param,), bytes([probe.WITH_GRADIENT]), (), ())
+    param.grad = torch.ones(3, 4)  # another tensor of the same kind
+    assert look.moved() == ()
+    GRADIENTS[name](param)
+    assert look.moved() == (quick.TENSORS,)
+
+
+def test_a_gradient_that_appears_is_seen_where_it_matters(module: ModuleType) -> None:
+    for want, seen in ((probe.WITHOUT_GRADIENT, (quick.TENSORS,)), (probe.PARAMETER, ())):
+        param = nn.Parameter(torch.zeros(1))
+        look = module.Look((param,), bytes([want]), (), ())
+        param.grad = torch.zeros(1)
+        assert look.moved() == seen
+
+
+def test_hooks_added_to_and_removed_from_those_that_are_there(module: ModuleType) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    handles = [param.register_hook(lambda grad: None), param.register_post_accumulate_grad_hook(lambda t: None)]
+    for change in (handles[0].remove, handles[1].remove, lambda: param.register_hook(lambda grad: None)):
+        look = module.Look((param,), bytes([probe.PARAMETER]), (), ())
+        assert look.moved() == ()
+        change()
+        assert look.moved() == (quick.TENSORS,)
+
+
+def test_renew_takes_the_tensors_as_they_are(module: ModuleType) -> None:
+    tensor, other = torch.zeros(2), torch.zeros(2)
+    look = module.Look((tensor,), bytes([probe.STATE]), (), ())
+    torch._C._swap_tensor_impl(tensor, other)
+    assert look.moved() == (quick.TENSORS,)
+    look.renew()
+    del other
+    assert look.moved() == ()
+    tensor.data = torch.zeros(3)
+    assert look.moved() == (quick.TENSORS,)
+
+
+def test_what_a_tensor_wrapped_may_die(module: ModuleType) -> None:
+    """Its memory goes to others, which look just like it: still nothing is taken for it."""
+    tensors = tuple(torch.zeros(3, 4) for _ in range(100))
+    look = module.Look(tensors, bytes(100), (), ())
+    others = [torch.zeros(5) for _ in tensors]
+    for one, other in zip(tensors, others, strict=True):
+        torch._C._swap_tensor_impl(one, other)
+    del others, other
+    gc.collect()
+    fresh = [torch.zeros(3, 4) for _ in range(300)]
+    assert look.moved() == (quick.TENSORS,)
+    del fresh
+
+
+def test_what_it_cannot_look_at_is_refused(module: ModuleType) -> None:
+    for thing in (torch.zeros(2).to_sparse(), torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2)), 5):
+        with pytest.raises(TypeError):
+            module.Look((thing,), bytes([probe.STATE]), (), ())
+    with pytest.raises(TypeError, match="neither dict"):
+        module.Look((), b"", ({1},), (None,))
+
+
+# ---- containers
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda: defaultdict(int)])
+@pytest.mark.parametrize("filled", [True, False])
+def test_every_write_to_a_dict_is_seen(module: ModuleType, kind: Callable[[], Any], filled: bool) -> None:
+    others = [kind() for _ in range(50)]
+    container = kind()
+    if filled:
+        container["a"] = 1
+    look = module.Look((), b"", (*others, container), (None,) * 51)
+    writes: list[Callable[[], Any]] = [
+        lambda: container.update(a=2), lambda: container.setdefault("b", 1), lambda: container.pop("b"),
+        lambda: container.__delitem__("a"), lambda: container.update(c=1), lambda: container.clear(),
+    ]  # fmt: skip
+    for write in writes:
+        assert look.moved() == ()
+        write()
+        assert look.moved() == (50,) == look.moved()
+        look.renew()
+    container.get("a"), list(container.items())
+    assert look.moved() == ()
+
+
+def test_a_write_between_the_look_and_the_renewal_is_not_lost(module: ModuleType) -> None:
+    one, two = {"a": 1}, {"a": 1}
+    look = module.Look((), b"", (one, two), (None, None))
+    one["a"] = 2
+    assert look.moved() == (0,)
+    two["a"] = 2
+    look.renew()
+    assert look.moved() == (1,)
+
+
+def test_lists_and_cells(module: ModuleType) -> None:
+    items, cell = [1.5, "x"], CellType(items_held := object())
+    look = module.Look((), b"", (items, cell), (tuple(items), items_held))
+    items[0], items[1] = items[0], items[1]
+    assert look.moved() == ()
+    for change, back in (
+        (lambda: items.append(0), items.pop),
+        (lambda: items.reverse(), items.reverse),
+        (lambda: items.__setitem__(0, float("1.5")), None),
+    ):
+        change()
+        assert look.moved() == (0,)
+        if back is not None:
+            back()
+            assert look.moved() == ()
+    items[:] = []
+    cell.cell_contents = 5
+    assert look.moved() == (0, 1)
+    del cell.cell_contents
+    assert look.moved() == (0, 1)
+
+
+def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    owner.look = module.Look((), b"", (vars(owner), [owner]), (None, (owner,)))  # type: ignore[attr-defined]
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+# ---- arguments
+
+
+def matcher(args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Tensor, ...] = ()) -> quick.Match | None:
+    leaves, spec = tree.flatten((args, kwargs))
+    data = [isinstance(leaf, torch.Tensor) and all(leaf is not one for one in state) for leaf in leaves]
+    described = [describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
+    return quick.match(spec, described, data, aliases_of(leaves, data), state)
+
+
+def same_as_flatten(made: quick.Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    found = made.match((args, kwargs))
+    wanted = tree.flatten((args, kwargs))[0]
+    return found is not None and len(found) == len(wanted) and all(a is b for a, b in zip(found, wanted, strict=True))
+
+
+def test_leaves_are_those_of_flatten(module: ModuleType) -> None:
+    model = nn.Linear(2, 2)
+    x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    args, kwargs = (model, {"x": x, "more": [y, (x, None)]}), {"scale": 2.5, "name": "a b", "on": True, "n": 10**20}
+    made = matcher(args, kwargs)
+    assert made is not None
+    assert same_as_flatten(made, args, kwargs)
+    u, v = torch.ones(2, 3), torch.ones(2, dtype=torch.int64)
+    others = {"scale": float("2.5"), "name": " ".join("ab"), "on": True, "n": int("1" + "0" * 20)}
+    assert same_as_flatten(made, (model, {"x": u, "more": [v, (u, None)]}), others)
+
+
+X, Y = torch.zeros(2, 3), torch.zeros(2, 3)
+OTHER_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "shape": ((torch.zeros(3, 3), [Y, 1]), {"k": 1.0}),
+    "strides": ((torch.zeros(3, 2).t(), [Y, 1]), {"k": 1.0}),
+    "dtype": ((X.double(), [Y, 1]), {"k": 1.0}),
+    "device": ((torch.zeros(2, 3, device="meta"), [Y, 1]), {"k": 1.0}),
+    "requires_grad": ((torch.zeros(2, 3, requires_grad=True), [Y, 1]), {"k": 1.0}),
+    "class": ((nn.Parameter(X, requires_grad=False), [Y, 1]), {"k": 1.0}),
+    "layout": ((X.to_sparse(), [Y, 1]), {"k": 1.0}),
+    "no tensor": ((None, [Y, 1]), {"k": 1.0}),
+    "the same tensor twice": ((X, [X, 1]), {"k": 1.0}),
+    "a number": ((X, [Y, 2]), {"k": 1.0}),
+    "type of a number": ((X, [Y, True]), {"k": 1.0}),
+    "a keyword's number": ((X, [Y, 1]), {"k": 1.5}),
+    "another keyword": ((X, [Y, 1]), {"j": 1.0}),
+    "one keyword more": ((X, [Y, 1]), {"k": 1.0, "j": 1.0}),
+    "one argument more": ((X, [Y, 1], 1), {"k": 1.0}),
+    "a longer list": ((X, [Y, 1, 1]), {"k": 1.0}),
+    "a tuple": ((X, (Y, 1)), {"k": 1.0}),
+    "nothing": ((), {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_another_call_does_not_match(module: ModuleType, name: str) -> None:
+    made = matcher((X, [Y, 1]), {"k": 1.0})
+    assert made is not None
+    assert made.match(OTHER_CALLS[name]) is None
+    assert made.match(((torch.ones(2, 3), [torch.ones(2, 3), 1]), {"k": 1.0})) is not None
+
+
+def test_order_of_names_and_tensors_given_twice(module: ModuleType) -> None:
+    made = matcher(({"a": X, "b": Y},), {})
+    assert made is not None
+    assert made.match((({"b": Y, "a": X},), {})) is None
+    twice = matcher((X, Y, X), {})
+    assert twice is not None
+    assert twice.match(((Y, X, Y), {})) is not None
+    assert twice.match(((X, Y, Y), {})) is None
+    assert twice.match(((X, X, X), {})) is None
+
+
+def test_a_tensor_of_the_state_is_no_data(module: ModuleType) -> None:
+    state = torch.zeros(2, 3)
+    made = matcher((X,), {}, state=(state,))
+    assert made is not None
+    assert made.match(((state,), {})) is None
+
+
+@pytest.mark.parametrize("thing", [SimpleNamespace(), {1: X}, OrderedDict(a=X), object(), {1, 2}])
+def test_other_arguments_are_left_to_python(module: ModuleType, thing: Any) -> None:
+    assert matcher((X, thing), {}) is None
+
+
+# ---- how it comes
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, a compiler that copies the library that is there, and a door that knows nothing."""
+    built = native.library()
+    assert native.wait() == ""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f"#!{sys.executable}\nimport shutil, sys, time\nopen({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
+        f"time.sleep(0.5)\nshutil.copy({str(built)!r}, sys.argv[sys.argv.index('-o') + 1])\n"
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.setattr(native, "_build", native._Build())
+    yield tmp_path
+    native.wait(10)
+
+
+def num_builds(cache: Path) -> int:
+    calls = cache / "calls"
+    return len(calls.read_text()) if calls.exists() else 0
+
+
+def test_the_first_call_does_not_wait(cache: Path) -> None:
+    start = time.monotonic()
+    assert native.module() is None
+    assert time.monotonic() - start < 0.3
+    assert native.why_not() == "it is being built"
+    assert native.wait() == ""
+    assert native.module() is not None
+    assert native.library().parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in native.library().parent.iterdir()] == [native.library().name]
+
+
+def test_what_is_built_is_loaded_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.build()
+    monkeypatch.setattr(native, "_build", native._Build())
+    assert native.module() is not None
+    assert num_builds(cache) == 1
+
+
+def test_many_build_once(cache: Path) -> None:
+    threads = [threading.Thread(target=native.build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert native.library().exists()
+    assert num_builds(cache) == 1
+
+
+def test_a_lock_that_was_left_behind_is_taken_over(cache: Path) -> None:
+    lock = native.library().with_suffix(".lock")
+    lock.parent.mkdir(mode=0o700, parents=True)
+    lock.touch()
+    old = time.time() - native.STALE_S - 1
+    os.utime(lock, (old, old))
+    native.build()
+    assert native.library().exists()
+    assert not lock.exists()
+
+
+def test_a_lock_that_is_held_is_respected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "BUILD_TIMEOUT_S", 0.3)
+    lock = native.library().with_suffix(".lock")
+    lock.parent.mkdir(mode=0o700, parents=True)
+    lock.touch()
+    with pytest.raises(native.Unavailable, match="another process has held"):
+        native.build()
+    assert num_builds(cache) == 0
+    assert lock.exists()
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.INFO, logger="wholestep"):
+        assert native.wait() == "there is no C++ compiler (no-such-compiler) on the PATH"
+        for _ in range(3):
+            assert native.module() is None
+    assert len([record for record in caplog.records if "no C++ compiler" in record.getMessage()]) == 1
+
+
+def test_a_compiler_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = cache / "bad"
+    bad.write_text("#!/bin/sh\necho note\necho 'look.cpp:3: error: no header'\nexit 1\n")
+    bad.chmod(0o700)
+    monkeypatch.setenv("CXX", str(bad))
+    assert native.wait().endswith("failed: look.cpp:3: error: no header")
+    assert list(native.library().parent.iterdir()) == []
+
+
+def test_a_library_that_is_none(cache: Path) -> None:
+    path = native.library()
+    path.parent.mkdir(mode=0o700, parents=True)
+    path.write_bytes(b"no library")
+    assert "cannot be loaded" in native.wait()
+
+
+def test_a_folder_that_others_can_write_to(cache: Path) -> None:
+    path = native.build()
+    path.parent.chmod(0o777)
+    assert "can be written by others" in native.wait()
+    assert native.module() is None
+
+
+def test_a_library_that_fails_its_test(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "fault", lambda module: "dict: cleared")
+    assert native.wait() == "the library fails its test: dict: cleared"
+
+
+def test_the_switch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.wait() == "WHOLESTEP_NATIVE=0 switches it off"
+    assert native.module() is None
+    assert num_builds(cache) == 0
+
+
+def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
+    code = "from wholestep.capture import native; assert native.module() is None; import time; time.sleep(0.3)"
+    slow = cache / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": str(slow)}, timeout=50)
+    assert time.monotonic() - start < 45
+    assert list(native.library().parent.iterdir()) == []
+
+
+class Blind:
+    """A look that sees nothing, for the test of the library."""
+
+    TENSORS = quick.TENSORS
+
+    class Look:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def moved(self) -> tuple[int, ...]:
+            return ()
+
+
+def test_the_test_of_the_library_can_fail(module: ModuleType) -> None:
+    assert probe.fault(module) == ""
+    assert probe.fault(Blind) == "dict: a value replaced"  # type: ignore[arg-type]

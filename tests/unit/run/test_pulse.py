@@ -1,0 +1,83 @@
+"""Signs of life in one process: what a beat tells, and when a rank counts as waiting in a call."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from wholestep.run import pulse as module
+from wholestep.run.pulse import Pulse
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """One store for all; a HashStore has no connections to clone."""
+    monkeypatch.setattr(module, "own_connection", lambda store: store)
+    return dist.HashStore()
+
+
+@pytest.fixture
+def pulses(store):
+    made = [Pulse(store, rank=rank, size=2) for rank in range(2)]
+    yield made
+    for pulse in made:
+        if pulse._thread.ident is not None:
+            pulse.stop("the test is over")
+
+
+def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
+    ready, over = threading.Event(), threading.Event()
+    made = []
+
+    def lives():
+        pulse = Pulse(store, rank=1, size=2)
+        pulse.beat_every_s = 0.02
+        pulse.at = lambda: "train_step, call 7"
+        pulse.start()
+        made.append(pulse)
+        ready.set()
+        over.wait(10)
+
+    thread = threading.Thread(target=lives)
+    thread.start()
+    ready.wait(10)
+    time.sleep(0.2)
+    beat = Pulse(store, rank=0, size=2).beats([1])[1]
+    over.set()
+    thread.join()
+    made[0].stop("over")
+    line = lives.__code__.co_firstlineno + 7
+    assert (beat.at, beat.line) == ("train_step, call 7", f"test_pulse.py:{line}")
+    assert str(beat) == f"in train_step, call 7 (test_pulse.py:{line})"
+
+
+def test_a_rank_outside_and_one_that_has_not_come(pulses):
+    pulses[0].start()
+    beats = pulses[1].beats([0, 1])
+    assert str(beats[0]).startswith("outside of any compiled step (test_pulse.py:")
+    assert str(beats[1]) == "not yet in its World"
+
+
+def test_a_rank_is_stuck_when_it_has_been_in_the_same_call_for_long(pulses, monkeypatch):
+    monkeypatch.setattr(module, "STUCK_AFTER_S", 0.2)
+    pulses[1].at = lambda: "step, call 3"
+    pulses[1].start()
+    assert pulses[0].stuck([1], "step, call 3") == {}
+    time.sleep(0.3)
+    assert pulses[0].stuck([1], "step, call 4") == {}
+    assert list(pulses[0].stuck([1], "step, call 3")) == [1]
+
+
+def test_a_rank_that_moves_is_not_stuck(pulses, monkeypatch):
+    monkeypatch.setattr(module, "STUCK_AFTER_S", 0.2)
+    pulses[1].beat_every_s = 0.01
+    call = 3
+    pulses[1].at = lambda: f"step, call {call}"
+    pulses[1].start()
+    assert pulses[0].stuck([1], "step, call 3") == {}
+    time.sleep(0.15)
+    call = 4
+    time.sleep(0.15)
+    assert pulses[0].stuck([1], "step, call 4") == {}
+    assert pulses[0].stuck([1], "step, call 3") == {}
