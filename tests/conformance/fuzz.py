@@ -19,11 +19,13 @@ ROWS, COLUMNS = 4, 6
 SIZE = 2
 OPS = {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 COMPUTE = ("add", "multiply", "relu", "tanh", "matmul", "transpose", "scale_in_place", "add_in_place", "norm")
-COLLECTIVES = (
+COLLECTIVES = [
     "all_reduce", "all_reduce_rows", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "funcol_all_reduce",
-    "funcol_all_gather", "funcol_reduce_scatter",
-)  # fmt: skip
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "funcol_all_reduce", "funcol_all_gather",
+    "funcol_reduce_scatter",
+]  # fmt: skip
+if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):  # before it, gloo had no all_to_all of lists
+    COLLECTIVES.append("all_to_all")
 IN_PLACE = ("scale_in_place", "add_in_place", "all_reduce", "all_reduce_rows", "broadcast")
 """Instructions whose result is the tensor they were given."""
 FUNCTIONAL = tuple(name for name in COLLECTIVES if name.startswith("funcol"))
@@ -112,6 +114,11 @@ def draw(number: int) -> tuple[Instruction, ...]:
         draft.wait(handle)
     draft.compute()
     return tuple(draft.lines)
+
+
+def communicates(line: Instruction) -> bool:
+    """Whether the line is a collective."""
+    return line.name in COLLECTIVES
 
 
 Groups = dict[str, dist.ProcessGroup | None]

@@ -172,6 +172,23 @@ def test_inductor_allreduce_eager_wait(ranks2: Any, step: Step) -> None:
     assert count(text, "wait_tensor") == 0
 
 
+def waits_for_a_handle(handle: list[Any]) -> str:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        handle[0].wait()
+        return x + 1
+
+    handle[:] = [dist.all_reduce(tensors(0)[0], async_op=True)]
+    try:
+        return refused(step)
+    finally:
+        handle[0].wait()
+
+
+@row("S6", "eager_allreduce_inductor_wait")
+def test_a_handle_from_outside_is_refused(ranks2: Any) -> None:
+    assert "started outside of it" in ranks2.run(waits_for_a_handle, [])[0]
+
+
 # ---- buffers that are used again ---------------------------------------------------------------------------------
 
 
@@ -193,10 +210,14 @@ def permuted(x: Tensor, y: Tensor) -> Tensor:
 
 
 @row("S6", "permute_tensor")
-@pytest.mark.parametrize("pool", ["ranks2", pytest.param("ranks4", marks=pytest.mark.slow)])
-def test_permute_tensor(request: pytest.FixtureRequest, pool: str) -> None:
+def test_permute_tensor(ranks2: Any) -> None:
     """Which rank sends to which is in the split sizes of this rank, so the texts differ; the plan is one."""
-    request.getfixturevalue(pool).run(compared, permuted)
+    ranks2.run(compared, permuted)
+
+
+@row("S6", "permute_tensor")
+def test_permute_tensor_on_four_ranks(ranks4: Any) -> None:
+    ranks4.run(compared, permuted)
 
 
 def gather_and_double(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +234,7 @@ def gather_transposed(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
     turned = (x * 2).t()
     parts = [torch.empty(COLUMNS, ROWS, device=x.device) for _ in range(group_size())]
     dist.all_gather(parts, turned.contiguous())
-    return funcol.all_gather_tensor(turned, 0, dist.group.WORLD) * 1, parts
+    return funcol.all_gather_tensor(turned.contiguous(), 0, dist.group.WORLD) * 1, parts
 
 
 @row("S6", "allgather_contiguous_input")
@@ -264,9 +285,17 @@ def exchange_rows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @row("S6", "all_to_all_single_inductor")
-@pytest.mark.parametrize("pool", ["ranks2", pytest.param("ranks4", marks=pytest.mark.slow)])
-def test_all_to_all_single_inductor(request: pytest.FixtureRequest, pool: str) -> None:
-    text = run(request.getfixturevalue(pool), exchange_rows)
+def test_all_to_all_single_inductor(ranks2: Any) -> None:
+    data_as_sizes(ranks2)
+
+
+@row("S6", "all_to_all_single_inductor")
+def test_all_to_all_single_inductor_on_four_ranks(ranks4: Any) -> None:
+    data_as_sizes(ranks4)
+
+
+def data_as_sizes(pool: Any) -> None:
+    text = run(pool, exchange_rows)
     assert count(text, "all_to_all_single") == 2
     assert re.search(r"all_to_all_single\.default\(\w+, \[_local_scalar_dense\w*", text), "the sizes must be nodes"
 
@@ -511,7 +540,7 @@ def scatter_and_wait(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @row("S6", "dynamo_support_collective_op_with_async_op_False")
-def test_dynamo_support_collective_op_with_async_op_False(ranks2: Any) -> None:  # noqa: N802
+def test_dynamo_support_collective_op_with_async_op_False(ranks2: Any) -> None:
     text = run(ranks2, scatter_at_once)
     assert [count(text, "reduce_scatter_tensor"), count(text, "wait_tensor"), copies(text)] == [1, 1, 0]
 

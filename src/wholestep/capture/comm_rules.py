@@ -42,7 +42,7 @@ def _root_of(options: Any) -> int:
 
 def _listed(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor):
-        _refuse("A process group takes its methods' tensors in a list; of one tensor it takes the rows.", "Give [tensor].")
+        _refuse("Methods of a process group take tensors in a list; a tensor is a list of its rows.", "Give [tensor].")
     return list(tensors)
 
 

@@ -53,7 +53,6 @@ class Memory:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.fake_mode = meta.fake_mode(graph)
         self.position = edit.positions(graph)
         self.last_read = {node: self._last_read(node) for node in graph.nodes}
         self._parent: dict[int, int] = {}
@@ -124,7 +123,7 @@ class Memory:
         if node.target is operator.getitem:
             meta.set_value(node, args[0][args[1]])
             return
-        with self.fake_mode, torch.no_grad():
+        with meta.fake_mode(self.graph), torch.no_grad():
             meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
 
     def _last_read(self, node: fx.Node) -> int:

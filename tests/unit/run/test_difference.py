@@ -3,7 +3,7 @@
 import pytest
 
 from wholestep.run import difference as module
-from wholestep.run.difference import difference, ranks_text
+from wholestep.run.difference import difference, misfit, ranks_text
 
 PLAN = [f"#{i} all_reduce float32[{64 * i}] mean" for i in range(40)]
 
@@ -73,3 +73,34 @@ def test_the_difference_is_bounded_and_says_what_it_leaves_out():
 )
 def test_ranks_are_listed_in_short(ranks, expected):
     assert ranks_text(ranks) == expected
+
+
+SHARED = ["mesh data=4", "#0 all_reduce float32[8] sum axis=data size=4"]
+PAIR, SENT = "[0,2] all_reduce float32[4] sum", "[1>3 world tag 0] float32[2]"
+FIT = {0: [*SHARED, PAIR], 1: [*SHARED, SENT], 2: [*SHARED, PAIR], 3: [SHARED[0], SENT, SHARED[1]]}
+
+
+def texts(**changed):
+    held = FIT | {int(name[1:]): lines for name, lines in changed.items()}
+    return {rank: "\n".join(lines) for rank, lines in held.items()}
+
+
+def test_what_some_ranks_do_among_themselves_belongs_together():
+    assert not misfit(texts())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"r2": SHARED},
+        {"r3": SHARED},
+        {"r1": [*SHARED, PAIR, SENT]},
+        {"r0": [*SHARED, PAIR, PAIR]},
+        {"r2": [*SHARED, PAIR.replace("4]", "5]")]},
+        {"r3": [*SHARED, SENT.replace("tag 0", "tag 1")]},
+        {"r3": [SHARED[0], SENT]},
+    ],
+    ids=["member away", "receiver away", "stranger", "twice", "size", "tag", "shared line away"],
+)
+def test_what_does_not_belong_together_is_seen(changed):
+    assert misfit(texts(**changed))
