@@ -51,7 +51,7 @@ $(VENV)/.torch:
 	$(PIP) install '$(TORCH_SPEC)'
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml src/wholestep/capture/native/look.cpp
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml $(wildcard src/wholestep/capture/native/*.cpp src/wholestep/capture/native/*.h)
 	$(PIP) install -e .
 	@$(BIN)/python -m wholestep.capture.native || echo "no harm: see docs/performance.md"
 	@touch $@

@@ -71,7 +71,7 @@ MUTATIONS = (
         name="guards_off",
         what="every call uses the first trace",
         file="capture/guards.py",
-        old="return self._arguments(leaves, spec) or self._python() or self._tensors() or self._branches()",
+        old="return self._arguments(leaves, spec) or self._state_why_not(leaves)",
         new="return None",
         tests=(f"{STEPS}[train_and_eval_flips]", f"{STEPS}[module_number_changed]", f"{STEPS}[last_batch_is_smaller]"),
     ),
@@ -122,18 +122,18 @@ MUTATIONS = (
     Mutation(
         name="native_look_without_dicts",
         what="the native look takes every dict for unchanged; its test keeps it from being used",
-        file="capture/native/look.cpp",
+        file="capture/native/state.h",
         old="if (newest_version_ == known_version_) return;",
         new="return;",
-        tests=(f"{GUARDS}[native-module_attribute]",),
+        tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
     Mutation(
         name="native_look_without_strides",
         what="the native look takes strides for unchanged; its test keeps it from being used",
-        file="capture/native/look.cpp",
+        file="capture/native/tensor.h",
         old="told_by_sizes_ ? impl.is_contiguous() : impl.strides() == c10::IntArrayRef(strides_)",
         new="true",
-        tests=(f"{GUARDS}[native-parameter_strides]",),
+        tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
 )
 

@@ -40,6 +40,7 @@ class Binding:
     new_state: list[tuple[Optimizer, torch.Tensor, Any]]
     """Where the STATE outputs go: optimizer, parameter, key."""
     stepped: list[Optimizer]
+    """Optimizers that step in the graph, until they have been told so."""
     slices: tuple[int, int, int] = field(default=(0, 0, 0))
     """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
 
@@ -80,8 +81,10 @@ class Binding:
         if state_end > grad_end:
             for (opt, param, key), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
                 opt.state[param][key] = made
-        for opt in self.stepped:
-            opt._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at before it warns
+        while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
+            self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
+        if self.result_spec.type is None and user_end:  # the usual result: one tensor
+            return outputs[0]
         results = self.results.copy()
         for number, place in enumerate(self.result_places):
             results[place] = outputs[number]

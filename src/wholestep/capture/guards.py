@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture import quick, tree
+from wholestep.capture import native, quick, tree
 from wholestep.capture.state import Slot, State
 from wholestep.capture.storage import Sizes
 from wholestep.capture.walk import GLOBAL_HOOKS, Watch, same
@@ -108,6 +108,7 @@ class Guards:
         """The native look and match, once everything is known to be as it was while tracing."""
         tensors = [slot.tensor for slot in self.state]
         containers = [quick.watchable(watch) for watch in self._watched] + [(hooks, None) for hooks in GLOBAL_HOOKS]
+        self._awaits_native = native.module() is None
         self._look = quick.look(tensors, [self._want(slot) for slot in self.state], containers)
         self._match = quick.match(self.spec, self.leaves, self.is_data, self.aliases, tensors)
 
@@ -135,7 +136,7 @@ class Guards:
                 return why_not
             if self._look is not None:
                 self._look.renew()
-            else:
+            elif self._awaits_native and native.module() is not None:
                 self._make_quick()
         if self.predicates is not None and (why_not := self._branches()) is not None:
             return why_not

@@ -107,7 +107,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The nest again. An object is rebuilt field by field, without running its ``__init__``."""
-    return leaves[0] if spec.type is None else pytree.tree_unflatten(leaves, spec)
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def structure(spec: TreeSpec) -> tuple[Any, ...] | None:

@@ -281,6 +281,7 @@ def test_nothing_is_reported_when_nothing_changed(kind: str) -> None:
 def test_gradients_at_entry(kind: str, keep_grads: bool) -> None:
     bench = Bench(keep_grads=keep_grads)
     assert bench.step.cache_info().traces == 1 + keep_grads
+    assert (bench.step._last().captured.guards._look is not None) == (kind == "native")
     if keep_grads:
         bench.weight.grad.zero_()  # type: ignore[union-attr]
         assert bench.why_not() is None
@@ -292,6 +293,39 @@ def test_a_gradient_at_entry_of_another_layout(kind: str) -> None:
     bench = Bench(keep_grads=True)
     bench.weight.grad = torch.zeros(3, 4).to_sparse()
     assert "sparse" in str(bench.why_not())
+
+
+def test_the_native_look_takes_over_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is built, the guards compare in Python; what changed before it came is not taken for granted."""
+    assert native.wait() == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "module", lambda: None)
+        bench = Bench()
+    guards = bench.step._last().captured.guards
+    assert guards._look is None
+    bench.model.scale = 2.0
+    assert "model.scale was 1.0, is 2.0" in str(bench.why_not())
+    assert guards._look is None
+    bench.model.scale = 1.0
+    assert bench.why_not() is None
+    assert guards._look is not None
+    bench.model.scale = 2.0
+    assert "model.scale was 1.0, is 2.0" in str(bench.why_not())
+
+
+def test_usual_calls_take_the_quick_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    guards = bench.step._last().captured.guards
+    found = guards.leaves_of(bench.args, {})
+    assert (found is not None) == (kind == "native")
+    assert found is None or (found[0] is bench.args[0] and len(found) == 2)
+    assert guards.leaves_of((torch.randn(3, 4), 1.0), {}) is None
+    bench.group["lr"] = 0.5  # what a scheduler does: looked at again, and taken for granted afterwards
+    assert (guards.leaves_of(bench.args, {}) is not None) == (kind == "native")
+    monkeypatch.setattr(type(guards), "_compare", lambda self, moved: pytest.fail("nothing has moved"))
+    if kind == "native":
+        assert guards.leaves_of(bench.args, {}) is not None
+        assert bench.step(*bench.args) is not None
 
 
 def test_a_single_gradient_that_is_zero(kind: str) -> None:

@@ -148,6 +148,30 @@ def test_renew_takes_the_tensors_as_they_are(module: ModuleType) -> None:
     assert look.moved() == (quick.TENSORS,)
 
 
+def test_what_cannot_be_taken_is_named_again(module: ModuleType) -> None:
+    """A tensor that became another kind is never taken for unchanged, whatever the caller says."""
+    tensors = (torch.zeros(2), torch.zeros(2))
+    look = module.Look(tensors, bytes(2), (), ())
+    torch._C._swap_tensor_impl(tensors[1], torch.zeros(2).to_sparse())
+    for _ in range(3):
+        assert look.moved() == (quick.TENSORS,)
+        look.renew()
+
+
+def test_modes_are_renewed(module: ModuleType) -> None:
+    look = module.Look((), b"", (), ())
+    with torch.no_grad():
+        assert look.moved() == (quick.MODES,)
+        look.renew()
+        assert look.moved() == ()
+    assert look.moved() == (quick.MODES,)
+    look.renew()
+    for device in ("meta", "cpu"):  # one mode on the stack says nothing about which device it stands for
+        with torch.device(device):
+            assert look.moved() == (quick.MODES,)
+            look.renew()
+
+
 def test_what_a_tensor_wrapped_may_die(module: ModuleType) -> None:
     """Its memory goes to others, which look just like it: still nothing is taken for it."""
     tensors = tuple(torch.zeros(3, 4) for _ in range(100))

@@ -1,0 +1,127 @@
+// The signature of a call, and its leaves. Python's type `Arguments`.
+#pragma once
+
+#include "tensor.h"
+
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+
+#include <optional>
+#include <stdexcept>
+#include <unordered_set>
+
+namespace wholestep {
+
+struct ArgumentLayout {
+  PyTypeObject* type;
+  at::ScalarType dtype;
+  c10::Device device;
+  std::vector<int64_t> sizes, strides;
+  bool requires_grad;
+  size_t alias;  // the first argument that is the same tensor
+};
+
+class Call {
+ public:
+  // `structure` is ("leaf", n), ("tuple" | "list", [structures]) or ("dict", keys, [structures]); `leaves` has per
+  // leaf a tuple (type, dtype, shape, strides, device, requires_grad, alias) of data, or (thing,).
+  Call(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state); ++i) state_.insert(PyTuple_GET_ITEM(state, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(leaves); ++i) {
+      PyObject* leaf = PyTuple_GET_ITEM(leaves, i);
+      data_.push_back(PyTuple_GET_SIZE(leaf) == 1 ? std::nullopt : std::optional(read(leaf)));
+    }
+  }
+
+  // A new list of the leaves, or null without an error set if the call may differ from the one recorded.
+  PyObject* match(PyObject* call) const {
+    PyObject* found = PyList_New(0);
+    if (found == nullptr) return nullptr;
+    if (collect(structure_, call, found) && PyList_GET_SIZE(found) == PyTuple_GET_SIZE(leaves_) && fit(found)) return found;
+    Py_DECREF(found);
+    return nullptr;
+  }
+
+ private:
+  PyObject *structure_, *leaves_;
+  std::vector<std::optional<ArgumentLayout>> data_;
+  std::unordered_set<PyObject*> state_;
+
+  static ArgumentLayout read(PyObject* leaf) {
+    PyObject* item[7];
+    if (PyTuple_GET_SIZE(leaf) != 7) throw std::invalid_argument("a description has seven parts");
+    for (int i = 0; i < 7; ++i) item[i] = PyTuple_GET_ITEM(leaf, i);
+    if (!THPDtype_Check(item[1]) || !THPDevice_Check(item[4])) throw std::invalid_argument("no dtype or no device");
+    return {
+        reinterpret_cast<PyTypeObject*>(item[0]), reinterpret_cast<THPDtype*>(item[1])->scalar_type,
+        reinterpret_cast<THPDevice*>(item[4])->device, numbers(item[2]), numbers(item[3]), item[5] == Py_True,
+        PyLong_AsSize_t(item[6])};
+  }
+
+  static std::vector<int64_t> numbers(PyObject* tuple) {
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i)
+      found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+    return found;
+  }
+
+  // Takes containers apart as the structure says; false if the thing is built otherwise.
+  static bool collect(PyObject* structure, PyObject* thing, PyObject* found) {
+    PyObject* kind = PyTuple_GET_ITEM(structure, 0);
+    if (kind == Py_None) return PyList_Append(found, thing) == 0;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(thing)) != kind) return false;
+    PyObject* parts = PyTuple_GET_ITEM(structure, 1);
+    const Py_ssize_t size = PyTuple_GET_SIZE(parts);
+    if (PyDict_CheckExact(thing)) return PyDict_GET_SIZE(thing) == size && collect_items(structure, thing, found);
+    if (PySequence_Fast_GET_SIZE(thing) != size) return false;
+    for (Py_ssize_t i = 0; i < size; ++i)
+      if (!collect(PyTuple_GET_ITEM(parts, i), PySequence_Fast_GET_ITEM(thing, i), found)) return false;
+    return true;
+  }
+
+  static bool collect_items(PyObject* structure, PyObject* dict, PyObject* found) {
+    PyObject *parts = PyTuple_GET_ITEM(structure, 1), *keys = PyTuple_GET_ITEM(structure, 2), *key, *item;
+    Py_ssize_t place = 0;
+    for (Py_ssize_t i = 0; PyDict_Next(dict, &place, &key, &item); ++i) {
+      PyObject* wanted = PyTuple_GET_ITEM(keys, i);
+      if (key != wanted && (!PyUnicode_CheckExact(key) || PyUnicode_Compare(key, wanted) != 0)) return false;
+      if (!collect(PyTuple_GET_ITEM(parts, i), item, found)) return false;
+    }
+    return true;
+  }
+
+  bool fit(PyObject* found) const {
+    for (size_t i = 0; i < data_.size(); ++i) {
+      PyObject* leaf = PyList_GET_ITEM(found, i);
+      if (!data_[i].has_value()) {
+        if (!same(PyTuple_GET_ITEM(PyTuple_GET_ITEM(leaves_, i), 0), leaf)) return false;
+        continue;
+      }
+      const ArgumentLayout& then = *data_[i];
+      if (Py_TYPE(leaf) != then.type || !THPVariable_CheckExact(leaf) || state_.count(leaf) != 0) return false;
+      if (!fits(*impl_of(leaf), then)) return false;
+      for (size_t j = 0; j <= i; ++j) {  // the first leaf that is this tensor must be the one that was
+        if (data_[j].has_value() && PyList_GET_ITEM(found, j) == leaf) {
+          if (j != then.alias) return false;
+          break;
+        }
+      }
+    }
+    return true;
+  }
+
+  static bool fits(const c10::TensorImpl& impl, const ArgumentLayout& then) {
+    return is_plain(impl) && impl.dtype() == c10::scalarTypeToTypeMeta(then.dtype) && impl.device() == then.device &&
+        impl.sizes() == c10::IntArrayRef(then.sizes) && impl.strides() == c10::IntArrayRef(then.strides) &&
+        impl.requires_grad() == then.requires_grad;
+  }
+
+  static bool same(PyObject* then, PyObject* now) {
+    if (then == now) return true;
+    if (Py_TYPE(then) != Py_TYPE(now)) return false;
+    const bool scalar = PyFloat_CheckExact(now) || PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
+    return scalar && PyObject_RichCompareBool(then, now, Py_EQ) == 1;
+  }
+};
+
+}  // namespace wholestep

@@ -1,0 +1,324 @@
+// The state of a step: tensors, containers and the modes of torch, looked at in every call. Python's type `Look`.
+#pragma once
+
+#include "tensor.h"
+
+#include <ATen/Context.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace wholestep {
+
+constexpr long TENSORS = -1, MODES = -2;  // numbers that moved() gives besides those of containers
+constexpr size_t AHEAD = 12;              // how many records ahead the processor is told what comes
+
+inline void fetch(const void* address, size_t offset) {
+  __builtin_prefetch(static_cast<const char*>(address) + offset);
+}
+
+// A number that changes whenever something else is written into the dict. Python dropped it in 3.14: then every
+// dict may have changed at every look.
+inline uint64_t version_of(const PyDictObject* dict) {
+#if PY_VERSION_HEX < 0x030E0000
+  return dict->ma_version_tag;
+#else
+  static uint64_t never_the_same = 0;
+  return ++never_the_same;
+#endif
+}
+
+struct Modes {
+  bool grad = c10::GradMode::is_enabled(), inference = c10::InferenceMode::is_enabled();
+  bool autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
+  bool autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
+  at::ScalarType autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  at::ScalarType autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  bool deterministic = at::globalContext().deterministicAlgorithms();
+  at::ScalarType default_dtype = c10::get_default_dtype_as_scalartype();
+  // A default device, by call or by context, is a mode on the stack of function modes.
+  int64_t function_modes = at::impl::PythonTorchFunctionTLS::stack_len();
+  at::Float32MatmulPrecision matmul = at::globalContext().float32MatmulPrecision();
+
+  bool operator==(const Modes&) const = default;
+};
+
+enum Want : uint8_t { STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT };  // what is looked at besides the layout
+
+struct TensorRecord {
+  PyObject* object;
+  c10::TensorImpl* impl;
+  uint32_t layout;
+  uint16_t type;  // place in `types`
+  Want want;
+  bool requires_grad;
+};
+
+struct ParameterRecord : TensorRecord {
+  const AutogradMeta* meta;  // to fetch it ahead, no more
+  uint32_t hooks, gradient;  // places in `hooks` and `gradients`, or NONE
+};
+constexpr uint32_t NONE = std::numeric_limits<uint32_t>::max();
+
+struct Hooks {
+  PyObject *backward, *after;  // dicts or null
+  uint64_t backward_version, after_version;
+};
+
+struct Gradient {
+  PyTypeObject* type;
+  c10::DispatchKeySet keys;
+  caffe2::TypeMeta dtype;
+  c10::Device device;
+};
+
+struct ListRecord {
+  PyListObject* list;
+  PyObject* held;  // tuple
+  long number;
+};
+
+struct CellRecord {
+  PyObject *cell, *held;
+  long number;
+};
+
+inline uint64_t version_of_hooks(PyObject* hooks) {
+  return hooks != nullptr && PyDict_Check(hooks) ? version_of(reinterpret_cast<PyDictObject*>(hooks)) : 0;
+}
+
+inline bool may_have_changed(PyObject* hooks, uint64_t version) {
+  return hooks != nullptr && (!PyDict_Check(hooks) || version_of(reinterpret_cast<PyDictObject*>(hooks)) != version);
+}
+
+class State {
+ public:
+  State(PyObject* tensors, const char* wants, PyObject* containers, PyObject* held)
+      : tensors_(tensors), wants_(wants, wants + PyTuple_GET_SIZE(tensors)) {
+    take_tensors();
+    take_containers(containers, held);
+  }
+
+  // Numbers of the containers that may have changed; TENSORS and MODES likewise. Empty in the usual case.
+  const std::vector<long>& moved() {
+    moved_.clear();
+    modes_moved_ = !modes_hold();
+    tensors_moved_ = !taken_ || !others_hold() || !parameters_hold();
+    if (modes_moved_) moved_.push_back(MODES);
+    if (tensors_moved_) moved_.push_back(TENSORS);
+    look_at_dicts();
+    look_at_lists();
+    return moved_;
+  }
+
+  // Takes for granted what the last moved() met: the caller has compared all of it and found nothing.
+  void renew() {
+    known_version_ = newest_version_;
+    try {
+      if (modes_moved_) modes_ = Modes();
+      if (tensors_moved_) take_tensors();
+    } catch (const std::exception&) {
+      // What cannot be taken is named again by every look.
+    }
+    modes_moved_ = tensors_moved_ = false;
+  }
+
+ private:
+  PyObject* tensors_;
+  std::vector<char> wants_;
+  Layouts layouts_;
+  std::vector<PyTypeObject*> types_;
+  std::vector<THPObjectPtr> owned_;
+  std::vector<ParameterRecord> parameters_;
+  std::vector<TensorRecord> others_;
+  std::vector<Hooks> hooks_;
+  std::vector<Gradient> gradients_;
+  std::vector<std::pair<c10::TensorImpl*, uint32_t>> entry_;  // gradients met in this look, and what they should be
+  std::vector<PyDictObject*> dicts_;
+  std::vector<long> dict_numbers_;
+  std::vector<ListRecord> lists_;
+  std::vector<CellRecord> cells_;
+  Modes modes_;
+  std::vector<long> moved_;
+  // Versions come from one counter: what was written later has a greater one than every dict had before.
+  uint64_t known_version_ = 0, newest_version_ = 0;
+  bool modes_moved_ = false, tensors_moved_ = false, taken_ = false;
+
+  void take_tensors() {
+    taken_ = false;
+    parameters_.clear(), others_.clear(), hooks_.clear(), gradients_.clear(), types_.clear(), owned_.clear();
+    layouts_ = Layouts();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors_); ++i) {
+      PyObject* object = PyTuple_GET_ITEM(tensors_, i);
+      if (!THPVariable_Check(object)) throw std::invalid_argument("not a tensor");
+      c10::TensorImpl* impl = impl_of(object);
+      if (!is_plain(*impl)) throw std::invalid_argument("a tensor whose shape or device is answered elsewhere");
+      const TensorRecord record{
+          object, impl, layouts_.number_of(*impl), type_number(Py_TYPE(object)), static_cast<Want>(wants_[i]),
+          impl->requires_grad()};
+      if (record.want == STATE)
+        others_.push_back(record);
+      else
+        parameters_.push_back({record, meta_of(*impl), take_hooks(object), take_gradient(*impl, record.want)});
+    }
+    taken_ = true;
+  }
+
+  // A type that were freed could leave its address to another one.
+  PyTypeObject* keep(PyTypeObject* type) {
+    owned_.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(type)));
+    return type;
+  }
+
+  uint16_t type_number(PyTypeObject* type) {
+    const size_t number = std::find(types_.begin(), types_.end(), type) - types_.begin();
+    if (number == types_.size()) types_.push_back(keep(type));
+    if (number > std::numeric_limits<uint16_t>::max()) throw std::invalid_argument("too many types of tensors");
+    return static_cast<uint16_t>(number);
+  }
+
+  uint32_t take_hooks(PyObject* object) {
+    const auto* tensor = reinterpret_cast<THPVariable*>(object);
+    PyObject *backward = tensor->backward_hooks, *after = tensor->post_accumulate_grad_hooks;
+    if (backward == nullptr && after == nullptr) return NONE;
+    hooks_.push_back({backward, after, version_of_hooks(backward), version_of_hooks(after)});
+    return static_cast<uint32_t>(hooks_.size() - 1);
+  }
+
+  uint32_t take_gradient(const c10::TensorImpl& impl, Want want) {
+    if (want != WITH_GRADIENT) return NONE;
+    const AutogradMeta* meta = meta_of(impl);
+    if (meta == nullptr || !meta->grad_.defined()) throw std::invalid_argument("a gradient that is not there");
+    const auto& grad = *meta->grad_.unsafeGetTensorImpl();
+    gradients_.push_back({keep(type_of(grad)), grad.key_set(), grad.dtype(), grad.device()});
+    return static_cast<uint32_t>(gradients_.size() - 1);
+  }
+
+  void take_containers(PyObject* containers, PyObject* held) {
+    std::vector<std::pair<PyDictObject*, long>> dicts;
+    for (long number = 0; number < PyTuple_GET_SIZE(containers); ++number) {
+      PyObject *container = PyTuple_GET_ITEM(containers, number), *one = PyTuple_GET_ITEM(held, number);
+      if (PyDict_Check(container)) {
+        dicts.emplace_back(reinterpret_cast<PyDictObject*>(container), number);
+      } else if (PyList_Check(container) && PyTuple_Check(one)) {
+        lists_.push_back({reinterpret_cast<PyListObject*>(container), one, number});
+      } else if (PyCell_Check(container)) {
+        cells_.push_back({container, one, number});
+      } else {
+        throw std::invalid_argument("neither dict nor list nor cell");
+      }
+    }
+    std::sort(dicts.begin(), dicts.end());  // neighbours in memory one after another
+    for (const auto& [dict, number] : dicts) {
+      dicts_.push_back(dict);
+      dict_numbers_.push_back(number);
+      known_version_ = std::max(known_version_, version_of(dict));
+    }
+  }
+
+  bool modes_hold() const {
+    try {
+      return modes_.function_modes == 0 && Modes() == modes_;
+    } catch (const std::exception&) {
+      return false;  // torch refuses to say: the caller will hear it from torch
+    }
+  }
+
+  void look_at_dicts() {
+    newest_version_ = known_version_;
+    for (const auto* dict : dicts_) newest_version_ = std::max(newest_version_, version_of(dict));
+    if (newest_version_ == known_version_) return;
+    for (size_t i = 0; i < dicts_.size(); ++i)
+      if (version_of(dicts_[i]) > known_version_) moved_.push_back(dict_numbers_[i]);
+  }
+
+  void look_at_lists() {
+    for (const auto& [list, held, number] : lists_) {
+      const Py_ssize_t size = PyTuple_GET_SIZE(held);
+      const auto* tuple = reinterpret_cast<PyTupleObject*>(held);
+      if (Py_SIZE(list) != size || (size != 0 && std::memcmp(list->ob_item, tuple->ob_item, size * sizeof(PyObject*))))
+        moved_.push_back(number);
+    }
+    for (const auto& [cell, held, number] : cells_)
+      if (PyCell_GET(cell) != held) moved_.push_back(number);
+  }
+
+  bool holds(const TensorRecord& record) const {
+    if (impl_of(record.object) != record.impl) return false;
+    return (Py_TYPE(record.object) == types_[record.type]) & layouts_[record.layout].fits(*record.impl);
+  }
+
+  // Where in a TensorImpl stand the pointer to its AutogradMeta, sizes and strides, and dtype, device and flags.
+  static void fetch_tensor(const TensorRecord& record) {
+    fetch(record.object, offsetof(PyObject, ob_type));
+    fetch(record.impl, 24);
+    fetch(record.impl, 72);
+    fetch(record.impl, sizeof(c10::TensorImpl) - 8);
+  }
+
+  bool others_hold() const {
+    bool hold = true;
+    const size_t count = others_.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (i + AHEAD < count) fetch_tensor(others_[i + AHEAD]);
+      const TensorRecord& record = others_[i];
+      if (!holds(record)) return false;
+      const AutogradMeta* meta = meta_of(*record.impl);
+      hold &= (meta != nullptr && requires_grad(*meta)) == record.requires_grad;
+    }
+    return hold;
+  }
+
+  bool parameters_hold() {
+    bool hold = true;
+    entry_.clear();
+    const size_t count = parameters_.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (i + AHEAD < count) {
+        const ParameterRecord& next = parameters_[i + AHEAD];
+        fetch_tensor(next);
+        fetch(next.object, offsetof(THPVariable, post_accumulate_grad_hooks));
+        fetch(next.meta, offsetof(AutogradMeta, grad_));
+        fetch(next.meta, offsetof(AutogradMeta, requires_grad_));
+      }
+      const ParameterRecord& record = parameters_[i];
+      if (!holds(record)) return false;
+      hold &= autograd_holds(record) & hooks_hold(record);
+    }
+    return hold && std::all_of(entry_.begin(), entry_.end(), [this](const auto& one) { return fits(*one.first, one.second); });
+  }
+
+  bool autograd_holds(const ParameterRecord& record) {
+    const AutogradMeta* meta = meta_of(*record.impl);
+    if (meta == nullptr) return !record.requires_grad && record.want != WITH_GRADIENT;
+    const bool present = meta->grad_.defined();
+    if (present && record.want == WITH_GRADIENT) entry_.emplace_back(meta->grad_.unsafeGetTensorImpl(), record.gradient);
+    const bool wanted = record.want == PARAMETER || present == (record.want == WITH_GRADIENT);
+    return wanted & (requires_grad(*meta) == record.requires_grad);
+  }
+
+  bool hooks_hold(const ParameterRecord& record) const {
+    const auto* tensor = reinterpret_cast<THPVariable*>(record.object);
+    if (record.hooks == NONE)
+      return (tensor->backward_hooks == nullptr) & (tensor->post_accumulate_grad_hooks == nullptr);
+    const Hooks& hooks = hooks_[record.hooks];
+    return tensor->backward_hooks == hooks.backward && tensor->post_accumulate_grad_hooks == hooks.after &&
+        !may_have_changed(hooks.backward, hooks.backward_version) && !may_have_changed(hooks.after, hooks.after_version);
+  }
+
+  bool fits(const c10::TensorImpl& grad, uint32_t number) const {
+    const Gradient& then = gradients_[number];
+    return grad.key_set() == then.keys && grad.dtype() == then.dtype && grad.device() == then.device &&
+        type_of(grad) == then.type;
+  }
+};
+
+}  // namespace wholestep
