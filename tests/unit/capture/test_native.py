@@ -403,9 +403,13 @@ def test_a_lock_that_was_left_behind_is_taken_over(cache: Path) -> None:
     lock = native.library().with_suffix(".lock")
     lock.parent.mkdir(mode=0o700, parents=True)
     lock.touch()
+    half = lock.with_suffix(".tmp")
+    half.touch()
     old = time.time() - native.STALE_S - 1
     os.utime(lock, (old, old))
+    os.utime(half, (old, old))
     native.build()
+    assert not half.exists()
     assert native.library().exists()
     assert not lock.exists()
 

@@ -195,6 +195,9 @@ def _alone(lock: Path, path: Path) -> Iterator[None]:
 
 def _compile(compiler: list[str], path: Path) -> None:
     """Compiles next to `path` and renames: whoever looks sees a whole library or none."""
+    for left in path.parent.glob("*.tmp"):  # of a process that was killed
+        if time.time() - left.stat().st_mtime > STALE_S:
+            left.unlink(missing_ok=True)
     home = Path(torch.__file__).parent
     made = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     include = [home / "include", home / "include" / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
