@@ -21,6 +21,8 @@ from wholestep.program.ops import c10d
 
 Tensors = Sequence[torch.Tensor]
 _NAMES = {op: name for name, op in REDUCE_OPS.items()}
+_ASKS_TO_BROADCAST = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+"""Before 2.13 a traced copy asks whether a size that is data is 1. It is told no, which the real copy does not need."""
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
@@ -191,8 +193,8 @@ def _sizes(sizes: Sequence[Any], tensor: torch.Tensor, ranks: int) -> list[Any]:
             torch._check(size >= 0)
     rows = tensor.shape[0]
     torch._check(sum(sizes) == rows, lambda: f"the split sizes do not add up to {rows} rows")
-    if isinstance(rows, torch.SymInt):
-        torch._check(rows != 1)  # torch 2.11 asks at every copy whether to broadcast; the real copy asks the real size
+    if _ASKS_TO_BROADCAST and isinstance(rows, torch.SymInt):
+        torch._check(rows != 1)
     return list(sizes)
 
 

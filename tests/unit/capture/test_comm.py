@@ -505,3 +505,17 @@ def test_a_parameter_may_be_overwritten() -> None:
         return x + 1
 
     assert plan(step)[0] == "#0 broadcast float32[3] 0 axis=world size=4"
+
+
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 13), reason="older tracers are told that it is not 1"
+)
+def test_a_branch_on_a_size_that_is_data_is_refused() -> None:
+    def step(x: Tensor, sizes: Tensor) -> Tensor:
+        given = sizes.tolist()
+        out = x.new_empty(sum(given), 2)
+        dist.all_to_all_single(out, x, given, [2] * len(given))
+        return out * 2 if out.shape[0] == 1 else out
+
+    with pytest.raises(CaptureError, match=r"test_comm\.py"):
+        captured(step, torch.randn(2 * dist.get_world_size(), 2), torch.ones(dist.get_world_size(), dtype=torch.int64))
