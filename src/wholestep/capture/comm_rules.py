@@ -21,7 +21,7 @@ from wholestep.program.ops import c10d
 
 Tensors = Sequence[torch.Tensor]
 _NAMES = {op: name for name, op in REDUCE_OPS.items()}
-_ASKS_TO_BROADCAST = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+_ASKS_TO_BROADCAST = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 """Before 2.13 a traced copy asks whether a size that is data is 1. It is told no, which the real copy does not need."""
 
 
