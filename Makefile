@@ -27,6 +27,7 @@ demo: $(VENV)/.ready
 	$(BIN)/wholestep demo $(ARGS)
 
 bench: $(VENV)/.ready
+	$(BIN)/wholestep calibrate
 	$(BIN)/wholestep bench $(ARGS)
 	$(BIN)/python benchmarks/host_overhead.py
 

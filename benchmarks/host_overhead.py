@@ -13,8 +13,10 @@ was timed. WHOLESTEP_NATIVE=0 in the environment gives the comparisons in Python
 
 Columns, microseconds per call, medians:
   tensors        parameters and optimizer state, each looked at in every call
-  beyond         the compiled call less its generated code, by two clocks inside the same call. It is exact, and it
+  beyond         the compiled call less its generated code, by two clocks inside the same call, less `clocks`. It
                  charges to the checks every cache miss on a tensor that the generated code would have met next
+  clocks         what those two clocks themselves show where nothing is between them: the generated code called by the
+                 same wrapper from the same kind of lambda, with the caches that its last call left
   whole - code   the compiled call less the generated code called alone, block by block: what a call really costs
                  more. A small difference of large numbers, so it wanders by some percent of `code`
   arguments      of `beyond`: arguments -> leaves, compared with the signature of the trace
@@ -69,6 +71,8 @@ class Row:
     parameters: int
     tensors: int
     beyond_us: float
+    clocks_us: float
+    """Already taken from `beyond_us`."""
     difference_us: float
     """Compiled calls less the generated code alone."""
     parts_us: dict[str, float]
@@ -150,7 +154,7 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     guards, executable = entry.captured.guards, entry.executable
     clock = Clock()
 
-    beyond, code, difference, whole, zero_grad = [], [], [], [], []
+    beyond, clocks, code, difference, whole, zero_grad = [], [], [], [], [], []
     leaves = [x]
     for _ in range(max(1, calls // BLOCK)):
         take_off = clock.wrap(executable, "_runner", "code")
@@ -159,13 +163,14 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
             mine.append(seconds(lambda: step(x)))
             code.append(clock.read()["code"])
             beyond.append(mine[-1] - code[-1])
-        take_off()
-        alone = []
+        inputs = executable.binding.inputs(leaves)
         with torch.no_grad():
             for _ in range(BLOCK):
-                inputs = executable.binding.inputs(leaves)
-                alone.append(seconds(lambda inputs=inputs: executable._runner(inputs)))
-                executable.binding.release(inputs)
+                spent = seconds(lambda inputs=inputs: executable._runner(inputs))
+                clocks.append(spent - clock.read()["code"])
+            take_off()
+            alone = [seconds(lambda inputs=inputs: executable._runner(inputs)) for _ in range(BLOCK)]
+        executable.binding.free.append(inputs)
         difference.append(statistics.median(mine[1:]) - statistics.median(alone[1:]))
         for _ in range(BLOCK):
             whole.append(seconds(lambda: eager(x)))
@@ -190,11 +195,13 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     if step.cache_info().traces != 1:
         raise SystemExit(f"the step was captured again while it was timed: {step.cache_info().reasons}")
     parts_us = {part: 1e6 * statistics.median(times) for part, times in parts.items()}
-    beyond_us = 1e6 * statistics.median(beyond)
+    clocks_us = 1e6 * statistics.median(clocks)
+    beyond_us = 1e6 * statistics.median(beyond) - clocks_us
     return Row(
         parameters=num_parameters,
         tensors=len(guards.state),
         beyond_us=beyond_us,
+        clocks_us=clocks_us,
         difference_us=1e6 * statistics.median(difference),
         parts_us={**parts_us, "other": beyond_us - sum(parts_us.values())},
         code_us=1e6 * statistics.median(code),
@@ -214,18 +221,18 @@ def table(rows: list[Row], options: argparse.Namespace) -> Table:
     made = Table(
         title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}, "
         f"{look()}",
-        caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside a call; "
-        "arguments ... other: parts of beyond; code: the generated code; eager: the whole step, not compiled; "
-        "zero_grad: part of eager. See --help.",
+        caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside a call, "
+        "less what they show with nothing between them (clocks); arguments ... other: parts of beyond; code: the "
+        "generated code; eager: the whole step, not compiled; zero_grad: part of eager. See --help.",
         title_justify="left",
         caption_justify="left",
     )
-    columns = ("parameters", "tensors", "whole - code", "beyond", *PARTS, "other", "code", "eager", "zero_grad")
-    for name in columns:
+    sums = ("parameters", "tensors", "whole - code", "beyond")
+    for name in (*sums, *PARTS, "other", "clocks", "code", "eager", "zero_grad"):
         made.add_column(name, justify="right", style="bold" if name == "beyond" else "")
     for row in rows:
         figures = [row.difference_us, row.beyond_us, *row.parts_us.values()]
-        figures += [row.code_us, row.eager_us, row.zero_grad_us]
+        figures += [row.clocks_us, row.code_us, row.eager_us, row.zero_grad_us]
         made.add_row(f"{row.parameters:,}", f"{row.tensors:,}", *(f"{figure:,.1f}" for figure in figures))
     return made
 

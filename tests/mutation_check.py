@@ -79,10 +79,10 @@ MUTATIONS = (
         name="one_rank_plans_differently",
         what="rank 1 fills its buckets to another bound",
         file="config.py",
-        old='        return DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes\n',
+        old='        return None if self.bucket_bytes == "auto" else self.bucket_bytes\n',
         new=(
             "        import torch.distributed as dist\n\n"
-            "        return 64 if dist.is_initialized() and dist.get_rank() == 1 else DEFAULT_BUCKET_BYTES\n"
+            "        return 64 if dist.is_initialized() and dist.get_rank() == 1 else 1 << 20\n"
         ),
         tests=(f"{RANKS}[sgd_single]",),
         says="RankMismatchError",

@@ -78,7 +78,6 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._distributed_c10d": "a work handle that calls back, which traced code may await",
         "torch.fx.experimental.proxy_tensor": "whether a trace by make_fx is running",
     },
-    "run/executable.py": {"torch._C._set_grad_enabled": "torch.no_grad(), without the Python code around it"},
     "run/store.py": {"torch._C._distributed_c10d": "the stores, which torch.distributed gives without types"},
 }
 """torch's private modules are opened in one file each, so that a new version of torch is met in one place."""

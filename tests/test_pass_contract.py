@@ -11,23 +11,29 @@ from torch.optim.adamw import adamw
 
 from tests.unit import builders
 from tests.unit.builders import c10d, gradient
+from wholestep.cost.model import CostModel
 from wholestep.passes.bucket import bucket
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.default import default_passes
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
+from wholestep.passes.schedule import schedule
+from wholestep.passes.update import split_updates
 from wholestep.program import ops, show
 from wholestep.program.program import Program, Stage
 from wholestep.program.spec import verify
 
 CAP_BYTES = 100
+COST = CostModel.default("cpu+gloo")
 PASSES: dict[str, list[Pass]] = {
     "cleanup": [cleanup],
     "dedupe": [dedupe],
-    "bucket": [partial(bucket, cap_bytes=CAP_BYTES)],
+    "bucket": [partial(bucket, cost=COST, bucket_bytes=CAP_BYTES)],
+    "split_updates": [split_updates],
+    "schedule": [partial(schedule, cost=COST)],
     "reinplace": [reinplace],
-    "default": default_passes(cap_bytes=CAP_BYTES),
+    "default": default_passes(cost=COST, bucket_bytes=CAP_BYTES),
 }
 NUM_COLLECTIVES = {
     "foreach": {"placed": 3, "bucket": 2, "default": 2},
@@ -155,6 +161,7 @@ def test_the_same_program_gives_the_same_text(name, placed):
 
 
 def test_the_default_list_ends_scheduled(placed):
-    after = run_passes(placed[0], default_passes(cap_bytes=CAP_BYTES))
+    after = run_passes(placed[0], default_passes(cost=COST, bucket_bytes=CAP_BYTES))
     assert after.stage is Stage.SCHEDULED
-    assert [record.name for record in after.history] == ["cleanup", "dedupe", "bucket", "reinplace"]
+    names = ["cleanup", "dedupe", "bucket", "split_updates", "schedule", "reinplace", "fill_buckets"]
+    assert [record.name for record in after.history] == names

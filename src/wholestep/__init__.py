@@ -5,7 +5,7 @@
 ... def train_step(model, opt, x, y): ...
 """
 
-from wholestep.config import DDP
+from wholestep.config import DDP, CastCompress, Compressor, PowerSGD
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -16,14 +16,19 @@ from wholestep.errors import (
     RankMismatchError,
     RankMissingError,
     RetraceLimitError,
+    VerificationError,
     WholestepError,
 )
 from wholestep.passes.default import default_passes
+from wholestep.run.verdict import Verification
 from wholestep.run.world import World, init, run
 from wholestep.step import CompiledStep, compile
 
 __all__ = [
     "DDP",
+    "CastCompress",
+    "PowerSGD",
+    "Compressor",
     "ArtifactError",
     "CaptureError",
     "CompiledStep",
@@ -34,6 +39,8 @@ __all__ = [
     "RankMismatchError",
     "RankMissingError",
     "RetraceLimitError",
+    "Verification",
+    "VerificationError",
     "WholestepError",
     "World",
     "compile",

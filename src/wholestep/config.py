@@ -3,12 +3,94 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
 
 from wholestep.errors import ConfigError
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""What ``bucket_bytes="auto"`` means until costs are measured: the default of DistributedDataParallel."""
+
+@dataclass(frozen=True, slots=True)
+class CastCompress:
+    """Gradients travel in another type: cast, divided by the number of ranks if they are averaged, summed, cast back.
+
+    The arithmetic is that of PyTorch's ``fp16_compress_hook`` and ``bf16_compress_hook``.
+    """
+
+    dtype: torch.dtype
+    """A real floating-point type, such as ``torch.bfloat16``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ConfigError(f"CastCompress(dtype) wants a type such as torch.bfloat16, got {self.dtype!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSGD:
+    """Gradients travel as the factors of a product of low rank: lossy, and far fewer bytes.
+
+    Numbers are those of PyTorch's ``powerSGD_hook`` with the same options and buckets: bit by bit on two ranks, on more
+    of them but for the order in which the backend adds. Calls before `start_iter` multiply by 1/ranks, as
+    DistributedDataParallel does without a hook; the hook divides there, which rounds otherwise if the number of ranks
+    is no power of 2. Errors and factors are state of the compiled step: keep them with `CompiledStep.state_dict`.
+    Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
+    """
+
+    rank: int = 1
+    """Columns of the factors: the higher, the closer to the gradient and the more bytes. Usually 1 to 4."""
+    start_iter: int = 1000
+    """Calls that reduce gradients as they are before compression starts; early gradients do not bear it well. With 0
+    the random factors of the first call differ from PyTorch's, whose buckets have another order in that call."""
+    min_compression_rate: float = 2
+    """A gradient travels whole unless it shrinks by more than this factor."""
+    error_feedback: bool = True
+    """Add to each gradient what the compression of the one before it lost."""
+    warm_start: bool = True
+    """Start from the factors of the step before, and not from random ones at every step."""
+    orthogonalization_epsilon: float = 0
+    """Added to the norms of columns, so that a gradient of zeros does not give NaN. A value such as 1e-8, or 0."""
+    seed: int = 0
+    """Of the random factors; the same on every rank."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("start_iter", 0), ("seed", 0)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ConfigError(f"PowerSGD({name}=...) wants a whole number of at least {least}, got {number!r}.")
+        if self.seed >= 2**32:
+            raise ConfigError(f"PowerSGD(seed=...) wants less than 2**32, got {self.seed}.")
+        for name in ("min_compression_rate", "orthogonalization_epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"PowerSGD({name}=...) wants a number of at least 0, got {getattr(self, name)!r}.")
+        if (self.error_feedback or self.warm_start) and self.start_iter <= 1:
+            raise ConfigError(
+                f"PowerSGD(start_iter=...) wants more than 1 with error_feedback or warm_start, got {self.start_iter}: "
+                f"what they remember belongs to buckets that DistributedDataParallel makes anew after its first "
+                f"iteration, and both are to give the same numbers. Use start_iter=2, or turn both off."
+            )
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """A compressor of one's own: two functions on tensors, traced into the graph of the step.
+
+    They may use any torch operator, but no values of tensors in Python, and no tensors from elsewhere.
+    """
+
+    def compress(self, flat: torch.Tensor) -> torch.Tensor:
+        """What travels for a bucket, and is summed over the ranks.
+
+        `flat` are the gradients of the bucket on this rank, one dimension; where gradients are averaged they are
+        divided by the number of ranks already.
+        """
+        ...
+
+    def decompress(self, wire: torch.Tensor, size: int) -> torch.Tensor:
+        """The `size` gradient elements of the bucket that the sum `wire` stands for, one dimension, any type."""
+        ...
+
+
+Compress = CastCompress | PowerSGD | Compressor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +103,17 @@ class DDP:
     reduce: Literal["mean", "sum"] = "mean"
     """How gradients are combined over the ranks."""
     bucket_bytes: int | Literal["auto"] = "auto"
-    """Upper bound of the bytes in one all-reduce; "auto" is 25 MiB until costs are measured."""
+    """A bucket is closed once it holds as many bytes, as DistributedDataParallel does it; "auto": the buckets with the
+    shortest predicted step."""
+    compress: Compress | None = None
+    """What travels in the place of gradients: `CastCompress`, `PowerSGD`, or a `Compressor` of one's own."""
     ignore: tuple[str, ...] = ()
     """Fully qualified names of parameters whose gradients stay local to the rank."""
     sync_at_start: bool = True
     """Broadcast parameters and buffers from rank 0 before the first step."""
+    hold_updates: bool = False
+    """Write parameters behind the last collective of the step, so that a step which loses a peer leaves them as they
+    were. Else those of a bucket are updated as soon as it has arrived, beside the communication of the others."""
     broadcast_buffers: bool = True
     """Let every step start from rank 0's buffers, as DistributedDataParallel does. The graph of a step broadcasts
     the buffers that it writes; those that it only reads are broadcast when a step has written them since then."""
@@ -37,13 +125,18 @@ class DDP:
             raise ConfigError(
                 f'DDP(bucket_bytes=...) wants "auto" or a positive number of bytes, got {self.bucket_bytes!r}.'
             )
+        if self.compress is not None and not isinstance(self.compress, (CastCompress, PowerSGD, Compressor)):
+            raise ConfigError(
+                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...) or an object with the functions "
+                f"compress(flat) and decompress(wire, size), got {self.compress!r}."
+            )
         if isinstance(self.ignore, str):
             raise ConfigError(f"DDP(ignore=...) wants a tuple of parameter names, got the string {self.ignore!r}.")
 
     @property
-    def cap_bytes(self) -> int:
-        """The bound in bytes that bucketing uses."""
-        return DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes
+    def limit_bytes(self) -> int | None:
+        """The bytes that close a bucket; None where they are chosen."""
+        return None if self.bucket_bytes == "auto" else self.bucket_bytes
 
 
 Strategy = DDP

@@ -8,6 +8,7 @@
     ├── RankMismatchError             the ranks hold different plans; carries the readable difference
     ├── RankMissingError              a rank did not arrive, or died; says who, where and after how long
     ├── RetraceLimitError             more signatures than ``max_retraces``; lists the reasons
+    ├── VerificationError             what ranks would run differs from what it should be; names the first value
     ├── ArtifactError                 a saved step that does not fit here
     └── InternalError                 an invariant of wholestep itself is broken: please report it
 
@@ -46,6 +47,10 @@ class RankMissingError(WholestepError):
 
 class RetraceLimitError(WholestepError):
     """More call signatures than ``max_retraces`` allows. Lists the reason of each retrace."""
+
+
+class VerificationError(WholestepError):
+    """What the ranks would run gives other values than it should. Names the first one, its node and the user's line."""
 
 
 class ArtifactError(WholestepError):

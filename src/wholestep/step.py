@@ -6,12 +6,9 @@ step ──capture──▶ CAPTURED ──place──▶ PLACED ──passes─
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import types
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -26,21 +23,28 @@ from wholestep.capture.capture import Captured, capture
 from wholestep.capture.storage import is_freed
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
+from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError, RetraceLimitError
 from wholestep.lower.eager import lower
+from wholestep.passes.assignment import Cuts
+from wholestep.passes.bucket import Choose
 from wholestep.passes.default import default_passes
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.place.strategies import place
 from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
-from wholestep.report.explain import Explanation, explain
-from wholestep.run.agree import abandon, agree
+from wholestep.report.explain import explain
+from wholestep.report.explanation import Explanation
+from wholestep.run.comm_state import CommState, Held
+from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
+from wholestep.run.meetings import Meetings
+from wholestep.run.verdict import Verification
+from wholestep.run.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
 from wholestep.run.world import World, init
 
 log = logging.getLogger("wholestep")
-_made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # compiled steps of each name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,8 @@ class _Entry:
     programs: dict[Stage, Program]
     executable: Executable
     plan: str
+    held: Held | None
+    """The state of compressed communication that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +86,12 @@ class CompiledStep:
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
-        # Ranks hold the meetings of one step in the same order; a step that fails does not disturb another one.
-        self._number, self._meetings = next(_made[self._name]), itertools.count()
+        self._meetings = Meetings(self._name)
         self._entries: list[_Entry] = []
         self._reasons: list[str] = []
-        self._hits = self._traces = self._calls = 0
-        self._agreed: set[str] = set()
+        self._hits = self._traces = 0
+        compress = options.strategy.compress if options.strategy is not None else None
+        self._comm = CommState(compress) if compress is not None else None
         self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
 
@@ -93,12 +99,12 @@ class CompiledStep:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
         if is_capturing():  # one compiled step inside another: part of the outer graph
             return self._step(*args, **kwargs)
-        self._calls += 1
+        self._meetings.calls += 1
         if self._entries:  # the usual case: as in the last call
             entry = self._entries[0]
             if (known := entry.captured.guards.leaves_of(args, kwargs)) is not None:
                 self._hits += 1
-                return entry.executable(known, self._call)
+                return self._run(entry, known)
         leaves, spec = tree.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
@@ -107,11 +113,11 @@ class CompiledStep:
                 if position:
                     self._entries.insert(0, self._entries.pop(position))
                 self._hits += 1
-                return entry.executable(leaves, self._call)
+                return self._run(entry, leaves)
             reason = reason or why_not
         entry = self._compile(args, kwargs, reason)
-        with _undone_on_error(entry.captured):
-            result = entry.executable(leaves, self._call)
+        with entry.captured.undone_on_error():
+            result = self._run(entry, leaves)
         self._entries.insert(0, entry)
         self._traces += 1
         return result
@@ -119,28 +125,57 @@ class CompiledStep:
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
         """Every stage, in order, for one signature."""
         world = init()
-        axis, strategy = _axis(world, self._options.mesh), self._strategy(world)
         self._allow_retrace(reason)
         try:
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:
-            self._abandon(error, world)
+            self._meetings.abandon(error, world)
             raise
-        with _undone_on_error(captured):
-            try:
-                placed = place(captured.program, strategy, axis)
-                scheduled = run_passes(placed, self._passes(captured))
-                runner = lower(scheduled)
-            except Exception as error:
-                self._abandon(error, world)
-                raise
-            plan = plan_text(scheduled) + describe_state(captured.program)
-            self._agree(plan, lambda: plan_text(scheduled, by_rank=True) + describe_state(captured.program), world)
-            buffers = self._meet(captured, strategy, axis, world)
-        executable = Executable(scheduled, captured.binding, runner, world, buffers)
+        with captured.undone_on_error():
+            return self._plan(captured, world)
+
+    def _plan(self, captured: Captured, world: World) -> _Entry:
+        """Every stage behind capture, in order."""
+        axis, strategy, comm = _axis(world, self._options.mesh), self._strategy(world), self._comm
+        try:
+            placed = place(captured.program, strategy, axis)
+            scheduled = run_passes(placed, self._passes(captured, comm, self._choose))
+            held = comm.hold(scheduled) if comm is not None else None
+            runner = lower(scheduled)
+        except Exception as error:
+            self._meetings.abandon(error, world)
+            raise
+        state = describe_state(captured.program) + (f"{comm}\n" if comm is not None else "")
+        plan = plan_text(scheduled) + state
+        self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
+        buffers = self._meet(captured, strategy, axis, world)
+        binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
+        executable = Executable(scheduled, binding, runner, world, buffers)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
-        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan)
+        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held)
+
+    def _run(self, entry: _Entry, leaves: list[Any]) -> Any:
+        """One call of the first entry, or of a new one."""
+        comm, held = self._comm, entry.held
+        if comm is None or held is None:
+            return entry.executable(leaves, self._meetings.call)
+        if comm.is_outdated(held):
+            self._entries[0] = self._plan(entry.captured, init())
+            return self._run(self._entries[0], leaves)
+        with comm.call(held):
+            return entry.executable(leaves, self._meetings.call)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `PowerSGD` remembers on this rank, for checkpoints; tensors are the step's own. {} without it."""
+        return self._comm.state_dict() if self._comm is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`, copying tensors. Raises ConfigError for what is none of this strategy."""
+        if self._comm is not None:
+            self._comm.load_state_dict(state)
+        elif state:
+            raise ConfigError(f"{self._name} compresses nothing and has no state to load, got {sorted(state)}.")
 
     def _meet(self, captured: Captured, strategy: DDP | None, axis: MeshAxis | None, world: World) -> Buffers | None:
         """Makes parameters and buffers equal on all ranks; what keeps the buffers so."""
@@ -174,35 +209,21 @@ class CompiledStep:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         return capture(self._step, args, kwargs)
 
-    def _passes(self, captured: Captured) -> list[Pass]:
+    def _passes(self, captured: Captured, comm: CommState | None, choose: Choose) -> list[Pass]:
         strategy = self._options.strategy or DDP()
-        return default_passes(cap_bytes=strategy.cap_bytes, extra=self._options.passes)
+        compress = comm.as_pass() if comm is not None else None
+        return default_passes(
+            cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
+            hold_updates=strategy.hold_updates, choose=choose, extra=self._options.passes,
+        )  # fmt: skip
 
-    def _call(self) -> str:
-        """``train_step, call 7``: which call of which compiled step this is, in the same words on every rank."""
-        number = f" ({self._number + 1})" if self._number else ""
-        return f"{self._name}{number}, call {self._calls}"
+    def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
+        """The buckets for these gradients, as rank 0 has planned them."""
+        found = self._meetings.choose(gradients, lambda: list(plan().items()), init())
+        return {int(item): str(why) for item, why in found}
 
-    def _next_meeting(self) -> str:
-        return f"plan/{self._name}/{self._number}/{next(self._meetings)}"
-
-    def _abandon(self, error: Exception, world: World) -> None:
-        if world.size > 1:
-            abandon(
-                error, store=world.store, rank=world.rank, key=self._next_meeting(), size=world.size,
-                what=f"the plan of {self._name}",
-            )  # fmt: skip
-
-    def _agree(self, plan: str, by_rank: Callable[[], str], world: World) -> None:
-        # A plan that all ranks agreed on before needs no second meeting, to which the others might not come:
-        # a rank whose last batch is smaller captures again, with the same schedule.
-        if world.size > 1 and plan not in self._agreed:
-            agree(
-                plan, store=world.store, rank=world.rank, size=world.size, key=self._next_meeting(),
-                timeout_s=world.timeout_s, what=f"the plan of {self._name}", call=self._call(), peers=world,
-                detail=by_rank,
-            )  # fmt: skip
-            self._agreed.add(plan)
+    def _cost(self) -> CostModel:
+        return agreed_costs(self._meetings, init())
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
         """A decorated method: one compiled step per instance."""
@@ -243,24 +264,51 @@ class CompiledStep:
         return self._last().plan
 
     def explain(self) -> Explanation:
-        """What the last signature used runs: collectives, bytes, buckets, reasons."""
-        strategy = "DDP" if self._last().programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
-        return explain(self.program(), step=self._name, strategy=strategy, backend="eager")
+        """What the last signature used runs: collectives, buckets, reasons; predicted and measured times, memory."""
+        last = self._last()
+        strategy = "DDP" if last.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
+        return explain(
+            self.program(), step=self._name, strategy=strategy, backend="eager",
+            cost=self._cost(), measured=last.executable.measured,
+        )  # fmt: skip
+
+    def measure(self, num_calls: int = 20) -> None:
+        """Times your next calls with the last signature used, `num_calls` of them behind a first one, for `explain`.
+
+        Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
+        each of them. Raises ConfigError before the first call, and for fewer than one.
+        """
+        last = self._last()
+        last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait=wait))
+
+    def verify(
+        self, *args: Any, ranks: int = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any
+    ) -> Verification:
+        """Runs `steps` steps as `ranks` ranks would, in this process, and compares them with what they should be.
+
+        Args:
+            args, kwargs: those of a call. The rows of the batch are divided among the virtual ranks.
+            ranks: how many virtual ranks; each needs memory for the state, twice.
+            steps: how many steps, one upon another.
+            whole_batch: compare with the eager step on the whole batch, too. It should give the same where the loss is
+                a mean over rows that are independent of each other; say False where it is not.
+
+        Nothing of the user's is changed. Raises what a first call raises, and ConfigError for a batch that does not
+        divide; a difference is no error here: ask the record, or let its `raise_if_failed` raise.
+        """
+        axis = _axis(init(), self._options.mesh)
+        if axis is None or axis.size != ranks:
+            axis = MeshAxis(name="data", size=ranks, group="virtual")
+        subject = Subject(
+            name=self._name, step=self._step, capture=self._capture, passes=self._passes,
+            strategy=self._options.strategy or DDP(), axis=axis, comm_state=self.state_dict(),
+        )  # fmt: skip
+        return verify(subject, args, kwargs, Trial(num_steps=steps, whole_batch=whole_batch))
 
     def _last(self) -> _Entry:
         if not self._entries:
             raise ConfigError(f"{self._name} has not been called yet, so there is nothing to look at. Call it once.")
         return self._entries[0]
-
-
-@contextmanager
-def _undone_on_error(captured: Captured) -> Iterator[None]:
-    """A first call that fails leaves no optimizer state behind that was not there before it."""
-    try:
-        yield
-    except BaseException:
-        captured.undo()
-        raise
 
 
 def _axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:

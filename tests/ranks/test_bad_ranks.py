@@ -112,7 +112,7 @@ def paths_part_later() -> tuple[type, str, int, float]:
         module = nn.ModuleDict({"body": mlp(), "head": nn.Linear(3, 3)})
         opt = sgd(module)
 
-        @ws.compile(strategy=ws.DDP(), backend="eager")
+        @ws.compile(strategy=ws.DDP(hold_updates=True), backend="eager")
         def step(x: Tensor, y: Tensor, with_head: bool) -> Tensor:
             hidden = module["body"](x)
             return finish(nn.functional.cross_entropy(module["head"](hidden) if with_head else hidden, y), opt)
@@ -258,19 +258,20 @@ class Fused(nn.Module):
         return fuse(x)  # type: ignore[no-any-return]
 
 
-def dies_in_the_middle_of_a_step() -> None:
+def dies_in_the_middle_of_a_step(hold_updates: bool) -> None:
     """Several buckets and running statistics: some gradients have arrived when the other rank goes."""
     body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))
     module = nn.Sequential(body, Fused(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     opt = sgd(module)
 
-    @ws.compile(strategy=ws.DDP(bucket_bytes=100), backend="eager")
+    @ws.compile(strategy=ws.DDP(bucket_bytes=100, hold_updates=hold_updates), backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
         return finish(loss_of(module, x, y), opt)
 
     # The operator runs in forward and backward. Two steps and the forward of the third: dies in its backward.
     FUSE["calls_left"] = 5 if dist.get_rank() == 1 else -1
-    kind, text, call, waited_s = outcome(step, [batch() for _ in range(4)], module=module, opt=opt)
+    kept = {"module": module, "opt": opt} if hold_updates else {}
+    kind, text, call, waited_s = outcome(step, [batch() for _ in range(4)], **kept)
     assert step.plan.count("all_reduce") > 2
     assert kind is ws.RankMissingError
     assert call == 2
@@ -278,9 +279,12 @@ def dies_in_the_middle_of_a_step() -> None:
     raise ws.RankMissingError(text)
 
 
-def test_a_rank_that_dies_in_the_middle_of_a_step(pool2: Any) -> None:
+@pytest.mark.parametrize("hold_updates", [True, False])
+def test_a_rank_that_dies_in_the_middle_of_a_step(pool2: Any, hold_updates: bool) -> None:
+    """With updates held nothing has changed; without, the error says that something may have."""
     started = time.monotonic()
     with pytest.raises(ws.RankMissingError, match="Rank 1 of 2") as caught:
-        pool2.run(dies_in_the_middle_of_a_step, grace_s=60)
+        pool2.run(dies_in_the_middle_of_a_step, hold_updates, grace_s=60)
     assert time.monotonic() - started < 70
     assert "step" in str(caught.value)
+    assert ("load a checkpoint" in str(caught.value)) == (not hold_updates)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def place(program: Program, *, size: int = 2, mean: bool = True, group: str = ""
         with program.graph.inserting_before(node):
             scaled = edit.emit(program.graph, aten.mul.Tensor, grad, 1 / size, like=node) if mean else grad
             reduced = edit.emit(program.graph, c10d.all_reduce.default, scaled, "sum", group, like=node)
-            meta.set_bucket(reduced, meta.Bucket(index, (name,), meta.num_bytes(reduced), "alone"))
+            meta.set_bucket(reduced, meta.Bucket(index, (name,), meta.num_bytes(reduced), meta.UNBUCKETED))
             waited = edit.emit(program.graph, ops.WAIT, reduced, like=node)
         edit.replace_node(node, waited)
     axis = MeshAxis(name="data", size=size, group=group)
@@ -132,7 +133,7 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> tuple[list[Any
     inputs = [tensor.detach().clone() for tensor in tensors]
     with torch.no_grad():
         results = eager.lower(program)(list(inputs))
-        pairs = list(zip(results, program.outputs, strict=True))
+        pairs = list(zip_longest(results, program.outputs))  # writes that are done stand last and are left out
         returned = [one for one, output in pairs if output.kind is not OutputKind.WRITE]
         returned = [one.clone() if isinstance(one, torch.Tensor) else one for one in returned]
         writes = [

@@ -6,7 +6,7 @@ numbers of parameter groups and the gradients that were there at entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,12 @@ class Binding:
     """Flat inputs of earlier calls, for the next one: filling in and dropping thousands of entries costs more than the
     checks of a small step. At most one, unless calls overlap (threads)."""
 
+    def with_tensors(self, more: list[torch.Tensor]) -> Binding:
+        """The same binding for a program with `more` inputs at the end, which live between calls."""
+        return replace(self, tensors=[*self.tensors, *more], free=[])
+
     def inputs(self, leaves: list[Any]) -> list[Any]:
-        """The flat inputs of one call. They go to `release` after it."""
+        """The flat inputs of one call. They go to `free` after it, without those of `passing`."""
         try:
             flat: list[Any] = self.free.pop()
         except IndexError:
@@ -62,13 +66,9 @@ class Binding:
             flat[index] = param.grad
         return flat
 
-    def release(self, flat: list[Any]) -> None:
-        """Takes back what `inputs` gave; what belongs to the call alone is let go."""
-        for index, _ in self.user:
-            flat[index] = None
-        for index, _ in self.entry_grads:
-            flat[index] = None
-        self.free.append(flat)
+    def passing(self) -> tuple[int, ...]:
+        """The inputs that belong to one call alone, and are let go after it: arguments and gradients at entry."""
+        return tuple(index for index, _ in (*self.user, *self.entry_grads))
 
     def finish(self, outputs: tuple[Any, ...]) -> Any:
         """Puts gradients and new state back and returns what the step returns."""

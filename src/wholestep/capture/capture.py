@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +44,15 @@ class Captured:
     guards: Guards
     undo: Callable[[], None]
     """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Around the first call: one that fails leaves no optimizer state behind that was not there before it."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
 
 def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:

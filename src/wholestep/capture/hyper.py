@@ -44,6 +44,14 @@ class Hyper:
         held = self.group[self.key]
         return float(held if self.position is None else held[self.position])
 
+    def write(self, number: Any) -> None:
+        """Puts another number, or what stands for one, in its place."""
+        if self.position is not None:
+            items = list(self.group[self.key])
+            items[self.position] = number
+            number = tuple(items)
+        self.group[self.key] = number
+
 
 @dataclass(slots=True)
 class KindWatch(Watch):
@@ -118,12 +126,7 @@ class Lifter:
         for hyper in self.hypers:
             symbol = hyper.payload if hyper.payload is not None else hyper.box.item()
             self._installed.append(symbol)
-            if hyper.position is None:
-                hyper.group[hyper.key] = symbol
-            else:
-                items = list(hyper.group[hyper.key])
-                items[hyper.position] = symbol
-                hyper.group[hyper.key] = tuple(items)
+            hyper.write(symbol)
 
     def rewritten(self) -> Hyper | None:
         """The first number that the step itself has changed; None if it changed none."""

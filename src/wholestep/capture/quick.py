@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -89,3 +89,21 @@ def match(
     except TypeError:
         return None
     return made
+
+
+Run = Callable[[Callable[[list[Any]], Any], list[Any], tuple[int, ...]], Any]
+"""``run(function, inputs, places)``: ``function(inputs)`` with gradients off. Then None stands at the places."""
+
+
+def run() -> Run:
+    """What runs a step's function: natively if the library is there by now."""
+    module = native.module()
+    return _run if module is None else module.run
+
+
+def _run(function: Callable[[list[Any]], Any], inputs: list[Any], places: tuple[int, ...]) -> Any:
+    with torch.no_grad():
+        found = function(inputs)
+    for place in places:
+        inputs[place] = None
+    return found

@@ -40,9 +40,18 @@ LIBRARY.impl("rng_get", _get, "CompositeExplicitAutograd")
 LIBRARY.impl("rng_set", _set, "CompositeExplicitAutograd")
 
 
+GET, SET = torch.ops.wholestep.rng_get.default, torch.ops.wholestep.rng_set.default
+"""Reads and sets the state of the generator of a device."""
+
+
+def state_bytes(device: torch.device) -> int:
+    """Bytes of the state of a generator."""
+    return 5056 if device.type == "cpu" else 16
+
+
 @torch.library.register_fake("wholestep::rng_get", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_get(device: str) -> torch.Tensor:
-    return torch.empty(5056 if device == "cpu" else 16, dtype=torch.uint8)
+    return torch.empty(state_bytes(torch.device(device)), dtype=torch.uint8)
 
 
 @torch.library.register_fake("wholestep::rng_set", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
@@ -50,7 +59,7 @@ def _fake_set(state: torch.Tensor, device: str) -> None:
     return None
 
 
-for _op in (torch.ops.wholestep.rng_get.default, torch.ops.wholestep.rng_set.default):
+for _op in (GET, SET):
     torch.fx.node.has_side_effect(_op)  # else the trace itself would drop a set that nobody reads
 
 

@@ -259,7 +259,9 @@ class Walker:
                 self._seen.update(id(item) for item in own.values())
             self._watch(child.__dict__, path, None)
             for hooks in _HOOKS:
-                self._watch(getattr(child, hooks), f"{path}.{hooks}", None)
+                # Which hooks take keywords: looked up for hooks that are there, by nobody else.
+                read = hooks != "_forward_hooks_with_kwargs" or bool(child._forward_hooks)
+                self._watch(getattr(child, hooks), f"{path}.{hooks}", None, guard=read)
                 self._hooks(f"{path}.{hooks}", getattr(child, hooks), depth)
             for key, param in child._parameters.items():
                 if param is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
@@ -21,10 +21,22 @@ from torch.nn import functional as F
 import wholestep as ws
 from wholestep.cli.demo import DemoSettings, demo_batches
 from wholestep.cli.gpt import GPT, GPTConfig, train_step
-from wholestep.cli.lanes import Batch, LaneKind, Recipe, Timing, open_lane, race, timing
-from wholestep.cli.options import AsJson, Nproc, choose_nproc, threads_per_rank
+from wholestep.cli.lanes import (
+    Batch,
+    LaneKind,
+    Ratio,
+    Recipe,
+    Timing,
+    compiled_step,
+    open_lane,
+    race,
+    ratio,
+    timing,
+)
+from wholestep.cli.options import AsJson, Nproc, choose_nproc, num_cores, threads_per_rank
 from wholestep.cli.text import standard_library
 from wholestep.errors import ConfigError
+from wholestep.report.prediction import Prediction
 
 BLOCK_STEPS = 10
 """Steps of one lane before the next takes over."""
@@ -33,23 +45,34 @@ BLOCK_STEPS = 10
 class WorkloadName(StrEnum):
     """What is trained."""
 
+    MLP = "mlp"
+    """Sixty-four narrow layers: mostly launches and small collectives."""
     GPT = "gpt"
     """The model, step and data of the demo: mostly arithmetic."""
-    DEEP = "deep"
-    """Sixty-four narrow layers: mostly launches and small collectives."""
+    CONV = "conv"
+    """Convolutions with batch norm: buffers that are broadcast at every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
     """What is measured."""
 
-    workload: WorkloadName = WorkloadName.GPT
-    steps: int = 60
+    workload: WorkloadName = WorkloadName.MLP
+    steps: int = 200
     lanes: tuple[LaneKind, ...] = (LaneKind.WHOLESTEP, LaneKind.EAGER_DDP)
 
     def __post_init__(self) -> None:
         if self.steps < 2:
             raise ConfigError(f"--steps wants at least 2 (the first one compiles and is not timed), got {self.steps}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneFigures:
+    """One lane over all ranks."""
+
+    timing: Timing
+    ratio: Ratio
+    """Eager DDP over this lane, block by block: above one, this lane is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +84,15 @@ class BenchReport:
     device: str
     torch_version: str
     machine: str
-    timings: dict[LaneKind, Timing]
+    predicted_ms: float
+    """The compiled step, as `explain()` predicts it."""
+    cost_source: str
+    lanes: dict[LaneKind, LaneFigures]
 
-    def ratio(self, kind: LaneKind) -> float:
-        """Median step of eager DDP over that of `kind`: above one, `kind` is faster."""
-        return self.timings[LaneKind.EAGER_DDP].median_ms / self.timings[kind].median_ms
+    @property
+    def predicted_over_measured(self) -> float:
+        """Predicted step over the median of those measured."""
+        return self.predicted_ms / self.lanes[LaneKind.WHOLESTEP].timing.median_ms
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -76,26 +103,35 @@ class BenchReport:
             "device": self.device,
             "torch": self.torch_version,
             "machine": self.machine,
+            "predicted_ms": self.predicted_ms,
+            "predicted_over_measured": self.predicted_over_measured,
+            "cost_source": self.cost_source,
             "lanes": {
-                kind.value: {**asdict(measured), "ratio_to_eager_ddp": self.ratio(kind)}
-                for kind, measured in self.timings.items()
+                kind.value: {**asdict(one.timing), "eager_ddp_over_lane": asdict(one.ratio)}
+                for kind, one in self.lanes.items()
             },
         }
 
     def __rich__(self) -> Table:
         title = f"{self.settings.workload.value}: {self.settings.steps} steps, {self.nproc} ranks, {self.device}"
-        caption = f"torch {self.torch_version}, {self.machine}; blocks of {BLOCK_STEPS} steps in turn; ms per step"
+        caption = (
+            f"torch {self.torch_version}, {self.machine}; blocks of {BLOCK_STEPS} steps in turn; ms per step; "
+            f"ratios block by block: median (10% to 90%). Costs of the prediction: {self.cost_source}"
+        )
         table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
         table.add_column("lane")
-        for column in ("median", "10%", "90%", "first call", "eager DDP / lane"):
+        for column in ("median", "10%", "90%", "first call", "eager DDP / lane", "predicted"):
             table.add_column(column, justify="right")
-        for kind, one in self.timings.items():
-            figures = (one.median_ms, one.p10_ms, one.p90_ms, one.first_ms)
-            table.add_row(kind.value, *(f"{figure:.2f}" for figure in figures), f"{self.ratio(kind):.3f}")
+        for kind, one in self.lanes.items():
+            figures = (one.timing.median_ms, one.timing.p10_ms, one.timing.p90_ms, one.timing.first_ms)
+            compared = f"{one.ratio.median:.3f} ({one.ratio.p10:.2f} to {one.ratio.p90:.2f})"
+            told = f"{self.predicted_ms:.2f} ({self.predicted_over_measured:.2f} x)"
+            is_ours = kind is LaneKind.WHOLESTEP
+            table.add_row(kind.value, *(f"{figure:.2f}" for figure in figures), compared, told if is_ours else "")
         return table
 
 
-class DeepNet(nn.Module):
+class MLP(nn.Module):
     """(B, 64) -> (B, 64) through `num_layers` residual layers of width 64."""
 
     def __init__(self, num_layers: int = 64) -> None:
@@ -109,7 +145,36 @@ class DeepNet(nn.Module):
         return x
 
 
-def deep_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+class ConvNet(nn.Module):
+    """(B, 3, 32, 32) -> (B, 64): three stages of residual convolutions with batch norm, each half as wide in space."""
+
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64), num_blocks: int = 2) -> None:
+        super().__init__()
+        stages = []
+        for before, width in pairwise((3, *widths)):
+            stages += [nn.Conv2d(before, width, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+            stages += [ConvBlock(width) for _ in range(num_blocks)]
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(widths[-1], 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return self.head(self.stages(x).mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+
+class ConvBlock(nn.Module):
+    """(B, C, H, W) -> the same: x + norm(conv(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+def regression_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """One ordinary regression step; returns the loss, 0-d."""
     loss = F.mse_loss(model(x), y)
     loss.backward()
@@ -120,16 +185,14 @@ def deep_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: 
 
 def _gpt_batches(*, steps: int, rank: int) -> Iterator[Batch]:
     settings = DemoSettings()
-    return demo_batches(
-        standard_library(max_bytes=settings.text_bytes).train, settings, rank=rank, num_batches=steps
-    )
+    return demo_batches(standard_library(max_bytes=settings.text_bytes).train, settings, rank=rank, num_batches=steps)
 
 
-def _deep_batches(*, steps: int, rank: int) -> Iterator[Batch]:
+def _drawn(shape: tuple[int, ...], *, steps: int, rank: int) -> Iterator[Batch]:
+    """Random inputs of `shape`, and 64 numbers for each."""
     draw = torch.Generator().manual_seed(rank)
     for _ in range(steps):
-        x = torch.randn(32, 64, generator=draw)
-        yield x, x.roll(1, dims=1)
+        yield torch.randn(shape, generator=draw), torch.randn(shape[0], 64, generator=draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,53 +206,77 @@ class Workload:
 
 
 WORKLOADS = {
+    WorkloadName.MLP: Workload(build=MLP, step=regression_step, batches=partial(_drawn, (32, 64))),
     WorkloadName.GPT: Workload(build=partial(GPT, GPTConfig()), step=train_step, batches=_gpt_batches),
-    WorkloadName.DEEP: Workload(build=DeepNet, step=deep_step, batches=_deep_batches),
+    WorkloadName.CONV: Workload(build=ConvNet, step=regression_step, batches=partial(_drawn, (8, 3, 32, 32))),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankResult:
+    device: str
+    predicted: Prediction
+    times_ms: dict[LaneKind, list[float]]
 
 
 def run_bench(settings: BenchSettings, *, nproc: int) -> BenchReport:
     """Time all lanes of `settings` on `nproc` new processes."""
-    ranks: list[tuple[str, dict[LaneKind, list[float]]]] = ws.run(_measure_on_rank, nproc, settings, nproc)
-    device, _ = ranks[0]
+    ranks: list[_RankResult] = ws.run(_measure_on_rank, nproc, settings, nproc)
+    times_ms = {kind: [rank.times_ms[kind] for rank in ranks] for kind in settings.lanes}
+    eager_ms = times_ms[LaneKind.EAGER_DDP]
     return BenchReport(
         settings=settings,
         nproc=nproc,
-        device=device,
+        device=ranks[0].device,
         torch_version=torch.__version__,
-        machine=f"{platform.machine()}, {os.cpu_count()} cores",
-        timings={kind: timing([times[kind] for _, times in ranks]) for kind in settings.lanes},
+        machine=f"{platform.machine()}, {num_cores()} cores",
+        predicted_ms=1e-3 * ranks[0].predicted.step_us,
+        cost_source=ranks[0].predicted.cost_source,
+        lanes={
+            kind: LaneFigures(timing=timing(mine_ms), ratio=ratio(eager_ms, mine_ms, block_steps=BLOCK_STEPS))
+            for kind, mine_ms in times_ms.items()
+        },
     )
 
 
-def _measure_on_rank(settings: BenchSettings, nproc: int) -> tuple[str, dict[LaneKind, list[float]]]:
+def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
     world = ws.init()
     torch.set_num_threads(threads_per_rank(nproc))
     workload = WORKLOADS[settings.workload]
     recipe = Recipe(build=workload.build, step=workload.step, num_steps=settings.steps, learning_rate=1e-3)
-    lanes = [open_lane(kind, recipe, world) for kind in settings.lanes]
+    lanes = {kind: open_lane(kind, recipe, world) for kind in settings.lanes}
     batches = (
         (x.to(world.device), y.to(world.device)) for x, y in workload.batches(steps=settings.steps, rank=world.rank)
     )
-    race(lanes, batches, block_steps=BLOCK_STEPS)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else str(world.device)
-    return device, {lane.kind: lane.times_ms for lane in lanes}
+    race(list(lanes.values()), batches, block_steps=BLOCK_STEPS)
+    return _RankResult(
+        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else str(world.device),
+        predicted=compiled_step(lanes[LaneKind.WHOLESTEP]).explain().predicted,
+        times_ms={kind: lane.times_ms for kind, lane in lanes.items()},
+    )
 
 
 def command(
     *,
     workload: Annotated[
-        WorkloadName, typer.Option(help="gpt: mostly arithmetic; deep: mostly launches.")
-    ] = WorkloadName.GPT,
+        list[WorkloadName] | None,
+        typer.Option(help="mlp: mostly launches; gpt: mostly arithmetic; conv: batch norm. Default: all, in turn."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each lane.")] = BenchSettings().steps,
     torch_compile: Annotated[bool, typer.Option("--torch-compile", help="A third lane: torch.compile + DDP.")] = False,
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the compiled step against eager DDP, and if asked against torch.compile + DDP, on a small training."""
+    """Time the compiled step against eager DDP, and if asked against torch.compile + DDP, on small trainings.
+
+    Predictions are those of `wholestep calibrate`, if it has run on this host.
+    """
     lanes = BenchSettings().lanes + ((LaneKind.TORCH_COMPILE_DDP,) if torch_compile else ())
-    report = run_bench(BenchSettings(workload=workload, steps=steps, lanes=lanes), nproc=choose_nproc(nproc))
+    reports = []
+    for name in workload or WorkloadName:
+        report = run_bench(BenchSettings(workload=name, steps=steps, lanes=lanes), nproc=choose_nproc(nproc))
+        reports.append(report.to_json())
+        if not as_json:
+            Console().print(report)
     if as_json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        Console().print(report)
+        print(json.dumps(reports, indent=2))

@@ -1,4 +1,4 @@
-"""`wholestep explain`: what a compiled step does: its collectives, their bytes, the bucket of each parameter."""
+"""`wholestep explain`: what a compiled step does: its collectives, what hides them, its memory, what it takes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from wholestep.cli.lanes import LaneKind, compiled_step, open_lane
 from wholestep.cli.options import AsJson, Nproc, choose_nproc, threads_per_rank
 from wholestep.cli.text import standard_library
 from wholestep.errors import ConfigError
+from wholestep.report.explanation import Explanation
 
 Target = Callable[[], Any]
 
@@ -28,14 +29,18 @@ USAGE = (
 )
 
 
-def explain_target(target: str, *, nproc: int) -> Any:
+def explain_target(target: str, *, nproc: int, measure: int = 0) -> Explanation:
     """Run the step named by `target` once on `nproc` new processes; return rank 0's `explain()`.
 
-    Raises ConfigError where the target is neither `demo` nor a function that returns a compiled step and its arguments.
+    With `measure` the step runs so many times more, timed. Raises ConfigError where the target is neither `demo` nor a
+    function that returns a compiled step and its arguments.
     """
+    if measure < 0:
+        raise ConfigError(f"--measure wants a number of calls, got {measure}.")
     if target != "demo":
         split_target(target)  # a wrong name is told before processes are started
-    return ws.run(_explain_on_rank, nproc, target, nproc)[0]
+    explained: Explanation = ws.run(_explain_on_rank, nproc, target, nproc, measure)[0]
+    return explained
 
 
 def split_target(target: str) -> tuple[Path, str]:
@@ -78,11 +83,15 @@ def step_and_args(made: object, target: str) -> tuple[ws.CompiledStep, tuple[Any
     return step, args
 
 
-def _explain_on_rank(target: str, nproc: int) -> Any:
+def _explain_on_rank(target: str, nproc: int, measure: int) -> Explanation | None:
     world = ws.init()
     torch.set_num_threads(threads_per_rank(nproc))
     step, args = _demo_step(world) if target == "demo" else step_and_args(load_target(target)(), target)
     step(*args)
+    if measure:
+        step.measure(measure)
+        for _ in range(measure + 1):
+            step(*args)
     return step.explain() if world.rank == 0 else None
 
 
@@ -99,11 +108,12 @@ def command(
         str, typer.Argument(help="`demo`, or FILE.py:FUNCTION returning (compiled_step, args).")
     ] = "demo",
     *,
+    measure: Annotated[int, typer.Option(help="Calls to time besides, to compare with what is predicted.")] = 0,
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a step, run it once, and print its collectives, their bytes and the bucket each parameter is in."""
-    explained = explain_target(target, nproc=choose_nproc(nproc))
+    """Compile a step, run it once, and print its collectives, what hides them, its memory and its predicted time."""
+    explained = explain_target(target, nproc=choose_nproc(nproc), measure=measure)
     if as_json:
         print(json.dumps(explained.to_json(), indent=2))
     else:

@@ -158,6 +158,31 @@ def timing(times_ms_by_rank: Sequence[Sequence[float]]) -> Timing:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Times of one lane over those of another, block by block: above one, the other is faster."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], *, block_steps: int) -> Ratio:
+    """Compares times by rank of two lanes that raced in blocks of `block_steps`, at least two steps each.
+
+    A block of one lane is compared with that of the other beside it, by their medians: what slows the machine down for
+    longer than two blocks slows both. The first step of all, which compiles, is left out.
+    """
+    blocks = []
+    for times_by_rank in (one, other):
+        slowest = [max(step) for step in zip(*times_by_rank, strict=True)]
+        starts = range(0, len(slowest), block_steps)
+        kept = [slowest[max(1, start) : start + block_steps] for start in starts]
+        blocks.append([statistics.median(block) for block in kept if block])
+    found = sorted(a / b for a, b in zip(*blocks, strict=True))
+    return Ratio(median=statistics.median(found), p10=found[len(found) // 10], p90=found[(9 * len(found)) // 10])
+
+
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
     """Largest absolute difference between two modules of the same structure, over parameters and buffers."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)

@@ -35,6 +35,11 @@ def choose_nproc(asked: int | None) -> int:
     return asked
 
 
+def num_cores() -> int:
+    """Cores that this process may use: what ``taskset`` or a container leaves of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads_per_rank(nproc: int) -> int:
     """Cores divided among the ranks of this machine, at least one each."""
-    return max(1, (os.cpu_count() or 1) // nproc)
+    return max(1, num_cores() // nproc)

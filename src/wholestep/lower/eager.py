@@ -5,27 +5,32 @@ from __future__ import annotations
 import itertools
 import linecache
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
-from wholestep.program import meta, show
+from wholestep.program import meta, ops, show
 from wholestep.program.program import Program
 from wholestep.program.show import Step
 
 _numbers = itertools.count()
 
 
-def lower(program: Program) -> Step:
-    """A function from inputs to results, in the order of the program's records.
+def lower(program: Program, *, wait: Callable[[Tensor], Tensor] | None = None) -> Step:
+    """A function from inputs to results, in the order of the program's records. `wait` stands in for ``wait_tensor``.
 
+    Writes that are done, whose result is None, are left out at the end, where they stand in a scheduled program.
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
     error from a node carries a note with the user's line, module and shape of that node.
     """
     rendered = show.render(program, short_names=True)
     filename = f"<wholestep step {next(_numbers)}>"
     namespace = dict(rendered.namespace)
+    if wait is not None:
+        namespace.update({name: wait for name, thing in namespace.items() if thing is ops.WAIT._op})
     exec(compile(rendered.text, filename, "exec"), namespace)
     step: Step = namespace["step"]
     origins = {line: _describe(node) for line, node in rendered.nodes.items()}

@@ -25,7 +25,7 @@ from wholestep.program.collectives import REDUCE
 FOREVER = 1 << 60
 
 # These copy what they are given before they return; other collectives read their input until the wait.
-_COPY_FIRST = frozenset({
+COPY_FIRST = frozenset({
     ops.c10d.all_reduce.default, ops.c10d.all_reduce_coalesced.default, ops.c10d.broadcast.default, REDUCE,
 })  # fmt: skip
 
@@ -86,6 +86,14 @@ class Memory:
         """The memory of a node that gives one tensor."""
         return self._blocks[self._root(span_of(meta.tensor(node)).storage)]
 
+    def storage(self, tensor: torch.Tensor) -> int:
+        """The name of the memory that a value which was entered lives in."""
+        return self._root(span_of(tensor).storage)
+
+    def storages(self, node: fx.Node) -> tuple[int, ...]:
+        """The same for each tensor that the node gives."""
+        return tuple(map(self.storage, meta.tensors(node)))
+
     def overlap(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether two values may share a byte."""
         one, other = span_of(a), span_of(b)
@@ -140,7 +148,7 @@ class Memory:
         return last
 
     def _reads_until(self, user: fx.Node) -> int:
-        if ops.is_collective(user) and user.target not in _COPY_FIRST:
+        if ops.is_collective(user) and user.target not in COPY_FIRST:
             if any(one.op == "output" for item in (user, *user.users) for one in item.users):
                 return FOREVER  # the caller waits
             return max([self.position[user], *(self.position[wait] for wait in ops.waits(user))])

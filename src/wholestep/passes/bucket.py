@@ -14,16 +14,27 @@ Distributed: Experiences on Accelerating Data Parallel Training", 2020.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.fx as fx
 
+from wholestep.cost.model import CostModel
+from wholestep.passes.assignment import Costs, Cuts, fixed_cuts, pack, planned_cuts
+from wholestep.passes.elements import Masks, follow
+from wholestep.passes.tasks import sharing
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
 
 _aten = torch.ops.aten
+
+DDP_LIMITS_BYTES = (1 << 20, 25 << 20)
+"""The limits of the first and of all further buckets of DistributedDataParallel where the user sets none."""
+
+MEMORY_SHARE = 1 / 8
+"""Of the bytes of all gradients, what one bucket may take at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +49,46 @@ class _Reduction:
     """1/size where gradients are averaged; None for a sum."""
 
 
-def bucket(program: Program, *, cap_bytes: int) -> Program:
-    """The program with its gradient reductions in buckets of at most `cap_bytes` bytes each.
+Choose = Callable[[str, Callable[[], Cuts]], Cuts]
+"""Gives the cuts for gradients that a text describes: those chosen before for the same text, or what the call gives."""
 
-    A gradient larger than that is a bucket of its own. Only reductions that placement has marked
-    (`meta.bucket`) take part. Order of random operators: unchanged.
+
+def choose_alone(text: str, plan: Callable[[], Cuts]) -> Cuts:
+    """Chooses anew, on this rank's numbers."""
+    return plan()
+
+
+def bucket(
+    program: Program, *, cost: CostModel, bucket_bytes: int | None = None, choose: Choose = choose_alone
+) -> Program:
+    """The program with its gradient reductions in buckets.
+
+    Args:
+        cost: predicted times, the same on every rank.
+        bucket_bytes: a bucket is closed once it holds as many bytes, as DistributedDataParallel does it. None: buckets
+            are those with the shortest predicted step.
+        choose: how ranks whose batches differ come by the same buckets.
+
+    Only reductions that placement has marked, and that are in no bucket yet, take part. Order of random operators:
+    unchanged.
     """
     reductions = list(_reductions(program))
     if not reductions:
         return program
-    groups = pack(
-        [meta.num_bytes(one.grad) for one in reductions],
-        [_key(one) for one in reductions],
-        cap_bytes,
-        needs=_needs(program.graph, reductions),
-    )
+    sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
+    keys = [_key(one) for one in reductions]
+    needs = _needs(program.graph, reductions)
+    if bucket_bytes is not None:
+        cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
+    else:
+        cuts = choose(_text(reductions), partial(_planned, program, reductions, cost))
+    groups = pack(sizes_bytes, keys, cuts, needs=needs)
     notes = []
     for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1])):
         members = [reductions[item] for item in group.items]
         names = tuple(name for one in members for name in _bucket_of(one).members)
-        record = meta.Bucket(index, names, group.num_bytes, group.reason)
+        orders = tuple(order for one in members for order in _orders(one))
+        record = meta.Bucket(index, names, group.num_bytes, group.reason, orders)
         _merge(program.graph, members, record)
         notes.append(f"bucket {index}: {len(names)} gradients, {show.bytes_text(group.num_bytes)}; {group.reason}")
     edit.sort_topologically(program.graph)
@@ -65,11 +96,73 @@ def bucket(program: Program, *, cap_bytes: int) -> Program:
     return program.with_notes(*notes)
 
 
+def _text(reductions: Sequence[_Reduction]) -> str:
+    """The gradients in the order in which they are ready: what the cuts number. The same on every rank."""
+    lines = (
+        f"{', '.join(_bucket_of(one).members)} {meta.tensor(one.grad).dtype}{list(meta.tensor(one.grad).shape)}"
+        for one in reductions
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _planned(program: Program, reductions: Sequence[_Reduction], cost: CostModel) -> Cuts:
+    """The cuts with the shortest predicted step."""
+    sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
+    keys = [_key(one) for one in reductions]
+    needs = _needs(program.graph, reductions)
+    ddp = fixed_cuts(sizes_bytes, keys, DDP_LIMITS_BYTES)
+    largest = max(group.num_bytes for group in pack(sizes_bytes, keys, ddp, needs=needs))
+    cap_bytes = max(largest, DDP_LIMITS_BYTES[-1], int(MEMORY_SHARE * sum(sizes_bytes)))
+    costs = _costs(program, reductions, sizes_bytes, cost)
+    return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
+
+
+def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequence[int], cost: CostModel) -> Costs:
+    """When each gradient is ready, what comes after it, and what its reduction takes."""
+    graph = program.graph
+    sources = {wait: 1 << number for number, one in enumerate(reductions) for wait in one.waits}
+    masks = follow(graph, sources, scalars=True)
+    everything = (1 << len(reductions)) - 1
+    ready_us, end_us, update_us, barrier = [], 0.0, 0.0, False
+    starts = {one.start for one in reductions}
+    for node in graph.nodes:
+        if node in starts:
+            ready_us.append(end_us)
+        if node.op != "call_function":
+            continue
+        late = masks[node] != 0 if isinstance(masks[node], int) else any(map(bool, _leaves(masks[node])))
+        if late or meta.origin(node).region is meta.Region.OPTIMIZER:
+            update_us += cost.node_us(node)
+            barrier |= masks[node] == everything and not ops.is_indexwise(node.target) and len(reductions) > 1
+        else:
+            end_us += cost.node_us(node)
+    total_bytes = sum(sizes_bytes) or 1
+    ranks = {axis.group: axis.size for axis in program.mesh}
+    one = reductions[0].start
+    return Costs(
+        ready_us=ready_us,
+        update_us=[update_us * size / total_bytes for size in sizes_bytes],
+        end_us=end_us,
+        comm_us=lambda num_bytes: cost.collective_us("all_reduce", num_bytes, ranks[str(one.args[-1])]),
+        sharing=sharing(cost),
+        barrier=barrier,
+    )
+
+
+def _leaves(masks: Masks) -> Iterator[int]:
+    if isinstance(masks, int):
+        yield masks
+        return
+    for one in masks:
+        yield from _leaves(one)
+
+
 def _reductions(program: Program) -> Iterator[_Reduction]:
     """The marked reductions, in the order in which they start, which is that of the gradients' readiness."""
     scales = {axis.group: 1 / axis.size for axis in program.mesh}
     for node in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
-        if meta.bucket(node) is None:
+        record = meta.bucket(node)
+        if record is None or record.reason != meta.UNBUCKETED:
             continue
         grad, scale = node.args[0], None
         # Only the product that placement has put there: one of the user's own would split buckets by its factor.
@@ -83,6 +176,12 @@ def _bucket_of(one: _Reduction) -> meta.Bucket:
     found = meta.bucket(one.start)
     assert found is not None  # `_reductions` has looked
     return found
+
+
+def _orders(one: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
+    """How the gradients of a reduction lie in the bucket that it joins."""
+    order = _memory_order(meta.tensor(one.grad))
+    return _bucket_of(one).orders or (None if order is None else tuple(order),)
 
 
 def _key(one: _Reduction) -> Hashable:
@@ -198,70 +297,3 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Items that share a bucket, by index in rising order, their bytes, and why no more of them do."""
-
-    items: tuple[int, ...]
-    num_bytes: int
-    reason: str
-
-
-FULL = "full: the next gradient would exceed the bound"
-DEPENDS = "closed: the next gradient depends on the reduction of one in here"
-END = "end: no gradient of this type is left"
-
-
-def pack(
-    sizes_bytes: Sequence[int],
-    keys: Sequence[Hashable],
-    cap_bytes: int,
-    *,
-    needs: Sequence[frozenset[int]] = (),
-) -> list[Group]:
-    """Puts items into groups, in order; an item joins the open group of its key or opens the next one.
-
-    A group has items of one key and at most `cap_bytes` bytes, or a single item that is larger. `needs[i]`
-    are the items that must be done before item i can start. Nothing in a group needs the group itself,
-    also not by way of other groups, so the groups can be done one after another.
-    Groups come in the order in which they are opened.
-    """
-    groups: list[list[int]] = []
-    totals: list[int] = []
-    reasons: list[str] = []
-    opened: dict[Hashable, int] = {}
-    group_of: list[int] = []
-    behind: list[set[int]] = []  # the groups that each group needs, directly or by way of others
-    for item, key in enumerate(keys):
-        wanted = {group_of[other] for other in needs[item]} if needs else set()
-        wanted = wanted.union(*(behind[group] for group in wanted))
-        current = opened.get(key)
-        if current is not None:
-            reason = _why_close(current in wanted, totals[current] + sizes_bytes[item], cap_bytes)
-            if reason:
-                reasons[current], current = reason, None
-        if current is None:
-            current = opened[key] = len(groups)
-            groups.append([])
-            totals.append(0)
-            reasons.append(END)
-            behind.append(set())
-        groups[current].append(item)
-        totals[current] += sizes_bytes[item]
-        group_of.append(current)
-        behind[current] |= wanted
-        for other in behind:
-            if current in other:
-                other |= behind[current]
-    return [
-        Group(items=tuple(items), num_bytes=total, reason=reason)
-        for items, total, reason in zip(groups, totals, reasons, strict=True)
-    ]
-
-
-def _why_close(depends: bool, num_bytes: int, cap_bytes: int) -> str | None:
-    if depends:
-        return DEPENDS
-    return FULL if num_bytes > cap_bytes else None

@@ -58,16 +58,17 @@ class _Argument:
     in_list: bool
 
 
-def reinplace(program: Program) -> Program:
+def reinplace(program: Program, *, hold_updates: bool = True) -> Program:
     """The scheduled program: in-place calls, writes done, a WRITE's result None where nothing is left to do.
 
+    `hold_updates`: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
     Notes say how many calls run in place and how many bytes of inputs are copied at the end.
     """
     if program.stage is Stage.SCHEDULED:
         return program
     edit.remove_dead_code(program.graph)  # once a call writes in place it cannot be dropped
-    sunk = sink.sink_updates(program)
-    work = _Reinplace(program)
+    sunk = sink.sink_updates(program, peers=hold_updates)
+    work = _Reinplace(program, hold_updates=hold_updates)
     work.walk()
     copied = work.finish()
     program = replace(program, stage=Stage.SCHEDULED)
@@ -79,11 +80,12 @@ def reinplace(program: Program) -> Program:
 
 
 class _Reinplace:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, hold_updates: bool) -> None:
         self.program = program
         self.graph = program.graph
         self.memory = Memory(program.graph)
-        self.last_fence = max((self.memory.position[node] for node in sink.fences(program.graph)), default=-1)
+        fences = sink.fences(program.graph, peers=hold_updates)
+        self.last_fence = max((self.memory.position[node] for node in fences), default=-1)
         written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         self.writable = {node for index, node in enumerate(program.placeholders) if index in written}
         self.arguments = sink.arguments(program)
@@ -170,6 +172,7 @@ class _Reinplace:
                     args[group] = into[group, 0]
             new = self.graph.call_function(twin, tuple(args), node.kwargs)
         meta.copy_meta(node, new)
+        meta.set_stands_for(new, node.name)
         for old in into.values():
             self.overwritten.update(memory.block(old).inputs)
         if ops.is_collective(node) and _gives_lists(node):  # its results are waited for, one by one

@@ -73,7 +73,7 @@ class DataParallel:
         if self.config.reduce == "mean":
             scaled = placer.emit(_aten.mul.Tensor, grad, 1.0 / self.axis.size, like=grad)
         reduced = placer.emit(ops.c10d.all_reduce.default, scaled, "sum", self.axis.group, like=grad)
-        meta.set_bucket(reduced, Bucket(0, (name,), meta.num_bytes(grad), "not bucketed yet"))
+        meta.set_bucket(reduced, Bucket(0, (name,), meta.num_bytes(grad), meta.UNBUCKETED))
         return placer.emit(ops.WAIT, reduced, like=grad)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from wholestep.errors import InternalError
 _VALUE = "val"  # torch's own key, shared with Inductor
 _ORIGIN = "wholestep.origin"
 _BUCKET = "wholestep.bucket"
+_POSITION = "wholestep.position"
+_STANDS_FOR = "wholestep.stands_for"
+_REPEATS = "wholestep.repeats"
 
 
 class Region(enum.Enum):
@@ -46,9 +49,13 @@ class Bucket:
     num_bytes: int
     reason: str
     """Why the bucket ends where it does."""
+    orders: tuple[tuple[int, ...] | None, ...] = field(default=(), compare=False)
+    """Per member, the order of dimensions in which its gradient lies in the bucket; None is their own order."""
 
 
 UNKNOWN = Origin(Region.OTHER)
+UNBUCKETED = "not bucketed yet"
+"""The reason of a reduction that stands for one gradient as it was placed."""
 
 
 def value(node: fx.Node) -> Any:
@@ -107,6 +114,36 @@ def bucket(node: fx.Node) -> Bucket | None:
 def set_bucket(node: fx.Node, new: Bucket) -> None:
     """Records the bucket that a collective carries."""
     node.meta[_BUCKET] = new
+
+
+def stands_for(node: fx.Node) -> str:
+    """The name of the functional call that an in-place call has replaced; else the node's own name."""
+    return str(node.meta.get(_STANDS_FOR, node.name))
+
+
+def set_stands_for(node: fx.Node, name: str) -> None:
+    """Records which call the node has replaced."""
+    node.meta[_STANDS_FOR] = name
+
+
+def repeats(node: fx.Node) -> str | None:
+    """The name of the call of the forward that this one does again to save memory; None where it does none again."""
+    return node.meta.get(_REPEATS)
+
+
+def set_repeats(node: fx.Node, name: str) -> None:
+    """Records which call the node does again."""
+    node.meta[_REPEATS] = name
+
+
+def position(node: fx.Node) -> int | None:
+    """The place of the node in the order of the step as written, once a schedule has moved it."""
+    return node.meta.get(_POSITION)
+
+
+def set_position(node: fx.Node, new: int) -> None:
+    """Records the place of the node in the order of the step as written."""
+    node.meta[_POSITION] = new
 
 
 def copy_meta(source: fx.Node, target: fx.Node) -> None:

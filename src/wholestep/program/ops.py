@@ -209,6 +209,23 @@ _CHECKS_VALUES = frozenset({
 _NEEDS_PEERS = frozenset({REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE, BARRIER})
 
 
+def needs_peers(op: Any) -> bool:
+    """Whether a call of the operator starts or ends communication: it fails if a peer does."""
+    return op in COLLECTIVES or op in _NEEDS_PEERS or op is WAIT
+
+
+_TWINS = "wholestep_functional::aten__"
+_INDEXWISE = ("aten::_foreach_", "aten::_fused_", f"{_TWINS}_foreach_", f"{_TWINS}_fused_")
+
+
+@cache
+def is_indexwise(op: Any) -> bool:
+    """Whether the operator goes through lists of tensors, each index on its own: ``_foreach_add``, ``_fused_adamw``."""
+    if not isinstance(op, torch._ops.OpOverload) or not op._schema.name.startswith(_INDEXWISE):
+        return False
+    return bool(op._schema.returns) and all("List[Tensor]" in str(one.type) for one in op._schema.returns)
+
+
 @cache
 def may_fail(op: Any) -> bool:
     """Whether a call with right shapes can still fail because of values, peers, or code that is not torch's."""

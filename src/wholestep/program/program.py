@@ -29,6 +29,7 @@ class InputKind(enum.Enum):
     HYPER = "hyper"  # a number of a parameter group, as a 0-d float64 CPU tensor until it is lowered
     RNG = "rng"  # state of a random generator
     RANK = "rank"  # the number of this process in a process group, as a Python int
+    COMM = "comm"  # state of the communication, owned by the compiled step: what compression remembers
     USER = "user"  # a tensor in the arguments of the call
 
 
@@ -64,6 +65,8 @@ class Input:
     """Whether a parameter takes part in training (``requires_grad``)."""
     freed: bool = False
     """Whether it comes without memory: its storage has 0 bytes, and nothing may read it."""
+    bucket: int | None = None
+    """The bucket whose communication state it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,8 @@ def render(program: Program, *, comments: bool = False, short_names: bool = Fals
     """`source` and `namespace` in one.
 
     With `short_names` an operator is one global name (``aten_mm_default``) bound to the C++ function below
-    the operator object, which saves four attribute look-ups and a Python frame per node.
+    the operator object, which saves four attribute look-ups and a Python frame per node; and results that are None
+    at the end (writes that are done: as many as the step has state) are not returned.
     """
     return _Writer(program, comments=comments, short_names=short_names).write()
 
@@ -87,8 +88,9 @@ def diff(a: Program, b: Program) -> str:
 def plan_text(program: Program, *, by_rank: bool = False) -> str:
     """The schedule of collectives, the same text on every rank that runs the same plan.
 
-    One line per start and one per wait, in order, with mesh axes in the place of process groups, below a
-    header with the version of torch and the mesh. Ranks compare it before they talk to each other.
+    One line per start, in order, with mesh axes in the place of process groups, below a header with the version of
+    torch and the mesh. Ranks compare it before they talk to each other. Where a rank waits is its own affair: with
+    a smaller batch there is less to do in the meantime.
 
     What concerns some ranks only stands in lines that begin with them, and their order counts by beginning:
     ``[0,2] all_reduce float32[8] sum`` for a group outside of which there are ranks, ``[0>1 ...]`` for a message.
@@ -99,7 +101,7 @@ def plan_text(program: Program, *, by_rank: bool = False) -> str:
     named = program.mesh[:1] if by_rank else [axis for axis in program.mesh if axis.ranks is None]
     mesh = ", ".join(f"{axis.name}={axis.size}" for axis in named) or "none"
     lines = [f"torch {torch.__version__}", f"mesh {mesh}"]
-    numbers: dict[fx.Node, int] = {}
+    count = 0
     for node in program.graph.nodes:
         if node.target is EXCHANGE:
             lines += _message_lines(node, axes)
@@ -113,12 +115,8 @@ def plan_text(program: Program, *, by_rank: bool = False) -> str:
             if ranks is not None:
                 lines.append(f"[{','.join(map(str, ranks))}] {text}")
             else:
-                numbers[node] = len(numbers)
-                lines.append(f"#{numbers[node]} {text}")
-        elif node.target is ops.WAIT and (start := ops.waited_for(node)) in numbers:
-            waited = node.args[0]
-            item = f"[{waited.args[1]}]" if isinstance(waited, fx.Node) and waited is not start else ""
-            lines.append(f"wait #{numbers[start]}{item}")
+                lines.append(f"#{count} {text}")
+                count += 1
     return "\n".join(lines) + "\n"
 
 
@@ -182,7 +180,7 @@ class _Writer:
         dying = _last_reads(graph)
         for node in graph.nodes:
             if node.op == "get_attr":
-                self.namespace[self._name(node)] = _attribute(self.program.module, str(node.target))
+                self.namespace[self._name(node)] = attribute(self.program.module, str(node.target))
             elif node.op == "call_function":
                 self._call(node)
                 if dying.get(node):
@@ -203,7 +201,10 @@ class _Writer:
 
     def _return(self) -> None:
         if not self.comments:
-            self.lines.append(f"    return {self._value(self.program.results)}")
+            results = list(self.program.results)
+            while self.short_names and results and results[-1] is None:
+                results.pop()
+            self.lines.append(f"    return {self._value(tuple(results))}")
             return
         pairs = zip(self.program.results, self.program.outputs, strict=True)
         rows = [f"        {self._value(result)},  # {output.kind.value} {output.name}" for result, output in pairs]
@@ -306,7 +307,8 @@ def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dying
 
 
-def _attribute(module: fx.GraphModule, path: str) -> Any:
+def attribute(module: fx.GraphModule, path: str) -> Any:
+    """What a ``get_attr`` node gives: a constant of the graph."""
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name)

@@ -9,13 +9,21 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from wholestep.capture import quick
 from wholestep.capture.binding import Binding
+from wholestep.errors import RankMissingError
+from wholestep.passes.sink import writes_beside_communication
 from wholestep.program.collectives import group_named
 from wholestep.program.program import InputKind, MeshAxis, OutputKind, Program
+from wholestep.run.measure import Measured, Meter, Runner, Wait
 from wholestep.run.watch import named_failures
 from wholestep.run.world import World
 
-Runner = Callable[[list[Any]], tuple[Any, ...]]
+_WRITTEN = (
+    "The step updates parameters beside its communication, so some of them and of their optimizer state may hold new "
+    "values and others old ones: load a checkpoint before going on. With DDP(hold_updates=True) a step that loses a "
+    "rank leaves everything as it was."
+)
 
 
 class Executable:
@@ -31,27 +39,49 @@ class Executable:
     ) -> None:
         self.program, self.binding = program, binding
         self._runner, self._world, self._buffers = runner, world, buffers
+        self._run, self._passing = quick.run(), binding.passing()
+        self._writes_early = writes_beside_communication(program)
+        self._meter: Meter | None = None
+        self.measured: Measured | None = None
+        """What `measure` has seen; None until it has seen enough."""
+
+    def measure(self, num_calls: int, lower: Callable[[Wait], Runner]) -> None:
+        """Times the next calls, behind one that is not; see `Meter`."""
+        self._meter = Meter(num_calls, self._world.device, lower)
+
+    def _timed(self, meter: Meter, leaves: list[Any], call: Callable[[], str]) -> Any:
+        """One step on the runner of the meter."""
+        runner, self._runner, self._meter = self._runner, meter.runner, None
+        try:
+            result = meter.time(lambda: self(leaves, call))
+        finally:
+            self._runner = runner
+            self._meter = meter
+        if (measured := meter.measured) is not None:
+            self.measured, self._meter = measured, None
+        return result
 
     def __call__(self, leaves: list[Any], call: Callable[[], str]) -> Any:
         """One step. `leaves` are the flat arguments; `call` says its name on every rank: ``train_step, call 7``.
 
         Raises:
-            RankMissingError: a collective failed because a rank died or hung; nothing was written then.
+            RankMissingError: a collective failed because a rank died or hung. It says whether parameters may have
+                been updated in part by then (see ``DDP(hold_updates=True)``).
         """
+        if self._meter is not None:
+            return self._timed(self._meter, leaves, call)
         inputs = self.binding.inputs(leaves)
-        had_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            if self._world.size == 1:
-                outputs = self._runner(inputs)
-            else:
+        if self._world.size == 1:
+            outputs = self._run(self._runner, inputs, self._passing)
+        else:
+            try:
                 with named_failures(self._world, call):
                     if self._buffers is not None:
                         self._buffers.before_call()
-                    outputs = self._runner(inputs)
-        finally:
-            torch._C._set_grad_enabled(had_grad)
-        self.binding.release(inputs)
+                    outputs = self._run(self._runner, inputs, self._passing)
+            except RankMissingError as error:
+                raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
+        self.binding.free.append(inputs)
         return self.binding.finish(outputs)
 
 

@@ -18,9 +18,11 @@ from wholestep.capture import walk
 from wholestep.capture.capture import Captured, capture
 from wholestep.capture.trace import is_capturing
 from wholestep.errors import ConfigError
+from wholestep.passes.bucket import Choose
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 from wholestep.program.program import InputKind, Stage
+from wholestep.run.comm_state import CommState
 from wholestep.spmd.gradients import Gradients
 from wholestep.spmd.override import Override, Replacements
 from wholestep.spmd.parallel import DataParallel
@@ -157,7 +159,7 @@ class _Step(CompiledStep):
         standing.expect_originals(captured.guards, stand_ins)
         return captured
 
-    def _passes(self, captured: Captured) -> list[Pass]:
+    def _passes(self, captured: Captured, comm: CommState | None, choose: Choose) -> list[Pass]:
         flat_state = _flat_state(captured)
         self._used.clear()
         calls: list[tuple[str, Transformation | None]] = [

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.fx as fx
 
-from wholestep.config import DDP
+from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.default import optimizations
+from wholestep.passes.default import default_passes
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.program import show
 from wholestep.program.program import Program
@@ -115,7 +115,8 @@ class GraphModuleTransformation:
         program = transforming.handed.take_back(gm, "gm_transformation")
         self._dump("before", program)
         if self.enable_graph_optimization:
-            program = run_passes(program, optimizations(cap_bytes=DDP().cap_bytes))
+            # All but the last two, which let operations run in place: other transformations may follow.
+            program = run_passes(program, default_passes(cost=CostModel.default("cpu+gloo"))[:-2])
         self._dump("after", program)
         transforming.handed = Handed(program)
         return transforming.handed.module

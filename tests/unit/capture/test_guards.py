@@ -219,6 +219,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda b: b.model.linear._forward_hooks.__setitem__(-1, lambda m, a, o: o),
         "_forward_hooks",
     ),
+    "module_hook_with_keywords_added": (
+        lambda b: b.model.linear.register_forward_hook(lambda m, a, k, o: o, with_kwargs=True),
+        "_forward_hooks",
+    ),
+    "hook_that_is_there_gets_keywords": (
+        lambda b: b.model.norm._forward_hooks_with_kwargs.__setitem__(b.handle.id, True),
+        "_forward_hooks_with_kwargs",
+    ),
     "state_entry_removed": (lambda b: b.moments().pop("exp_avg"), "exp_avg"),
     "state_cleared": (lambda b: b.opt.state.clear(), "state"),
     "state_of_one_parameter_removed": (lambda b: b.opt.state.pop(b.weight), "state"),

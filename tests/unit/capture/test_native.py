@@ -54,6 +54,7 @@ CHANGES: dict[str, Change] = {
     "as_strided_": lambda t: t.as_strided_((3, 4), (1, 3)),
     "set_": lambda t: t.set_(torch.zeros(2)),
     "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "negative by a flag": lambda t: torch._C._set_neg(t, True),
 }
 PARAMETER_CHANGES: dict[str, Change] = {
     "hook": lambda t: t.register_hook(lambda grad: None),
@@ -87,6 +88,15 @@ def test_shapes_and_strides_of_any_rank_are_seen(module: ModuleType, shape: tupl
     strides = tuple(stride + 1 for stride in tensor.stride())
     tensor.data = torch.empty_strided(tensor.shape, strides)
     assert look.moved() == (quick.TENSORS,), "strides of dimensions of size one count as well"
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 3, 4), (2, 3, 4, 5, 6, 7)])
+def test_every_size_counts(module: ModuleType, shape: tuple[int, ...]) -> None:
+    for dim in range(len(shape)):
+        tensor = torch.empty(shape)
+        look = module.Look((tensor,), bytes([probe.STATE]), (), ())
+        tensor.data = torch.empty([size + (number == dim) for number, size in enumerate(shape)])
+        assert look.moved() == (quick.TENSORS,)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -186,6 +196,17 @@ def test_what_a_tensor_wrapped_may_die(module: ModuleType) -> None:
     del fresh
 
 
+def test_tensors_can_be_swapped_while_they_are_looked_at(module: ModuleType) -> None:
+    """torch refuses to swap what somebody else refers to, weakly or not: so the look must hold no TensorImpl."""
+    tensors = (torch.zeros(3, 4), nn.Parameter(torch.zeros(3, 4)))
+    look = module.Look(tensors, bytes([probe.STATE, probe.PARAMETER]), (), ())
+    for tensor, other in zip(tensors, (torch.ones(3, 4), nn.Parameter(torch.ones(3, 4))), strict=True):
+        assert look.moved() == ()
+        torch.utils.swap_tensors(tensor, other)
+        assert look.moved() == (quick.TENSORS,)
+        look.renew()
+
+
 def test_what_it_cannot_look_at_is_refused(module: ModuleType) -> None:
     for thing in (torch.zeros(2).to_sparse(), torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2)), 5):
         with pytest.raises(TypeError):
@@ -260,6 +281,45 @@ def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
     del owner
     gc.collect()
     assert gone() is None
+
+
+# ---- the run
+
+
+@pytest.fixture(params=["native", "plain"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> quick.Run:
+    if request.param == "plain":
+        monkeypatch.setattr(native, "module", lambda: None)
+    else:
+        assert native.wait() == ""
+    return quick.run()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_are_off_in_a_run_and_as_they_were_behind_it(run: quick.Run, before: bool) -> None:
+    def fails(inputs: list[Any]) -> None:
+        raise ValueError(torch.is_grad_enabled())
+
+    with torch.set_grad_enabled(before):
+        assert run(lambda inputs: (torch.is_grad_enabled(), *inputs), [1, 2], ()) == (False, 1, 2)
+        assert torch.is_grad_enabled() == before
+        with pytest.raises(ValueError, match="False"):
+            run(fails, [], ())
+        assert torch.is_grad_enabled() == before
+
+
+def test_what_belongs_to_a_call_is_let_go(run: quick.Run) -> None:
+    class Batch:
+        pass
+
+    batch = Batch()
+    gone, inputs = weakref.ref(batch), [1, batch, 2, batch]
+    assert run(lambda flat: flat[1] is flat[3] is not None, inputs, (1, 3)) is True
+    del batch
+    assert inputs == [1, None, 2, None]
+    assert gone() is None
+    with pytest.raises(IndexError):
+        run(len, inputs, (4,))
 
 
 # ---- arguments

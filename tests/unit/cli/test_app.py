@@ -5,7 +5,7 @@ import pytest
 from wholestep.cli import app, bench, demo, main
 from wholestep.errors import RankMismatchError
 
-COMMANDS = ["demo", "run", "explain", "bench"]
+COMMANDS = ["demo", "run", "explain", "bench", "calibrate"]
 
 
 def leave(*args: str) -> int:
@@ -22,7 +22,7 @@ def test_help_is_everywhere(args: list[str], capsys: pytest.CaptureFixture[str])
     assert all(name in shown for name in (args or COMMANDS))
 
 
-@pytest.mark.parametrize("name", ["demo", "run", "explain", "bench"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_says_what_nproc_is_by_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     leave(name, "--help")
     assert "default: one" in capsys.readouterr().out
@@ -39,6 +39,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--steps", "1"], "at least 2"),
         (["bench", "--steps", "0"], "at least 2"),
         (["demo", "--nproc", "0"], "at least 1 process"),
+        (["calibrate", "--nproc", "0"], "at least 1 process"),
         (["run", "nowhere.py"], "nowhere.py"),
         (["explain", "nowhere.py:make"], "nowhere.py"),
     ],

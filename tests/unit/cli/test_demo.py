@@ -10,9 +10,7 @@ from wholestep.cli import main
 from wholestep.cli.demo import DemoSettings, demo_batches, run_demo
 from wholestep.cli.lanes import LaneKind
 
-TINY = DemoSettings(
-    steps=4, rows=2, block_steps=2, text_bytes=2**20, held_out_batches=1, sample_bytes=16, quiet=True
-)
+TINY = DemoSettings(steps=4, rows=2, block_steps=2, text_bytes=2**20, held_out_batches=1, sample_bytes=16, quiet=True)
 
 
 def test_ranks_and_seeds_see_different_text_and_a_rerun_the_same() -> None:
@@ -50,10 +48,14 @@ def test_both_lanes_end_at_the_same_place() -> None:
 @pytest.mark.slow
 def test_the_bench_prints_every_lane(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main(["bench", "--workload", "deep", "--steps", "4", "--nproc", "2", "--json"])
+        main(["bench", "--workload", "conv", "--steps", "4", "--nproc", "2", "--json"])
     assert not left.value.code
-    printed = json.loads(capsys.readouterr().out)
+    (printed,) = json.loads(capsys.readouterr().out)
     assert set(printed["lanes"]) == {LaneKind.WHOLESTEP.value, LaneKind.EAGER_DDP.value}
     for lane in printed["lanes"].values():
         assert 0 < lane["p10_ms"] <= lane["median_ms"] <= lane["p90_ms"]
-    assert printed["lanes"]["eager DDP"]["ratio_to_eager_ddp"] == 1.0
+        assert 0 < lane["eager_ddp_over_lane"]["p10"] <= lane["eager_ddp_over_lane"]["median"]
+    assert set(printed["lanes"]["eager DDP"]["eager_ddp_over_lane"].values()) == {1.0}
+    assert (
+        printed["predicted_ms"] == printed["predicted_over_measured"] * printed["lanes"]["wholestep"]["median_ms"] > 0
+    )

@@ -74,8 +74,10 @@ def test_what_the_function_returns_is_checked(user_file: str) -> None:
 
 @pytest.mark.ranks
 def test_a_users_step_is_explained(user_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main_without_exit(["explain", f"{user_file}:make", "--nproc", "2", "--json"])
-    told = json.dumps(json.loads(capsys.readouterr().out))
+    main_without_exit(["explain", f"{user_file}:make", "--nproc", "2", "--measure", "2", "--json"])
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["measured"]["num_calls"] == 2
+    told = json.dumps(plain)
     assert "all_reduce" in told
     assert "weight" in told  # the parameter and its bucket
     assert "60" in told  # bytes: 5 x 3 float32

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from wholestep.cli import lanes
-from wholestep.cli.lanes import Batch, Lane, LaneKind, compiled_step, largest_difference, race, timing, warmup_cosine
+from wholestep.cli.lanes import (
+    Batch,
+    Lane,
+    LaneKind,
+    compiled_step,
+    largest_difference,
+    race,
+    ratio,
+    timing,
+    warmup_cosine,
+)
 from wholestep.errors import InternalError
 
 
@@ -63,6 +73,14 @@ def test_a_step_is_as_slow_as_its_slowest_rank() -> None:
     assert measured.first_ms == 900.0
     assert measured.median_ms == 5.0  # of 2, 5, 9
     assert (measured.p10_ms, measured.p90_ms) == (2.0, 9.0)
+
+
+def test_blocks_are_compared_side_by_side() -> None:
+    """Steps of two ranks in blocks of two. The machine is twice as slow in the second block, for both lanes."""
+    ours = [[900.0, 2.0, 4.0, 4.0, 2.0], [0.0, 1.0, 3.0, 3.0, 1.0]]
+    eager = [[800.0, 3.0, 6.0, 6.0, 2.0], [0.0, 2.0, 5.0, 5.0, 4.0]]
+    found = ratio(eager, ours, block_steps=2)
+    assert (found.p10, found.median, found.p90) == (1.5, 1.5, 2.0)
 
 
 def test_the_rate_climbs_to_the_peak_and_falls_to_the_floor() -> None:

@@ -37,7 +37,7 @@ def test_the_script_keeps_its_own_arguments(script: str) -> None:
 
 
 def test_threads_are_shared_out_unless_the_user_chose(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert plan_launch(script, [], nproc=3).environment["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

@@ -12,13 +12,22 @@ import torch
 from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.lower import eager
-from wholestep.program import meta
+from wholestep.program import meta, show
 
 
 def test_results_come_in_the_order_of_the_records():
     program = builders.capture(lambda x, y: (x + y, 3, x.sum().item()), [torch.ones(2), torch.ones(2)])
     results = eager.lower(program)([torch.ones(2), torch.full((2,), 2.0)])
     assert builders.same(results, (torch.full((2,), 3.0), 3, 2.0))
+
+
+def test_results_that_are_none_at_the_end_are_not_returned():
+    program = builders.capture(lambda x: (None, x + 1, None, None), [torch.ones(2)])
+    results = eager.lower(program)([torch.ones(2)])
+    assert len(results) == 2
+    assert results[0] is None
+    assert torch.equal(results[1], torch.full((2,), 2.0))
+    assert show.source(program, comments=False).endswith("return (None, add, None, None,)\n")
 
 
 def test_an_error_shows_the_generated_line_and_names_the_users_line():

@@ -7,22 +7,24 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit import builders
 from tests.unit.builders import aten, c10d, gradient
-from wholestep.passes.bucket import DEPENDS, END, FULL, Group, bucket, pack
+from wholestep.cost.model import CostModel
+from wholestep.passes.assignment import DEPENDS, END, FULL
+from wholestep.passes.bucket import bucket
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.program import meta, ops
 from wholestep.program.program import Program
 
+COST = CostModel.default("cpu+gloo")
 
-def bucketed(fn, tensors: list[torch.Tensor], cap_bytes: int = 1 << 20, *, mean: bool = True) -> Program:
+
+def bucketed(fn, tensors: list[torch.Tensor], bucket_bytes: int = 1 << 20, *, mean: bool = True) -> Program:
     """The program of `fn` with buckets, which gives the same bits as without."""
     before = builders.place(builders.capture(fn, tensors), mean=mean)
-    after = run_passes(before, [partial(bucket, cap_bytes=cap_bytes)])
+    after = run_passes(before, [partial(bucket, cost=COST, bucket_bytes=bucket_bytes)])
     results = []
     for one in (before, after, run_passes(after, [reinplace])):
         torch.manual_seed(0)
@@ -69,8 +71,8 @@ def test_a_factor_of_the_users_own_splits_no_bucket():
     assert len(starts(bucketed(fn, [torch.randn(3), torch.randn(3)], mean=False))) == 1
 
 
-def test_the_bound_is_kept():
-    after = bucketed(three, THREE, cap_bytes=60)
+def test_a_bucket_is_closed_once_it_holds_as_many_bytes():
+    after = bucketed(three, THREE, bucket_bytes=48)
     assert [(one.members, one.reason) for one in starts(after)] == [(("a",), FULL), (("b", "c"), END)]
     assert builders.count(after, aten.cat.default) == 1
 
@@ -203,7 +205,7 @@ def test_buckets_are_numbered_as_they_start():
         return tuple(gradient(x * 2, str(index)) for index, x in enumerate(xs))
 
     tensors = [torch.randn(8) if index % 2 else torch.randn(8).double() for index in range(10)]
-    after = bucketed(fn, tensors, cap_bytes=100)
+    after = bucketed(fn, tensors, bucket_bytes=100)
     assert [one.index for one in starts(after)] == list(range(len(starts(after))))
     assert sorted(name for one in starts(after) for name in one.members) == sorted(map(str, range(10)))
 
@@ -216,7 +218,7 @@ def test_a_product_that_someone_else_reads_stays_for_them():
     scaled = program.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)[0].args[0]
     program.graph.output_node().args = ((*program.results, scaled),)
     program = replace(program, outputs=(*program.outputs, replace(program.outputs[0], name="scaled")))
-    after = run_passes(program, [partial(bucket, cap_bytes=1 << 20)])
+    after = run_passes(program, [partial(bucket, cost=COST, bucket_bytes=1 << 20)])
     tensors = [torch.randn(3), torch.randn(3)]
     assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
     assert len(starts(after)) == 1
@@ -224,74 +226,4 @@ def test_a_product_that_someone_else_reads_stays_for_them():
 
 def test_nothing_to_do():
     program = builders.without_gradients(builders.capture(lambda x: x + 1, [torch.randn(3)]))
-    assert run_passes(program, [partial(bucket, cap_bytes=1)]).history[-1].notes == ()
-
-
-def test_pack_fills_in_order():
-    assert pack([4, 4, 4, 9, 1], ["k"] * 5, 8) == [
-        Group(items=(0, 1), num_bytes=8, reason=FULL),
-        Group(items=(2,), num_bytes=4, reason=FULL),
-        Group(items=(3,), num_bytes=9, reason=FULL),
-        Group(items=(4,), num_bytes=1, reason=END),
-    ]
-
-
-def test_pack_keeps_a_group_open_for_each_key():
-    groups = pack([1, 1, 1, 1], ["x", "y", "x", "y"], 10)
-    assert [group.items for group in groups] == [(0, 2), (1, 3)]
-
-
-def test_pack_sees_needs_by_way_of_groups_that_grew_later():
-    """Group b needs group a; then a takes an item that needs c; what needs an item of b must not join c."""
-    keys, needs = ["a", "b", "b", "c", "a", "c"], [set(), set(), {0}, set(), {3}, {1}]
-    groups = pack([1] * 6, keys, 10, needs=[frozenset(one) for one in needs])
-    assert [group.items for group in groups] == [(0, 4), (1, 2), (3,), (5,)]
-
-
-@st.composite
-def packing(draw):
-    count = draw(st.integers(0, 25))
-    sizes = draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
-    keys = draw(st.lists(st.sampled_from("abc"), min_size=count, max_size=count))
-    needs: list[frozenset[int]] = []
-    for item in range(count):
-        direct = draw(st.frozensets(st.integers(0, item - 1), max_size=2)) if item else frozenset()
-        needs.append(direct.union(*(needs[other] for other in direct)))
-    return sizes, keys, draw(st.integers(1, 40)), needs
-
-
-@given(packing())
-def test_pack_keeps_its_promises(case):
-    sizes, keys, cap, needs = case
-    groups = pack(sizes, keys, cap, needs=needs)
-    assert sorted(item for group in groups for item in group.items) == list(range(len(sizes)))
-    for group in groups:
-        assert list(group.items) == sorted(group.items)
-        assert len({keys[item] for item in group.items}) == 1
-        assert group.num_bytes == sum(sizes[item] for item in group.items)
-        assert group.num_bytes <= cap or len(group.items) == 1
-    assert_no_cycle(groups, needs)
-    assert_no_group_could_be_larger(groups, sizes, keys, cap)
-
-
-def assert_no_cycle(groups: list[Group], needs: list[frozenset[int]]) -> None:
-    """The groups can be done one after another: at any time one is left whose needs are done."""
-    done: set[int] = set()
-    left = list(groups)
-    while left:
-        ready = next((group for group in left if all(needs[item] <= done for item in group.items)), None)
-        assert ready is not None
-        done.update(ready.items)
-        left.remove(ready)
-
-
-def assert_no_group_could_be_larger(groups: list[Group], sizes: list[int], keys: list[str], cap: int) -> None:
-    """A group that is full could not take the first item of the next group of its key."""
-    for group in groups:
-        later = [
-            other for other in groups if keys[other.items[0]] == keys[group.items[0]] and other.items > group.items
-        ]
-        assert (group.reason == END) == (not later)
-        if group.reason == FULL:
-            first = min(later, key=lambda other: other.items[0])
-            assert group.num_bytes + sizes[first.items[0]] > cap
+    assert run_passes(program, [partial(bucket, cost=COST, bucket_bytes=1)]).history[-1].notes == ()

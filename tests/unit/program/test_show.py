@@ -241,11 +241,8 @@ def test_the_plan():
         f"torch {torch.__version__}",
         "mesh data=2",
         "#0 all_gather_into_tensor float32[8] 1 axis=data size=2",
-        "wait #0",
         "#1 broadcast float64[3] 0 axis=data size=2",
-        "wait #1",
         "#2 reduce_scatter_tensor float32[8] avg 1 axis=data size=2",
-        "wait #2",
     ]
 
 

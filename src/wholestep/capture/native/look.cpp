@@ -143,6 +143,30 @@ PyObject* arguments_match(PyObject* self, PyObject* call) {
   });
 }
 
+// function(inputs) with gradients off; then None stands at the places of the list, so that nothing of the call lives on.
+// In Python that is torch._C._set_grad_enabled twice and a loop: code and tables that lie far away after a step.
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyList_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "run(function, inputs: list, places: tuple)");
+    return nullptr;
+  }
+  PyObject* found;
+  {
+    const c10::AutoGradMode off(false);
+    found = PyObject_CallOneArg(args[0], args[1]);
+  }
+  for (Py_ssize_t i = 0; found != nullptr && i < PyTuple_GET_SIZE(args[2]); ++i) {
+    const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], i));
+    if (PyErr_Occurred() || PyList_SetItem(args[1], place, Py_NewRef(Py_None)) != 0) Py_CLEAR(found);
+  }
+  return found;
+}
+
+PyMethodDef functions[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL,
+     "function(inputs) with gradients off; then None stands at the places of the list."},
+    {nullptr, nullptr, 0, nullptr}};
+
 PyMethodDef look_methods[] = {
     {"moved", look_moved, METH_NOARGS, "Numbers of what may have changed since the last renew(); empty if nothing."},
     {"renew", look_renew, METH_NOARGS, "Takes for granted what the last moved() met."},
@@ -165,7 +189,7 @@ PyObject* make_type(const char* name, newfunc make, PyMethodDef* methods) {
   return PyType_FromSpec(&spec);
 }
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step's state and arguments.", -1, nullptr};
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step's state and arguments.", -1, functions};
 
 }  // namespace
 

@@ -5,44 +5,81 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace wholestep {
 
 using torch::autograd::AutogradMeta;
 
+// Hands out a private member: an explicit instantiation may name it.
+template <auto Member>
+struct Opened {
+  friend constexpr auto autograd_meta_member() { return Member; }
+};
+constexpr auto autograd_meta_member();
+template struct Opened<&c10::TensorImpl::autograd_meta_>;
+
+// The fields of a TensorImpl without their accessors, which branch and call. Never made.
+struct Fields : c10::TensorImpl {
+  static const auto& autograd_meta(const c10::TensorImpl& impl) { return impl.*autograd_meta_member(); }
+  static const auto& sizes_and_strides(const c10::TensorImpl& impl) { return impl.*&Fields::sizes_and_strides_; }
+  // What lies from `dtype` to `dispatch keys`; in between are device and flags.
+  static const char* dtype(const c10::TensorImpl& impl) { return reinterpret_cast<const char*>(&(impl.*&Fields::data_type_)); }
+  static constexpr size_t dtype_to_keys() {
+    return offsetof(Fields, key_set_) + sizeof(c10::DispatchKeySet) - offsetof(Fields, data_type_);
+  }
+};
+
+// dtype, device, flags (contiguous, symbolic, answered by a subclass, ...) and dispatch keys, as they lie in memory: two
+// words tell what took a branch and a call each. A bit that means nothing may differ, and then it is looked again.
+struct Traits {
+  uint64_t words[2];
+
+  static Traits of(const c10::TensorImpl& impl) {
+    static_assert(Fields::dtype_to_keys() == sizeof words, "a TensorImpl that is not known here");
+    Traits found;
+    std::memcpy(found.words, Fields::dtype(impl), sizeof found.words);
+    return found;
+  }
+  bool operator==(const Traits& other) const {
+    return ((words[0] ^ other.words[0]) | (words[1] ^ other.words[1])) == 0;
+  }
+};
+
 class Layout {
  public:
+  // Of a tensor that is_plain().
   explicit Layout(const c10::TensorImpl& impl)
-      : keys_(impl.key_set()), dtype_(impl.dtype()), device_(impl.device()), dim_(impl.sizes().size()),
-        sizes_(impl.sizes().vec()), strides_(impl.strides().vec()), told_by_sizes_(strides_told_by_sizes(impl)) {
-    const int64_t* sizes = impl.sizes().data();
-    few_[0] = sizes[0], few_[1] = sizes[1];
-  }
+      : traits_(Traits::of(impl)), dim_(impl.sizes().size()), few_{impl.sizes().data()[0], impl.sizes().data()[1]},
+        sizes_(impl.sizes().vec()), strides_(impl.strides().vec()), told_by_sizes_(strides_told_by_sizes(impl)),
+        told_by_few_(told_by_sizes_ && dim_ <= FEW) {}
 
-  // Reads no more lines of memory than it needs, and has no branch that differs between ordinary tensors.
-  bool fits(const c10::TensorImpl& impl) const {
-    if (impl.key_set() != keys_) return false;  // other kinds of tensor may refuse to give sizes or strides
-    const auto sizes = impl.sizes();
-    // A TensorImpl has room for five sizes in any case, so the first two are there to be read whatever the rank.
-    const int64_t* few = sizes.data();
-    bool fits = (impl.dtype() == dtype_) & (impl.device() == device_);
-    fits &= (sizes.size() == dim_) & (few[0] == few_[0]) & (few[1] == few_[1]);
-    if (dim_ > FEW) fits = fits && sizes == c10::IntArrayRef(sizes_);
-    return fits & (told_by_sizes_ ? impl.is_contiguous() : impl.strides() == c10::IntArrayRef(strides_));
+  // Reads no more lines of memory than it needs, and has no branch that differs between ordinary tensors. Tensors of
+  // other kinds, which might refuse to give sizes, have other traits; what is read of them here is memory, no answer.
+  [[gnu::always_inline]] bool fits(const c10::TensorImpl& impl) const {
+    const auto& now = Fields::sizes_and_strides(impl);
+    // There is room for five sizes in any case, so the first two are there to be read whatever the rank.
+    const int64_t* few = now.sizes_data();
+    const bool fits = (Traits::of(impl) == traits_) & (now.size() == dim_) & (((few[0] ^ few_[0]) | (few[1] ^ few_[1])) == 0);
+    return told_by_few_ ? fits : fits && fits_whole(now);
   }
 
  private:
   static constexpr size_t FEW = 2;
 
-  c10::DispatchKeySet keys_;  // besides the backend: sparse, quantized, conjugated, a subclass with its own dispatch
-  caffe2::TypeMeta dtype_;
-  c10::Device device_;
+  Traits traits_;
   size_t dim_;
   int64_t few_[FEW];
   std::vector<int64_t> sizes_, strides_;
-  bool told_by_sizes_;
+  bool told_by_sizes_, told_by_few_;
+
+  bool fits_whole(const c10::impl::SizesAndStrides& now) const {
+    return now.sizes_arrayref() == c10::IntArrayRef(sizes_) &&
+        (told_by_sizes_ || now.strides_arrayref() == c10::IntArrayRef(strides_));
+  }
 
   // A contiguous tensor has one possible stride per dimension, but for dimensions of size one and empty tensors.
   static bool strides_told_by_sizes(const c10::TensorImpl& impl) {
@@ -77,7 +114,7 @@ inline bool is_plain(const c10::TensorImpl& impl) {
 
 inline c10::TensorImpl* impl_of(PyObject* tensor) { return THPVariable_Unpack(tensor).unsafeGetTensorImpl(); }
 
-inline AutogradMeta* meta_of(const c10::TensorImpl& impl) { return static_cast<AutogradMeta*>(impl.autograd_meta()); }
+inline AutogradMeta* meta_of(const c10::TensorImpl& impl) { return static_cast<AutogradMeta*>(Fields::autograd_meta(impl).get()); }
 
 inline bool requires_grad(const AutogradMeta& meta) { return meta.requires_grad_ || meta.grad_fn_; }
 

@@ -1,0 +1,275 @@
+"""Predicted exposed communication of three reference trainings, with our buckets and with those of others.
+
+    python benchmarks/overlap_model.py
+    python benchmarks/overlap_model.py --workloads W1 --ranks 4 --links nvlink --json
+
+Nothing is trained and no GPU is needed: each training is captured at its full size, in memory that is reserved and
+never touched, placed for N ranks, and every variant runs through the same passes with the default costs of an H200 and
+of the link. What is simulated is the scheduled graph, on the device's clock (what the host needs to launch kernels is
+not in it).
+
+Variants, which differ in nothing but the buckets:
+  ours        the buckets with the shortest predicted step
+  25 MB       the rule of DistributedDataParallel: a first bucket of 1 MiB, then of 25 MiB
+  one bucket  all gradients of one type together
+  as placed   neither buckets nor a schedule: one reduction per gradient, waited for at once
+
+Exit status 1 if ours exposes more than one of the others, or takes longer by more than the schedule's own tolerance
+(`passes.order.ABOUT`: of orders about as fast the one with the least memory is taken), or if more than 2 % of the step
+are exposed for W2 or W3 on NVLink at 4 ranks. All rows take some five minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from wholestep.capture.capture import capture
+from wholestep.config import DDP
+from wholestep.cost.model import CostModel
+from wholestep.passes.assignment import Cuts, fixed_cuts
+from wholestep.passes.bucket import DDP_LIMITS_BYTES
+from wholestep.passes.cleanup import cleanup
+from wholestep.passes.default import default_passes
+from wholestep.passes.order import ABOUT
+from wholestep.passes.pipeline import Pass, run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.place.strategies import place
+from wholestep.program import meta, ops
+from wholestep.program.program import MeshAxis, Program
+from wholestep.report.prediction import predict
+
+LINKS = ("nvlink", "pcie", "ethernet25")
+RANKS = (2, 4, 8, 64)
+OURS, AS_PLACED = "ours", "as placed"
+LARGEST_SHARE = {("W2", 4, "nvlink"): 0.02, ("W3", 4, "nvlink"): 0.02}
+"""What may be exposed at most, as a share of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A language model and the batch of one rank."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    vocabulary: int
+    length: int
+    """Tokens of a sequence."""
+    rows: int
+    """Sequences of a rank."""
+    gated: int = 0
+    """Width of a SwiGLU, in a block with RMSNorm and without biases; 0: GELU of four times the width, LayerNorm."""
+
+
+WORKLOADS = {
+    "W1": Workload(num_layers=12, width=768, num_heads=12, vocabulary=50304, length=1024, rows=1),
+    "W2": Workload(num_layers=12, width=768, num_heads=12, vocabulary=50304, length=1024, rows=8),
+    "W3": Workload(num_layers=20, width=2048, num_heads=16, vocabulary=32000, length=2048, rows=4, gated=5376),
+}
+
+
+class Block(nn.Module):
+    """One transformer layer with the norm before each half."""
+
+    def __init__(self, size: Workload) -> None:
+        super().__init__()
+        width, plain = size.width, not size.gated
+        norm = nn.LayerNorm if plain else nn.RMSNorm
+        self.num_heads = size.num_heads
+        self.attention_norm, self.mlp_norm = norm(width), norm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=plain)
+        self.attention_out = nn.Linear(width, width, bias=plain)
+        self.up = nn.Linear(width, size.gated or 4 * width, bias=plain)
+        self.gate = nn.Linear(width, size.gated, bias=False) if size.gated else None
+        self.down = nn.Linear(size.gated or 4 * width, width, bias=plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, length, width) -> the same."""
+        heads = self.qkv(self.attention_norm(x)).unflatten(2, (3, self.num_heads, -1))
+        q, k, v = (one.transpose(1, 2) for one in heads.unbind(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.attention_out(mixed)
+        y = self.mlp_norm(x)
+        hidden = F.gelu(self.up(y), approximate="tanh") if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        return x + self.down(hidden)
+
+
+class LanguageModel(nn.Module):
+    """(rows, length) int64 -> (rows, length, vocabulary). The head is a matrix of its own."""
+
+    def __init__(self, size: Workload) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.num_layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See the class."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """One ordinary step: forward in bfloat16, loss on float32 logits."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def captured(size: Workload) -> Program:
+    """The step as one graph. Parameters and states are reserved and never written to, so the system gives no memory."""
+    with torch.device("meta"):
+        model = LanguageModel(size)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    for param in model.parameters():
+        moments = {name: torch.empty_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.tensor(0.0), **moments}
+    tokens = torch.zeros(size.rows, size.length, dtype=torch.int64)
+    return capture(train_step, (model, optimizer, tokens, tokens.clone()), {}).program
+
+
+def variants(placed: Program, cost: CostModel) -> dict[str, list[Pass]]:
+    """The passes of each variant, by its name."""
+    reductions = [node for node in placed.graph.nodes if ops.is_collective(node) and meta.bucket(node) is not None]
+    dtypes = [meta.tensor(node).dtype for node in reductions]
+    ddp = fixed_cuts(list(map(meta.num_bytes, reductions)), dtypes, DDP_LIMITS_BYTES)
+
+    def with_cuts(cuts: Cuts) -> list[Pass]:
+        return default_passes(cost=cost, choose=lambda gradients, plan: cuts)
+
+    return {
+        OURS: default_passes(cost=cost),
+        "25 MB": with_cuts(ddp),
+        "one bucket": with_cuts({}),
+        AS_PLACED: [cleanup, partial(reinplace, hold_updates=False)],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One variant of one workload on one kind of link; microseconds."""
+
+    workload: str
+    ranks: int
+    link: str
+    variant: str
+    num_collectives: int
+    step_us: float
+    exposed_us: float
+    peak_bytes: int
+
+    @property
+    def share(self) -> float:
+        """The exposed part of the step."""
+        return self.exposed_us / self.step_us
+
+
+def rows_of(name: str, program: Program, ranks: Sequence[int], links: Sequence[str]) -> Iterator[Row]:
+    """Every variant of a captured workload."""
+    for size in ranks:
+        placed = place(program, DDP(), MeshAxis(name="data", size=size, group="data"))
+        for link in links:
+            cost = CostModel.default(f"h200+{link}")
+            for variant, passes in variants(placed, cost).items():
+                found = predict(run_passes(placed, passes), cost)
+                yield Row(
+                    workload=name, ranks=size, link=link, variant=variant, num_collectives=len(found.travels),
+                    step_us=found.step.device_us, exposed_us=found.step.exposed_us, peak_bytes=found.peak.num_bytes,
+                )  # fmt: skip
+
+
+def faults(rows: Iterable[Row]) -> list[str]:
+    """What is not as it should be, a sentence each."""
+    cells: dict[tuple[str, int, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row.workload, row.ranks, row.link), {})[row.variant] = row
+    found = []
+    for cell, by_variant in cells.items():
+        ours, where = by_variant[OURS], f"{cell[0]}, {cell[1]} ranks, {cell[2]}"
+        for other in by_variant.values():
+            if ours.exposed_us > other.exposed_us + 0.5:
+                found.append(f"{where}: ours exposes {ours.exposed_us:.0f} us, {other.variant} {other.exposed_us:.0f}")
+            if ours.step_us > ABOUT * other.step_us:
+                found.append(f"{where}: ours takes {ours.step_us:.0f} us, {other.variant} {other.step_us:.0f}")
+        if ours.share > LARGEST_SHARE.get(cell, 1.0):
+            found.append(f"{where}: {ours.share:.1%} of the step are exposed, {LARGEST_SHARE[cell]:.0%} are allowed")
+    return found
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line per workload, number of ranks and link; a column per variant."""
+    names = list(dict.fromkeys(row.variant for row in rows))
+    made = Table(
+        title="Predicted exposed communication, us a step (share of the step; reductions)", title_justify="left"
+    )
+    for column in ("workload", "ranks", "link", "step, ours"):
+        made.add_column(column, justify="left" if column in ("workload", "link") else "right")
+    for name in names:
+        made.add_column(name, justify="right", no_wrap=True)
+    for start in range(0, len(rows), len(names)):
+        cell = rows[start : start + len(names)]
+        one = cell[0]
+        figures = [f"{row.exposed_us:,.0f} ({row.share:.1%}; {row.num_collectives})" for row in cell]
+        made.add_row(one.workload, str(one.ranks), one.link, f"{one.step_us:,.0f}", *figures)
+    return made
+
+
+def run(
+    workloads: dict[str, Workload], ranks: Sequence[int], links: Sequence[str], *, tell: Callable[[str], None]
+) -> list[Row]:
+    """All rows; `tell` is told what is being done."""
+    rows: list[Row] = []
+    for name, size in workloads.items():
+        tell(f"{name}: capturing")
+        program = captured(size)
+        for row in rows_of(name, program, ranks, links):
+            tell(f"{row.workload}, {row.ranks} ranks, {row.link}: {row.variant}")
+            rows.append(row)
+    return rows
+
+
+def main() -> int:
+    """Prints the table, or JSON. Exit status 1 if something is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    options = parser.parse_args()
+    if min(options.ranks) < 2:
+        parser.error("--ranks wants numbers of at least 2: one rank sends nothing")
+    with Console(stderr=True).status("starting") as status:
+        workloads = {name: WORKLOADS[name] for name in options.workloads}
+        rows = run(workloads, options.ranks, options.links, tell=status.update)
+    wrong = faults(rows)
+    if options.json:
+        plain = [{**asdict(row), "share": row.share} for row in rows]
+        print(json.dumps({"torch": torch.__version__, "rows": plain, "faults": wrong}))
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
+        print("\n".join(wrong) or "Ours exposes least, and takes no longer, everywhere.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

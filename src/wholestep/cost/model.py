@@ -1,0 +1,77 @@
+"""The cost model: microseconds of a node and of a collective, calibrated on this host or from documented defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from wholestep.cost import defaults
+from wholestep.cost.compute import works
+from wholestep.cost.device import Device
+from wholestep.cost.links import Links
+from wholestep.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Predicted times. The same numbers on every rank, or ranks would plan differently (`calibrate.shared`)."""
+
+    source: str
+    """Where the numbers come from: "calibrated on this host at ..." or "defaults for cpu + gloo, not calibrated"."""
+    device: Device
+    """Ceilings of compute."""
+    links: Links
+    """Times of collectives."""
+
+    def node_us(self, node: fx.Node) -> float:
+        """Time of one node from its fake values, in microseconds.
+
+        Where host and device are one thread (the CPU) that includes what the eager backend pays to call it. On other
+        devices views, picking a result and arithmetic of Python are 0.0. Collectives and waits are 0.0 everywhere: see
+        `collective_us` and `launch_us`.
+        """
+        kernels = works(node)
+        return self.device.device_us(kernels) + (self.device.host_us(kernels) if self.device.host_is_device else 0.0)
+
+    def host_us(self, node: fx.Node) -> float:
+        """Time of the eager backend on the host for one node, in microseconds: what bounds a step of small kernels."""
+        return self.device.host_us(works(node))
+
+    def collective_us(self, op: str, num_bytes: int, ranks: int) -> float:
+        """Time of a collective on `ranks` ranks from its start to its end, in microseconds; see `Links.us`.
+
+        `op` is all_reduce, all_gather, reduce_scatter, broadcast or all_to_all; `num_bytes` are the bytes of the full
+        (unsharded) message. One rank: 0.0. Raises ConfigError for another `op`.
+        """
+        return self.links.us(op, num_bytes, ranks)
+
+    @property
+    def launch_us(self) -> float:
+        """Time of the host to start one collective and come back, while the transfer goes on by itself."""
+        return self.links.launch_us
+
+    @property
+    def compute_slowdown(self) -> float:
+        """Factor on the time of compute while a collective is in flight; at least 1."""
+        return self.links.compute_slowdown
+
+    @property
+    def collective_slowdown(self) -> float:
+        """Factor on the time of a collective while compute runs; at least 1."""
+        return self.links.collective_slowdown
+
+    @classmethod
+    def default(cls, device_class: str) -> CostModel:
+        """The defaults of ``compute+link``: "cpu+gloo", "h200+nvlink", "gpu+pcie", "gpu+ethernet25", or any other pair.
+
+        Compute is one of `defaults.DEVICES`, the link one of `defaults.LINKS`. Raises ConfigError for unknown ones.
+        """
+        compute, _, link = device_class.partition("+")
+        if compute not in defaults.DEVICES or link not in defaults.LINKS:
+            raise ConfigError(
+                f"CostModel.default wants COMPUTE+LINK, one of {', '.join(defaults.DEVICES)} and one of "
+                f"{', '.join(defaults.LINKS)}; got {device_class!r}."
+            )
+        source = f"defaults for {compute} + {link}, not calibrated"
+        return cls(source=source, device=defaults.DEVICES[compute], links=defaults.LINKS[link])

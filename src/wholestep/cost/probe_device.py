@@ -1,0 +1,322 @@
+"""Micro-benchmarks of a device: the ceiling of every kind of kernel, and what the eager backend pays per node.
+
+[Note: memory as a step finds it]
+What a kernel reads is sometimes in a cache, because it was just written, and sometimes not; and what it writes is
+sometimes memory that the allocator holds, and sometimes memory that the operating system hands out anew, page by page.
+On a CPU both make a factor of two and more. So probes read every tensor of a pool larger than a cache twice in a row,
+and keep every second result until the round ends, of large ones all: half of the reads and half of the writes are cold,
+which is what steps do on average, and large blocks come from the operating system every time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from wholestep.cost.compute import Kind, attention_flops, convolution_flops, matmul_flops
+from wholestep.cost.curve import fitted
+from wholestep.cost.device import Device, dtype_name
+
+aten = torch.ops.aten
+
+REPEATS = 5
+"""Rounds of a probe."""
+MOST_TENSORS = 256
+"""How many tensors a probe takes in turn, at most."""
+LARGE_BYTES = 2**21
+"""From here on no second result reuses the memory of an earlier one."""
+ROUND_FLOPS = 3e8
+"""Arithmetic of the probes that are bound by it, per pass through their tensors."""
+
+Round = Callable[[], object]
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large the probes are."""
+
+    elements: Sequence[int]
+    """Of kernels bound by memory; multiples of 64."""
+    products: Sequence[tuple[int, int, int]]
+    """Linear layers: (rows of the batch, features in, features out)."""
+    convolutions: Sequence[tuple[int, int, int, int]]
+    """(batch, in channels, out channels, height and width), kernels of 3 x 3."""
+    attentions: Sequence[tuple[int, int, int, int]]
+    """(batch, heads, length, width)."""
+    dtypes: Sequence[torch.dtype]
+    """Of products, convolutions and attention."""
+    pool_bytes: int
+    """Bytes of the memory from which the tensors of a probe are taken in turn; of float32, less for narrower types."""
+    messages_bytes: Sequence[int] = tuple(2**power for power in range(10, 27, 2))
+    """Of collectives, rising. By default 1 KiB to 64 MiB."""
+
+
+CPU_SIZES = Sizes(
+    elements=(64, 1024, 4096, 16384, 65536, 262144, 1048576),
+    products=((8, 8, 8), (32, 32, 32), (32, 64, 64), (128, 64, 128), (512, 128, 256), (1024, 256, 1024)),
+    convolutions=((4, 8, 8, 8), (16, 3, 16, 32), (16, 16, 32, 16), (16, 32, 32, 16), (8, 64, 64, 16)),
+    attentions=((1, 1, 16, 16), (2, 2, 64, 32), (4, 4, 128, 56), (4, 4, 256, 64)),
+    dtypes=(torch.float32, torch.bfloat16),
+    pool_bytes=2**26,
+)
+GPU_SIZES = Sizes(
+    elements=(64, 16384, 262144, 1048576, 4194304, 16777216, 67108864),
+    products=(
+        (64, 64, 64),
+        (512, 256, 256),
+        (1024, 512, 512),
+        (1024, 768, 3072),
+        (4096, 2048, 2048),
+        (8192, 4096, 4096),
+    ),
+    convolutions=((8, 16, 16, 16), (32, 64, 64, 32), (64, 128, 128, 32), (64, 256, 256, 32)),
+    attentions=((1, 2, 128, 64), (4, 8, 512, 64), (8, 12, 1024, 64), (4, 16, 2048, 128)),
+    dtypes=(torch.float32, torch.bfloat16),
+    pool_bytes=2**30,
+)
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    """The sizes that suit the type of device."""
+    return GPU_SIZES if device.type == "cuda" else CPU_SIZES
+
+
+def probe_device(device: torch.device, sizes: Sizes, tell: Callable[[str], None] = lambda what: None) -> Device:
+    """Measures `device`; `tell` is called with the name of what comes next. Some seconds."""
+    host_is_device = device.type == "cpu"
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _stream(device):
+        tell("the host")
+        per_op, per_view, per_number = _host_us(device)
+        paid = per_op if host_is_device else 0.0
+        points: dict[str, list[tuple[float, float]]] = {}
+        memory = torch.randn(sizes.pool_bytes // 4, device=device)
+        products = (_products(memory.to(dtype), sizes) for dtype in sizes.dtypes)
+        for name, amount, calls, one_round in chain(_streams(memory, sizes), *products):
+            tell(f"{name}, {amount:.2g}")
+            points.setdefault(name, []).append((amount, _round_us(one_round, device) / calls))
+        tell("lists of tensors")
+        listed_us = _listed_us(device) if host_is_device else 0.0
+    return Device(
+        curves={name: fitted(measured).less(paid) for name, measured in points.items()},
+        host_us_per_op=per_op,
+        host_us_per_view=per_view,
+        host_us_per_number=per_number,
+        host_is_device=host_is_device,
+        us_per_listed_tensor=listed_us,
+    )
+
+
+def _round_us(one_round: Round, device: torch.device) -> float:
+    """Time of a round on the device: typical of several. On a GPU the rounds are replayed, without the host.
+
+    On a CPU it is time of this thread: what other programs take of the machine meanwhile is none of ours.
+    """
+    one_round()
+    if device.type == "cuda":
+        return _replayed_us(one_round, device)
+    times = []
+    for _ in range(REPEATS):
+        start = time.thread_time()
+        one_round()
+        times.append(1e6 * (time.thread_time() - start))
+    return _typical(times)
+
+
+def _stream(device: torch.device) -> AbstractContextManager[Any]:
+    """One stream for all: a backward runs on the stream of its forward, and the default one cannot be captured."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _replayed_us(one_round: Round, device: torch.device) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            one_round()
+        times = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * start.elapsed_time(end))
+    return _typical(times)
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a measurement makes it longer."""
+    return sorted(times)[len(times) // 4]
+
+
+Probe = tuple[str, float, int, Round]
+"""Name of the curve, amount of work of a call, calls in a round, the round."""
+
+
+def _streams(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
+    """Kernels bound by memory."""
+    for elements in sizes.elements:
+        count = max(2, min(MOST_TENSORS, memory.numel() // elements))
+        pool = _cut(memory, count, (max(1, elements // 256), min(256, elements)))
+        for kind, (unit, calls) in _stream_calls(*pool[-1]).items():
+            yield from _probe(kind, unit * elements, pool, calls)
+
+
+def _stream_calls(other: torch.Tensor) -> dict[Kind, tuple[float, list[Call]]]:
+    """Amount of work per element, and calls that do it to a tensor like `other`, (rows, width) float32."""
+    width, image = other.shape[1], (4, 16, -1) if other.numel() < 2**16 else (16, 64, -1)
+    weight, bias = (torch.ones(width, device=other.device) for _ in range(2))
+    channels = [torch.ones(image[1], device=other.device) for _ in range(4)]
+    _, mean, inverse = aten.native_layer_norm.default(other, [width], weight, bias, 1e-5)
+    soft = aten._log_softmax.default(other, 1, False)
+    norm_gradients, soft_gradients = aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default
+    return {
+        Kind.POINTWISE: (12.0, [lambda x: aten.add.Tensor(x, other)]),
+        Kind.IN_PLACE: (8.0, [lambda x: aten.mul_.Tensor(x, 0.999)]),
+        Kind.REDUCTION: (4.0, [lambda x: aten.sum.dim_IntList(x, [0], True)]),
+        Kind.FUNCTION: (1.0, [aten.tanh.default, aten.exp.default, aten.sigmoid.default]),
+        Kind.NORM: (1.0, [lambda x: aten.native_layer_norm.default(x, [width], weight, bias, 1e-5)]),
+        Kind.NORM_BACKWARD: (1.0, [
+            lambda x: norm_gradients(x, other, [width], mean, inverse, weight, bias, [True] * 3)]),
+        Kind.BATCH_NORM: (1.0, [lambda x: aten.native_batch_norm.default(x.view(image), *channels, True, 0.1, 1e-5)]),
+        Kind.SOFTMAX: (1.0, [lambda x: aten._log_softmax.default(x, 1, False)]),
+        Kind.SOFTMAX_BACKWARD: (1.0, [lambda x: soft_gradients(x, soft, 1, x.dtype)]),
+    }  # fmt: skip
+
+
+def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
+    """Kernels bound by arithmetic, in the dtype of `memory`."""
+    name = dtype_name(memory.dtype)
+
+    def pool(flops: float, *shapes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        whole = memory.numel() // sum(map(math.prod, shapes))
+        return _cut(memory, max(2, min(MOST_TENSORS, whole, int(ROUND_FLOPS / flops))), *shapes)
+
+    for rows, into, out in sizes.products:
+        flops = matmul_flops((rows, out), into)
+        operands = pool(3 * flops, (rows, into), (out, into), (out,), (rows, out))
+        yield from _probe(f"{Kind.MATMUL}/{name}", flops, operands, _LINEAR_CALLS)
+    for batch, into, out, side in sizes.convolutions:
+        data, weight, grad = (batch, into, side, side), (out, into, 3, 3), (batch, out, side, side)
+        flops = convolution_flops(weight, grad)
+        operands = pool(flops, data, weight, grad)
+        yield from _probe(f"{Kind.CONVOLUTION}/{name}", flops, operands, _CONVOLUTION_CALLS)
+        yield from _probe(f"{Kind.CONVOLUTION_BACKWARD}/{name}", 2 * flops, operands, _CONVOLUTION_GRADIENT_CALLS)
+    for batch, heads, length, width in sizes.attentions:
+        shape = (batch, heads, length, width)
+        forward, backward = (attention_flops(shape, shape, shape, causal=True, backward=one) for one in (False, True))
+        operands = pool(backward, (batch, length, heads, 3 * width))
+        yield from _probe(f"{Kind.ATTENTION}/{name}", forward, operands, [_attend])
+        attended = [_attended(*one) for one in operands]
+        yield from _probe(f"{Kind.ATTENTION_BACKWARD}/{name}", backward, attended, [torch.autograd.grad])
+
+
+def _cut(memory: torch.Tensor, count: int, *shapes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+    """`count` tuples of tensors of these shapes, one behind the other in `memory`; from its start again at its end."""
+    lengths = [math.prod(shape) for shape in shapes]
+    cut, at = [], 0
+    for _ in range(count):
+        at = at if at + sum(lengths) <= memory.numel() else 0
+        parts = memory[at : at + sum(lengths)].split(lengths)
+        cut.append(tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        at += sum(lengths)
+    return cut
+
+
+_LINEAR_CALLS: list[Call] = [
+    lambda data, weight, bias, grad: aten.addmm.default(bias, data, weight.t()),
+    lambda data, weight, bias, grad: aten.mm.default(grad, weight),
+    lambda data, weight, bias, grad: aten.mm.default(grad.t(), data),
+]
+_CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+"""Stride, padding, dilation, transposed, output padding, groups."""
+_CONVOLUTION_CALLS: list[Call] = [
+    lambda data, weight, grad: aten.convolution.default(data, weight, None, *_CONVOLUTION),
+]
+_CONVOLUTION_GRADIENT_CALLS: list[Call] = [
+    lambda data, weight, grad: aten.convolution_backward.default(
+        grad, data, weight, None, *_CONVOLUTION, [True, True, False]
+    ),
+]
+
+
+def _attend(packed: torch.Tensor) -> torch.Tensor:
+    """Causal attention of queries, keys and values that lie side by side, as models have them."""
+    query, key, value = packed.transpose(1, 2).chunk(3, dim=-1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _attended(packed: torch.Tensor) -> tuple[Any, ...]:
+    """Arguments of ``torch.autograd.grad`` for the gradients of attention, any number of times."""
+    query, key, value = (one.requires_grad_() for one in packed.transpose(1, 2).chunk(3, dim=-1))
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out, (query, key, value), torch.ones_like(out), True
+
+
+def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Sequence[Call]) -> Iterator[Probe]:
+    """The probe of `calls` on every entry of `pool` (note *memory as a step finds it*)."""
+    large = pool[0][0].nbytes >= LARGE_BYTES
+
+    def one_round() -> None:
+        for call in calls:
+            kept = []
+            for arguments in pool:
+                kept.append(call(*arguments))
+                again = call(*arguments)
+                if large:
+                    kept.append(again)
+
+    yield name, amount, 2 * len(pool) * len(calls), one_round
+
+
+def _host_us(device: torch.device) -> tuple[float, float, float]:
+    """What the eager backend pays for an operator, for a view, and for arithmetic of Python."""
+    x, y = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device)
+    operators: list[Callable[[], Any]] = [
+        lambda: aten.add.Tensor(x, y),
+        lambda: aten.mul_.Tensor(x, 0.5),
+        lambda: aten.addcmul_.default(x, y, y, value=0.5),
+        lambda: aten.lerp_.Scalar(x, y, 0.5),
+        lambda: aten.div_.Tensor(x, 1.5),
+        lambda: aten.sum.dim_IntList(x, [0], True),
+        lambda: aten.sqrt.default(y),
+        lambda: aten.tanh_backward.default(x, y),
+    ]
+    views: list[Callable[[], Any]] = [
+        lambda: aten.t.default(x),
+        lambda: aten.view.default(x, [64]),
+        lambda: aten.transpose.int(x, 0, 1),
+        lambda: aten.unsqueeze.default(x, 0),
+    ]
+    calls, rate = 200, 0.9
+    numbers: list[Callable[[], Any]] = [lambda: rate**calls, lambda: 1.0 - rate, lambda: -rate, lambda: views[1]]
+    found = []
+    for group in (operators, views, numbers):
+        times = []
+        for _ in range(REPEATS):
+            start = time.thread_time()
+            for _ in range(calls):
+                for one in group:
+                    one()
+            times.append(1e6 * (time.thread_time() - start) / calls / len(group))
+        found.append(_typical(times))
+    return found[0], found[1], found[2]
+
+
+def _listed_us(device: torch.device) -> float:
+    """What one more tensor in a list costs, tensors being tiny."""
+    times = []
+    for length in (50, 250):
+        tensors = [torch.ones(8, device=device) for _ in range(length)]
+        times.append(_round_us(partial(aten._foreach_mul_.Scalar, tensors, 0.5), device))
+    return max(0.01, (times[1] - times[0]) / 200)

@@ -1,0 +1,202 @@
+"""Micro-benchmark of the process group: every collective at sizes from 1 KiB to 64 MiB, alone and beside compute."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from wholestep.cost.curve import Curve, fitted
+from wholestep.cost.links import OPS, Links
+from wholestep.errors import ConfigError
+from wholestep.program.collectives import group_named
+
+c10d = torch.ops._c10d_functional
+
+LONGEST_US = 2e5
+"""No larger message is measured once one takes this long."""
+BUDGET_US = 6e4
+"""What the calls of one operation at one size may take together."""
+MOST_CALLS = 30
+OVERLAP_BYTES = {"cpu": 2**24, "cuda": 2**28}
+"""Message of the probe of compute and communication at the same time: large beside what ranks start apart."""
+BLOCKING_PRODUCTS = 20
+"""Products that keep a GPU busy until the host has launched all that is to be timed."""
+
+Call = Callable[[], torch.Tensor]
+
+
+def probe_links(
+    group: str, device: torch.device, sizes_bytes: Sequence[int], tell: Callable[[str], None] = lambda what: None
+) -> Links:
+    """Measures the process group of that name; every rank of it must call. All ranks get the same numbers.
+
+    Args:
+        group: the name of the group, as functional collectives write it.
+        device: where the messages are.
+        sizes_bytes: sizes of messages, rising; fewer are taken on a slow link.
+        tell: called with the name of what is measured next.
+
+    Raises:
+        ConfigError: the group has one rank only, which has nobody to talk to.
+    """
+    ranks = dist.get_world_size(group_named(group))
+    if ranks < 2:
+        raise ConfigError("Links are measured between at least 2 ranks, and this group has one.")
+    clock = _Clock(group, device)
+    tables: dict[str, dict[int, Curve]] = {}
+    for op in OPS:
+        tell(op)
+        points = []
+        for num_bytes in sizes_bytes:
+            us = clock.us(_call(op, num_bytes, group, device))
+            points.append((float(num_bytes), us))
+            if us > LONGEST_US:
+                break
+        tables[op] = {ranks: fitted(points)}
+    tell("communication beside compute")
+    compute, collective = _slowdowns(clock, min(OVERLAP_BYTES[device.type], 4 * sizes_bytes[-1]))
+    launch_us = clock.launch_us(_call("all_reduce", sizes_bytes[0], group, device))
+    return Links(tables=tables, launch_us=launch_us, compute_slowdown=compute, collective_slowdown=collective)
+
+
+def _call(op: str, num_bytes: int, group: str, device: torch.device) -> Call:
+    """Starts the collective `op` with a message of about `num_bytes` in all."""
+    ranks = dist.get_world_size(group_named(group))
+    length = max(1, num_bytes // 4 // ranks)
+    part, whole = (torch.zeros(size, device=device) for size in (length, length * ranks))
+    splits = [length] * ranks
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: c10d.all_reduce_.default(whole, "sum", group),
+        "all_gather": lambda: c10d.all_gather_into_tensor.default(part, ranks, group),
+        "reduce_scatter": lambda: c10d.reduce_scatter_tensor.default(whole, "sum", ranks, group),
+        "broadcast": lambda: c10d.broadcast_.default(whole, 0, group),
+        "all_to_all": lambda: c10d.all_to_all_single.default(whole, splits, splits, group),
+    }
+    return calls[op]
+
+
+class _Clock:
+    """Times that all ranks of a group agree on: the slowest rank's."""
+
+    def __init__(self, group: str, device: torch.device) -> None:
+        rows, dtype = (192, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+        self.group = group
+        self.device = device
+        self.matrix = torch.ones(rows, rows, device=device, dtype=dtype) / rows
+
+    def us(self, call: Call) -> float:
+        """Time of one collective from its start to its end, typical of several."""
+        self._each_us(call, 1)  # connections are made, buffers registered
+        first_us = self.slowest(self._each_us(call, 1))
+        return self.slowest(self._each_us(call, max(2, min(MOST_CALLS, int(BUDGET_US / first_us)))))
+
+    def launch_us(self, call: Call) -> float:
+        """Time until the call comes back, which is before the collective has ended."""
+        times = []
+        for _ in range(MOST_CALLS):
+            start = time.perf_counter()
+            result = call()
+            times.append(1e6 * (time.perf_counter() - start))
+            c10d.wait_tensor.default(result)
+            self.finish()
+        return self.slowest(_median(times))
+
+    def slowest(self, us: float) -> float:
+        """The largest of what the ranks measured. Behind it all ranks go on at once."""
+        found = torch.tensor([us], dtype=torch.float64, device=self.device)
+        return float(c10d.wait_tensor.default(c10d.all_reduce.default(found, "max", self.group)))
+
+    def multiply(self, count: int) -> None:
+        """Gives the device `count` products to compute."""
+        for _ in range(count):
+            self.matrix.mm(self.matrix)
+
+    def finish(self) -> None:
+        """Until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _each_us(self, call: Call, count: int) -> float:
+        """Time of one of `count` calls, each waited for before the next. On a GPU the host runs ahead of them."""
+        if self.device.type == "cuda":
+            self.multiply(BLOCKING_PRODUCTS)
+            start = _event()
+            for _ in range(count):
+                c10d.wait_tensor.default(call())
+            return _us_between(start, _event()) / count
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            c10d.wait_tensor.default(call())
+            times.append(1e6 * (time.perf_counter() - begin))
+        return _median(times)
+
+
+def _median(times: Sequence[float]) -> float:
+    """A collective waits for its slowest rank, and so do those of a step: what disturbs one of them is no noise."""
+    return sorted(times)[len(times) // 2]
+
+
+def _event() -> torch.cuda.Event:
+    """The current place of the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return 1e3 * float(start.elapsed_time(end))
+
+
+def _slowdowns(clock: _Clock, num_bytes: int) -> tuple[float, float]:
+    """Factors on the time of compute, and of a collective, while the other runs. At least 1 each."""
+    message = torch.zeros(num_bytes // 4, device=clock.device)
+    alone_us = clock.us(lambda: c10d.all_reduce_.default(message, "sum", clock.group))
+    beside = _beside_on_cpu if clock.device.type == "cpu" else _beside_on_gpu
+    found = [beside(clock, message, alone_us) for _ in range(5)]
+    compute, collective = (clock.slowest(_median(one)) for one in zip(*found, strict=True))
+    return max(1.0, compute), max(1.0, collective)
+
+
+def _beside_on_cpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tuple[float, float]:
+    """Products until the collective has ended; how long they take and it takes, against either alone."""
+    clock.slowest(0.0)
+    start = time.perf_counter()
+    clock.multiply(20)
+    product_us = 1e6 * (time.perf_counter() - start) / 20
+    clock.slowest(0.0)
+    start, done = time.perf_counter(), 0
+    work = dist.all_reduce(message, group=group_named(clock.group), async_op=True)
+    while not work.is_completed():
+        clock.multiply(1)
+        done += 1
+    flight_us = 1e6 * (time.perf_counter() - start)
+    work.wait()
+    return flight_us / (max(1, done) * product_us), flight_us / alone_us
+
+
+def _beside_on_gpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tuple[float, float]:
+    """Products beside the collective and beyond it: what they take longer than alone was lost beside it."""
+    clock.slowest(0.0)
+    clock.multiply(BLOCKING_PRODUCTS)
+    start = _event()
+    clock.multiply(5)
+    product_us = _us_between(start, _event()) / 5
+    count = math.ceil(2 * alone_us / product_us) + 1
+    clock.slowest(0.0)
+    clock.multiply(BLOCKING_PRODUCTS)
+    start = _event()
+    work = dist.all_reduce(message, group=group_named(clock.group), async_op=True)
+    with torch.cuda.stream(torch.cuda.Stream(clock.device)):
+        work.wait()
+        landed = _event()
+    clock.multiply(count)
+    ended = _event()
+    flight_us, busy_us = _us_between(start, landed), _us_between(start, ended)
+    useful_us = flight_us - max(0.0, busy_us - count * product_us)
+    return flight_us / max(useful_us, 0.1 * flight_us), flight_us / alone_us

@@ -1,0 +1,156 @@
+"""Gradients are computed straight into their bucket, so that filling it copies nothing.
+
+Before and after, behind `reinplace`::
+
+    mm = aten.mm.default(a, b)                        flat = aten.empty.memory_format([6], ...)
+    ...                                               part = aten.as_strided.default(flat, [2, 3], [3, 1], 0)
+    flat = aten.cat.default([view(mm), ...])   ->     mm = aten.mm.out(a, b, out=part)
+    all_reduce_(flat)                                 ...
+                                                      all_reduce_(flat)
+
+Note: when a gradient may live in its bucket
+    Its memory was made by an operator that can write its result anywhere; it is dense, and of the bucket's type;
+    nothing reads it behind the place where the bucket is filled, since the reduction changes it. Gradients for which
+    that does not hold are copied into their place. A bucket of which less than half could be filled so keeps its one
+    ``cat``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from wholestep.passes.alias import Memory, span_of
+from wholestep.program import edit, meta, ops, show
+from wholestep.program.program import Program
+
+_aten = torch.ops.aten
+
+# Operators whose kernel for ``out=`` is the one that computes: others would make a tensor and copy it.
+_OUT = {
+    _aten.mm.default: _aten.mm.out,
+    _aten.bmm.default: _aten.bmm.out,
+    _aten.addmm.default: _aten.addmm.out,
+    _aten.sum.dim_IntList: _aten.sum.IntList_out,
+    _aten.add.Tensor: _aten.add.out,
+    _aten.mul.Tensor: _aten.mul.out,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A gradient's place in a bucket, elements."""
+
+    start: int
+    flat: fx.Node
+    """The gradient in one dimension, as the ``cat`` is given it."""
+    maker: fx.Node | None
+    """The call that made its memory, if it can write it elsewhere."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradient."""
+        return meta.num_bytes(self.flat)
+
+
+def fill_buckets(program: Program) -> Program:
+    """The scheduled program with gradients written into the slices of their buckets where that is possible."""
+    graph = program.graph
+    direct = total = 0
+    buckets = [node for node in graph.find_nodes(op="call_function", target=_aten.cat.default) if _is_bucket(node)]
+    memory = _memory(graph) if buckets else None
+    for node in buckets:
+        assert memory is not None
+        parts = _parts(node, memory)
+        own = sum(part.num_bytes for part in parts if part.maker is not None)
+        total += meta.num_bytes(node)
+        if 2 * own >= meta.num_bytes(node):
+            _fill(graph, node, parts)
+            direct += own
+    if not total:
+        return program
+    edit.remove_dead_code(graph)
+    share = f"{show.bytes_text(direct)} of {show.bytes_text(total)}"
+    return program.with_notes(f"{share} of gradients in buckets of several are computed in their place in the bucket")
+
+
+def _is_bucket(cat: fx.Node) -> bool:
+    """Whether what is put together goes into the reduction of a bucket and nowhere else."""
+    node = cat
+    while len(node.users) == 1 and len(cat.args) == 1:
+        node = next(iter(node.users))
+        if ops.is_collective(node):
+            return meta.bucket(node) is not None
+        if node.target is not _aten.mul_.Tensor:
+            return False
+    return False
+
+
+def _memory(graph: fx.Graph) -> Memory:
+    memory = Memory(graph)
+    for node in graph.nodes:
+        memory.enter(node)
+    return memory
+
+
+def _parts(cat: fx.Node, memory: Memory) -> list[_Part]:
+    parts, start = [], 0
+    seen: set[int] = set()
+    for flat in edit.nodes_of(cat.args[0]):
+        maker = _maker(flat, cat, memory)
+        if maker is not None and memory.storage(meta.tensor(maker)) in seen:
+            maker = None
+        seen.add(memory.storage(meta.tensor(flat)))
+        parts.append(_Part(start, flat, maker))
+        start += meta.tensor(flat).numel()
+    return parts
+
+
+def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
+    """The call that makes the memory of `flat` and could make it in the bucket."""
+    block = memory.block(flat)
+    maker = block.values[0]
+    if block.inputs or block.constant or maker.target not in _OUT or memory.read_later(maker, memory.position[cat]):
+        return None
+    made, part = meta.tensor(maker), meta.tensor(flat)
+    dense = made.storage_offset() == 0 and made.numel() * made.element_size() == made.untyped_storage().nbytes()
+    same = made.dtype == part.dtype == meta.tensor(cat).dtype and span_of(made) == span_of(part)
+    return maker if dense and same else None
+
+
+def _fill(graph: fx.Graph, cat: fx.Node, parts: Sequence[_Part]) -> None:
+    """Makes the bucket before the first gradient that is written into it, and lets the parts follow."""
+    whole = meta.tensor(cat)
+    makers = {part.maker for part in parts if part.maker is not None}
+    first = next(node for node in graph.nodes if node in makers)
+    with graph.inserting_before(first):
+        flat = edit.emit(graph, _aten.empty.memory_format, [whole.numel()], like=cat, **_like(whole))
+    copied = []
+    for part in parts:
+        if part.maker is None:
+            copied.append(part)
+            continue
+        made = meta.tensor(part.maker)
+        with graph.inserting_before(part.maker):
+            place = _place(graph, flat, part, made.shape, made.stride())
+            new = graph.call_function(_OUT[part.maker.target], part.maker.args, {**part.maker.kwargs, "out": place})  # type: ignore[index]
+            meta.copy_meta(part.maker, new)
+            meta.set_value(new, meta.value(place))
+        edit.replace_node(part.maker, new)
+    with graph.inserting_before(cat):
+        if copied:
+            places = [_place(graph, flat, part, meta.tensor(part.flat).shape, (1,)) for part in copied]
+            edit.emit(graph, _aten._foreach_copy_.default, places, [part.flat for part in copied], like=cat)
+    edit.replace_node(cat, flat)
+
+
+def _place(graph: fx.Graph, flat: fx.Node, part: _Part, shape: Sequence[int], stride: Sequence[int]) -> fx.Node:
+    like = part.maker or part.flat
+    return edit.emit(graph, _aten.as_strided.default, flat, list(shape), list(stride), part.start, like=like)
+
+
+def _like(tensor: torch.Tensor) -> dict[str, object]:
+    return {"dtype": tensor.dtype, "device": tensor.device, "pin_memory": False}

@@ -1,0 +1,243 @@
+"""The order in which tasks run: a list scheduler on plain numbers.
+
+Note: the rules
+    A clock runs along (`cost.timeline`), so at every point it is known which collectives are over. What runs next is
+
+    1. a collective whose inputs exist: the earlier it starts, the more can stand beside it;
+    2. work that a collective which has just ended makes possible and that nothing else needs: an update of parameters,
+       as it frees gradients; with what it needs besides;
+    3. the next task in the order that was given (it is known to be a good one for memory) that needs nothing under way;
+    4. work that may stand anywhere (counters of the optimizer), to fill the time;
+    5. if nothing of that is left, what needs the collective that ends first; here the device stands still.
+
+    A wait runs right before the first task that needs it. A task of 2 or 4 is put off while it would take memory beyond
+    the bound. Should an order pass the bound in spite of that, a more careful one is taken, in the end the one given.
+    List scheduling: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from wholestep.cost.memory import Ledger, Usage, peak_bytes
+from wholestep.cost.timeline import ALONE, Clock, Sharing, Task, simulate
+
+_UPDATE, _NEXT, _FILL = 0, 1, 2
+
+ABOUT_AS_FAST, ABOUT_AS_SMALL = 1.005, 1.02
+"""Orders whose predicted times and peaks differ by less than these factors count as equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is to be ordered. The order given is 0, 1, 2, ...; dependencies point backwards in it."""
+
+    tasks: Sequence[Task]
+    late: Sequence[bool]
+    """Whether the task may run long after its place in the given order: no activation lives longer for it."""
+    usages: Sequence[Usage]
+    pinned: Collection[int] = ()
+    writable: Collection[int] = ()
+    sharing: Sharing = ALONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The order found, what it is predicted to cost, and why it is this one."""
+
+    tasks: tuple[int, ...]
+    total_us: float
+    exposed_us: float
+    peak_bytes: int
+    bound_bytes: int
+    reason: str
+
+
+def schedule(problem: Problem, bound_bytes: int) -> Order:
+    """The fastest of several orders whose live bytes stay within `bound_bytes`; of about equal ones the smallest.
+
+    Of those that are about equal in both, one with updates beside the communication: what is predicted to be hidden
+    either way is hidden more safely by more work. The order given is among them, so the bound is kept if it is at
+    least that one's own peak.
+    """
+    unchanged = replace(given(problem), bound_bytes=bound_bytes)
+    eager = _found(problem, bound_bytes, 0.0)
+    # What was exposed at the end could have been hidden by work that was done before it had to be.
+    kept = [_found(problem, bound_bytes, factor * eager.exposed_us) for factor in (1.0, 2.0) if eager.exposed_us > 0]
+    calm = replace(problem, late=[False] * len(problem.tasks))
+    plain = _rate(calm, _Scheduler(calm, bound_bytes, 0.0).run(), bound_bytes, "updates stand behind the backward")
+    fits = [order for order in (*kept, eager, plain, unchanged) if order.peak_bytes <= bound_bytes] or [unchanged]
+    fast = [order for order in fits if order.total_us <= ABOUT_AS_FAST * min(order.total_us for order in fits)]
+    small = [order for order in fast if order.peak_bytes <= ABOUT_AS_SMALL * min(order.peak_bytes for order in fast)]
+    return small[0]
+
+
+def _found(problem: Problem, bound_bytes: int, reserve_us: float) -> Order:
+    kept = f", but {reserve_us:.0f} us of them hide the last reductions" if reserve_us else ""
+    order = _Scheduler(problem, bound_bytes, reserve_us).run()
+    return _rate(problem, order, bound_bytes, f"updates follow their bucket{kept}")
+
+
+def given(problem: Problem) -> Order:
+    """The order given, and what it is predicted to cost."""
+    return _rate(problem, tuple(range(len(problem.tasks))), 0, "the order given")
+
+
+def _rate(problem: Problem, order: tuple[int, ...], bound_bytes: int, reason: str) -> Order:
+    timeline = simulate(problem.tasks, order, sharing=problem.sharing)
+    peak = peak_bytes(problem.usages, order, pinned=problem.pinned, writable=problem.writable)
+    return Order(
+        tasks=order, total_us=timeline.total_us, exposed_us=timeline.total_exposed_us,
+        peak_bytes=peak, bound_bytes=bound_bytes, reason=reason,
+    )  # fmt: skip
+
+
+class _Scheduler:
+    def __init__(self, problem: Problem, bound_bytes: int, reserve_us: float) -> None:
+        self.tasks, self.late, self.bound_bytes = problem.tasks, problem.late, bound_bytes
+        self.clock = Clock(problem.sharing)
+        self.ledger = Ledger(problem.usages, pinned=problem.pinned, writable=problem.writable)
+        self.order: list[int] = []
+        self.reserve_us = reserve_us
+        """Work that could be done early and is kept to hide the last collectives."""
+        self.late_us = sum(task.us for task, late in zip(self.tasks, self.late, strict=True) if late)
+        self.done = [False] * len(self.tasks)
+        self.awaits = _awaited(self.tasks)
+        self.users: list[list[int]] = [[] for _ in self.tasks]
+        for number, task in enumerate(self.tasks):
+            for dep in task.deps:
+                self.users[dep].append(number)
+        self.missing = [len(task.deps) for task in self.tasks]
+        self.bit = {number: bit for bit, number in enumerate(_starts(self.tasks))}
+        self.under_way = (1 << len(self.bit)) - 1
+        """Collectives that are not known to be over, a bit each; those not yet started are among them."""
+        self.in_flight: list[int] = []
+        self.blocked: dict[int, list[int]] = {}  # by the last of the collectives that each of them waits for
+        self.heap: list[tuple[int, int]] = []
+        self.held: list[tuple[int, int]] = []  # put off for their memory
+        self.starts: list[int] = []
+
+    def run(self) -> tuple[int, ...]:
+        """The order of all tasks."""
+        for number, task in enumerate(self.tasks):
+            if task.comm_us is not None and not task.deps:
+                heapq.heappush(self.starts, number)
+            elif not task.waits_for:
+                self._offer(number)
+        while len(self.order) < len(self.tasks):
+            self._one()
+        return tuple(self.order)
+
+    def _one(self) -> None:
+        if self.starts:
+            number = heapq.heappop(self.starts)
+            if not self.done[number]:
+                self._emit(number)
+            return
+        self._notice()
+        while self.heap:
+            rank, number = heapq.heappop(self.heap)
+            if self.done[number]:
+                continue
+            if rank == _UPDATE and self.late_us <= self.reserve_us:
+                heapq.heappush(self.heap, (_FILL, number))
+                continue
+            if rank != _NEXT and self._too_large(number):
+                self.held.append((rank, number))
+                continue
+            self._emit_with_needs(number)
+            return
+        self._stand_still()
+
+    def _stand_still(self) -> None:
+        """Nothing can run: takes what needs the collective that ends first, or what was put off."""
+        first = self.clock.first_to_end()
+        if first is not None and first in self.in_flight:
+            self._over(first)
+        elif self.in_flight:
+            self._over(self.in_flight[0])
+        elif self.held:
+            held, self.held = sorted(self.held), []
+            for _, number in held:
+                if not self.done[number]:
+                    self._emit_with_needs(number)
+        else:  # waits that nobody reads
+            self._emit_with_needs(self.done.index(False))
+
+    def _notice(self) -> None:
+        """Offers what waited for collectives that are over by now."""
+        for number in [number for number in self.in_flight if number in self.clock.end_us]:
+            self._over(number)
+
+    def _over(self, number: int) -> None:
+        self.in_flight.remove(number)
+        self.under_way &= ~(1 << self.bit[number])
+        for waiting in self.blocked.pop(self.bit[number], []):
+            self._offer(waiting)
+
+    def _offer(self, number: int) -> None:
+        """Puts the task where it waits: for its turn, or for a collective that it needs."""
+        needs = self.awaits[number] & self.under_way
+        if needs:
+            self.blocked.setdefault(needs.bit_length() - 1, []).append(number)
+        else:
+            rank = _NEXT if not self.late[number] else _UPDATE if self.awaits[number] else _FILL
+            heapq.heappush(self.heap, (rank, number))
+
+    def _too_large(self, number: int) -> bool:
+        needed = sum(self.ledger.needed_bytes(one) for one in self._with_needs(number))
+        return self.ledger.live_bytes + needed > self.bound_bytes
+
+    def _with_needs(self, number: int) -> list[int]:
+        """The task and whatever it needs that has not run, in order."""
+        found, stack = {number}, [number]
+        while stack:
+            for dep in self.tasks[stack.pop()].deps:
+                if not self.done[dep] and dep not in found:
+                    found.add(dep)
+                    stack.append(dep)
+        return sorted(found)
+
+    def _emit_with_needs(self, number: int) -> None:
+        for one in self._with_needs(number):
+            if not self.done[one]:
+                self._emit(one)
+
+    def _emit(self, number: int) -> None:
+        task = self.tasks[number]
+        live_bytes = self.ledger.live_bytes
+        self.clock.run(number, task)
+        self.ledger.run(number)
+        self.done[number] = True
+        self.order.append(number)
+        self.late_us -= task.us if self.late[number] else 0.0
+        if task.comm_us is not None:
+            self.in_flight.append(number)
+        for user in self.users[number]:
+            self.missing[user] -= 1
+            if self.missing[user] == 0 and self.tasks[user].comm_us is not None:
+                heapq.heappush(self.starts, user)
+        if self.held and self.ledger.live_bytes < live_bytes:
+            for entry in self.held:
+                heapq.heappush(self.heap, entry)
+            self.held = []
+
+
+def _starts(tasks: Sequence[Task]) -> list[int]:
+    return [number for number, task in enumerate(tasks) if task.comm_us is not None]
+
+
+def _awaited(tasks: Sequence[Task]) -> list[int]:
+    """For each task, the collectives that must be over before it can run, as bits in the order of their numbers."""
+    bit = {number: index for index, number in enumerate(_starts(tasks))}
+    masks = [0] * len(tasks)
+    for number, task in enumerate(tasks):
+        mask = 0
+        for dep in task.deps:
+            mask |= masks[dep]
+        for start in task.waits_for:
+            mask |= 1 << bit[start]
+        masks[number] = mask
+    return masks

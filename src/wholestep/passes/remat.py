@@ -1,0 +1,204 @@
+"""Computes forward values again in the backward, as many as a memory budget asks for.
+
+Before and after, where `hidden` is large and cheap::
+
+    hidden = relu(linear)                       hidden = relu(linear)
+    out = mm(hidden, w)                         out = mm(hidden, w)           # hidden is free from here on
+    ...                                  ->     ...
+    grad_w = mm(t(hidden), grad)                hidden_again = relu(linear)
+                                                grad_w = mm(t(hidden_again), grad)
+
+`passes.recompute` decides on plain numbers; here the graph becomes numbers and the plan nodes.
+
+Note: what is never computed again
+    Collectives and waits, effects, operators that are not torch's own, calls that may fail (updates of parameters
+    stand behind the last of those, and would move), sizes that are data, and what the step returns. In modules that
+    the user checkpoints nothing else is dropped: what is left there is what was asked to be kept.
+
+Note: random numbers
+    A random operator that is done again draws the same numbers: the state of its generator is read before it, set for
+    the time of the second call, and set back behind that, so that later draws do not notice.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from wholestep.capture import random
+from wholestep.cost.model import CostModel
+from wholestep.errors import ConfigError
+from wholestep.passes import recompute
+from wholestep.passes.tasks import Tasks, tasks_of
+from wholestep.program import edit, meta, ops, show
+from wholestep.program.meta import Region
+from wholestep.program.program import Program
+
+_aten = torch.ops.aten
+
+Budget = int | float
+"""Bytes that live besides the inputs (int), or a fraction of what the step needs without recomputation (float)."""
+
+
+def remat(program: Program, *, cost: CostModel, budget: Budget) -> Program:
+    """The program whose live bytes stay within the budget, in the least additional time that was found.
+
+    Args:
+        program: in the order in which it runs; the bytes of that order count, as `cost.memory` does it.
+        cost: predicted times; the same on every rank, so that all plan alike.
+        budget: bytes besides the inputs, or a fraction (0 to 1) of the peak without recomputation.
+
+    A fraction that cannot be reached is taken as a wish: the smallest peak that was found is taken, and a note says so.
+    A program that has been through this pass stays as it is.
+    Raises ConfigError for a budget that is neither, and for bytes that cannot be reached.
+    """
+    _check(budget)
+    if any(meta.repeats(node) is not None for node in program.graph.nodes):
+        return program
+    found = tasks_of(program, cost)
+    planner = recompute.Planner(_problem(program, found))
+    before_bytes = planner.nothing.peak_bytes
+    budget_bytes = budget if isinstance(budget, int) else int(budget * before_bytes)
+    plan = planner.plan(budget_bytes)
+    if plan.peak_bytes > budget_bytes and isinstance(budget, int):
+        raise ConfigError(
+            f"memory_budget={budget} wants at most {show.bytes_text(budget)} besides the inputs of the step. It needs "
+            f"{show.bytes_text(before_bytes)}, and {show.bytes_text(plan.peak_bytes)} ({plan.peak_bytes} bytes) with "
+            f"recomputation. Give as much, or make the batch smaller."
+        )
+    _rewrite(program.graph, found, plan)
+    dropped = sum(make.num_bytes for one in found.usages for make in one.makes if make.buffer in plan.dropped)
+    notes = [
+        f"{len(plan.repeats)} calls done again in the backward, {plan.us:.0f} us, so that {len(plan.dropped)} values "
+        f"({show.bytes_text(dropped)}) need not be kept",
+        f"at most {show.bytes_text(plan.peak_bytes)} live besides the inputs (before: "
+        f"{show.bytes_text(before_bytes)}; budget: {show.bytes_text(budget_bytes)})",
+    ]
+    if plan.peak_bytes > budget_bytes:
+        notes.append("the budget cannot be reached; this is the smallest that was found")
+    return program.with_notes(*notes)
+
+
+def _check(budget: Budget) -> None:
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget <= 0:
+        raise ConfigError(
+            f"memory_budget wants bytes, such as 8 << 30, or a fraction of the peak, such as 0.6; got {budget!r}."
+        )
+    if isinstance(budget, float) and budget > 1:
+        raise ConfigError(f"memory_budget={budget} wants a fraction of at most 1.0, or bytes as an int.")
+
+
+def _problem(program: Program, found: Tasks) -> recompute.Problem:
+    """The calls of the graph as numbers."""
+    number_of = {node: number for number, node in enumerate(found.nodes)}
+    asked = {meta.origin(node).module for node in found.nodes if meta.origin(node).region is Region.RECOMPUTE}
+    calls: list[recompute.Call] = []
+    kept: set[int] = set()
+    for node, task, usage, home in zip(found.nodes, found.tasks, found.usages, found.homes, strict=True):
+        again = _may_repeat(node)
+        state_bytes = random.state_bytes(_device(node)) if again and ops.is_random(node.target) else 0
+        if meta.origin(node).module in asked or any(user.op == "output" for user in node.users):
+            kept.update(home)
+        if meta.origin(node).region is Region.RECOMPUTE:
+            kept.update(
+                buffer for arg in node.all_input_nodes if arg in number_of for buffer in found.homes[number_of[arg]]
+            )
+        calls.append(recompute.Call(
+            usage=usage, args=tuple(number_of[arg] for arg in _read(node) if arg in number_of), buffers=home,
+            late=meta.origin(node).region is not Region.FORWARD, again_us=task.us if again else None,
+            state_bytes=state_bytes,
+        ))  # fmt: skip
+    return recompute.Problem(calls=calls, pinned=found.pinned, writable=found.writable, kept=kept)
+
+
+def _may_repeat(node: fx.Node) -> bool:
+    """Whether a second call gives the same values and does nothing else."""
+    if meta.origin(node).region is not Region.FORWARD or node.op != "call_function" or not _known_sizes(node):
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not ops.is_op(node) or not _of_torch(node.target) or ops.may_fail(node.target) or ops.needs_peers(node.target):
+        return False
+    if ops.is_random(node.target):
+        return node.kwargs.get("generator") is None and _device(node).type in ("cpu", "cuda")
+    return not ops.has_effect(node.target)
+
+
+def _known_sizes(node: fx.Node) -> bool:
+    found = list(meta.tensors(node))
+    return bool(found) and all(isinstance(size, int) for one in found for size in (*one.shape, *one.stride()))
+
+
+def _of_torch(op: Any) -> bool:
+    return op.namespace in ("aten", "prims") or op._schema.name.startswith("wholestep_functional::aten__")
+
+
+def _device(node: fx.Node) -> torch.device:
+    return next(meta.tensors(node)).device
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a second call of the node reads: to make memory of known size, nothing."""
+    return [] if _is_memory(node) else node.all_input_nodes
+
+
+def _is_memory(node: fx.Node) -> bool:
+    return node.target is _aten.empty_like.default and _known_sizes(node)
+
+
+def _rewrite(graph: fx.Graph, found: Tasks, plan: recompute.Plan) -> None:
+    """Puts the calls that are done again where the plan has them; what is late reads those."""
+    again: dict[fx.Node, fx.Node] = {}
+    for number, place in plan.repeats.items():
+        node = found.nodes[number]
+        with graph.inserting_before(found.nodes[place]):
+            again[node] = _repeat(graph, node, again)
+    new = set(again.values())
+    for node, copy in again.items():
+        for user in list(node.users):
+            if user not in new and meta.origin(user).region is not Region.FORWARD:
+                user.replace_input_with(node, copy)
+    edit.remove_dead_code(graph)
+
+
+def _repeat(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A second call of `node` at the insertion point."""
+    origin = replace(meta.origin(node), region=Region.RECOMPUTE)
+    if _is_memory(node):
+        one = meta.tensor(node)
+        copy = edit.emit(
+            graph, _aten.empty_strided.default, list(one.shape), list(one.stride()), dtype=one.dtype, device=one.device
+        )
+    elif ops.is_random(node.target):
+        copy = _replay(graph, node, again)
+    else:
+        copy = _copy(graph, node, again)
+    meta.set_origin(copy, origin)
+    meta.set_repeats(copy, node.name)
+    return copy
+
+
+def _copy(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda arg: again.get(arg, arg))
+    edit.evaluate(copy)
+    return copy
+
+
+def _replay(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
+    device = str(_device(node))
+    with graph.inserting_before(node):
+        then = edit.emit(graph, random.GET, device, like=node)
+    now = edit.emit(graph, random.GET, device)
+    calls = [
+        now,
+        edit.emit(graph, random.SET, then, device),
+        _copy(graph, node, again),
+        edit.emit(graph, random.SET, now, device),
+    ]
+    for call in calls:
+        meta.set_origin(call, replace(meta.origin(node), region=Region.RECOMPUTE))
+    return calls[2]

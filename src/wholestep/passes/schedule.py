@@ -1,0 +1,88 @@
+"""Puts the whole graph in the order that hides communication: starts early, waits late, updates as buckets arrive.
+
+Before and after, with two buckets::
+
+    backward of layer 2                              backward of layer 2
+    backward of layer 1                              all_reduce(bucket 0)
+    all_reduce(bucket 0); all_reduce(bucket 1)  ->   backward of layer 1
+    wait; wait                                       all_reduce(bucket 1)
+    update(layer 2); update(layer 1)                 wait; update(layer 2)       # in the backward, if there is time
+                                                     wait; update(layer 1)
+
+`passes.order` decides on plain numbers; here the graph becomes numbers and the order a graph again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.fx as fx
+
+from wholestep.cost.model import CostModel
+from wholestep.passes import order
+from wholestep.passes.tasks import sharing, tasks_of
+from wholestep.program import edit, meta, ops, show
+from wholestep.program.program import Program
+
+SLACK = 0.02
+"""How much more memory than the order given the schedule may take, if no bound is set."""
+
+
+def schedule(
+    program: Program, *, cost: CostModel, bound_bytes: int | None = None, hold_updates: bool = False
+) -> Program:
+    """The program in the order with the shortest predicted step whose live bytes stay within the bound.
+
+    Args:
+        cost: predicted times; the same on every rank, so that all find the same order.
+        bound_bytes: bound of the bytes that live besides the inputs; None: what the order given needs, plus 2 %.
+        hold_updates: inputs are written behind the last collective.
+
+    A program without collectives keeps its order. What has been scheduled before is scheduled anew from the order of
+    the step as written, so the result does not depend on how often this is done.
+    """
+    if not any(ops.is_collective(node) for node in program.graph.nodes):
+        return program
+    _as_written(program)
+    found = tasks_of(program, cost, hold_updates=hold_updates)
+    problem = order.Problem(
+        tasks=found.tasks, late=found.late, usages=found.usages,
+        pinned=found.pinned, writable=found.writable, sharing=sharing(cost),
+    )  # fmt: skip
+    given = order.given(problem)
+    chosen = order.schedule(problem, int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes)
+    for number, node in enumerate(found.nodes):
+        meta.set_position(node, number)
+    _move(program, [found.nodes[number] for number in chosen.tasks])
+    return program.with_notes(
+        f"order: {chosen.reason}; predicted {chosen.total_us:.0f} us a step, {chosen.exposed_us:.0f} us of them "
+        f"exposed (before: {given.total_us:.0f} and {given.exposed_us:.0f})",
+        f"at most {show.bytes_text(chosen.peak_bytes)} live besides the inputs "
+        f"(before: {show.bytes_text(given.peak_bytes)}; bound: {show.bytes_text(chosen.bound_bytes)})",
+    )
+
+
+def _as_written(program: Program) -> None:
+    """Takes an earlier schedule back; nodes that are new since stay behind the one they stand behind."""
+    nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    if all(meta.position(node) is None for node in nodes):
+        return
+    places, last = {}, -1
+    for node in nodes:
+        known = meta.position(node)
+        last = last if known is None else known
+        places[node] = last
+    _move(program, sorted(nodes, key=lambda node: places[node]))
+    edit.sort_topologically(program.graph)
+
+
+def _move(program: Program, nodes: Iterable[fx.Node]) -> None:
+    """Puts the nodes in this order, behind the inputs."""
+    inputs = program.placeholders
+    cursor = inputs[-1] if inputs else None
+    for node in nodes:
+        if cursor is None:
+            program.graph.output_node().prepend(node)
+        else:
+            cursor.append(node)
+        cursor = node

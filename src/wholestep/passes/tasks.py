@@ -1,0 +1,183 @@
+"""A graph as numbers: what each node costs, what must stand before it, which memory it makes and reads.
+
+Note: what must stand before what
+    Arguments before what reads them. Random operators among each other, as they share a generator; an effect, and
+    whatever handles storages and version counters, stays where it is. Collectives start in the order given: it is the
+    same on every rank, also where batches differ and with them the times. A node that could write to an input in place
+    stands behind what reads that input now, so that it still can.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from wholestep.cost.memory import Make, Usage
+from wholestep.cost.model import CostModel
+from wholestep.cost.timeline import Sharing, Task
+from wholestep.passes import sink
+from wholestep.passes.alias import Memory, same_layout
+from wholestep.program import edit, meta, ops
+from wholestep.program.program import OutputKind, Program, Stage
+
+_STAYS = (ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_, ops.VERSION, ops.SET_VERSION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """The calls of a graph in its order, as tasks of the same number, with the memory they use."""
+
+    nodes: tuple[fx.Node, ...]
+    tasks: tuple[Task, ...]
+    usages: tuple[Usage, ...]
+    late: tuple[bool, ...]
+    """Nodes outside of forward and backward: updates, counters, clipping, averages."""
+    pinned: frozenset[int]
+    writable: frozenset[int]
+    homes: tuple[tuple[int, ...], ...]
+    """For each node, the buffers that its values live in."""
+
+
+def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -> Tasks:
+    """Describes every call of `program`. `hold_updates`: inputs are written behind all collectives."""
+    nodes = tuple(node for node in program.graph.nodes if node.op not in ("placeholder", "output"))
+    number_of = {node: number for number, node in enumerate(nodes)}
+    ranks = {axis.group: axis.size for axis in program.mesh}
+    deps = [{number_of[arg] for arg in node.all_input_nodes if arg in number_of} for node in nodes]
+    for before, after in (*_kept_orders(nodes), *_hazards(program, number_of, hold_updates=hold_updates)):
+        if before < after:
+            deps[after].add(before)
+    tasks = tuple(
+        Task(
+            us=_us(node, cost),
+            deps=tuple(sorted(deps[number])),
+            comm_us=comm_us(node, cost, ranks) if ops.is_collective(node) else None,
+            link=str(node.args[-1]) if ops.is_collective(node) else "",
+            waits_for=_waits_for(node, number_of),
+        )
+        for number, node in enumerate(nodes)
+    )
+    usages, homes, pinned, writable = _memory(program, nodes)
+    late = tuple(meta.origin(node).region in (meta.Region.OPTIMIZER, meta.Region.OTHER) for node in nodes)
+    return Tasks(
+        nodes=nodes, tasks=tasks, usages=usages, late=late, pinned=pinned, writable=writable, homes=homes
+    )  # fmt: skip
+
+
+def sharing(cost: CostModel) -> Sharing:
+    """How much longer computation and collectives take beside each other."""
+    return Sharing(compute=cost.compute_slowdown, collective=cost.collective_slowdown)
+
+
+def comm_us(node: fx.Node, cost: CostModel, ranks: dict[str, int]) -> float:
+    """Predicted time of a collective, microseconds. Its message is the larger of what goes in and what comes out."""
+    given = sum(map(meta.num_bytes, edit.nodes_of(node.args[0])))
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather")
+    kind = next((kind for kind in kinds if kind in name), "all_reduce")
+    kind = {"scatter": "broadcast", "gather": "all_gather"}.get(kind, kind)
+    return cost.collective_us(kind, max(given, meta.num_bytes(node)), ranks.get(str(node.args[-1]), 2))
+
+
+def _us(node: fx.Node, cost: CostModel) -> float:
+    """Time on the device, microseconds. Where the host is the device, it also pays for starting a collective."""
+    return cost.launch_us if cost.device.host_is_device and ops.is_collective(node) else cost.node_us(node)
+
+
+def _waits_for(node: fx.Node, number_of: dict[fx.Node, int]) -> tuple[int, ...]:
+    if node.target is not ops.WAIT:
+        return ()
+    start = ops.waited_for(node)
+    return (number_of[start],) if ops.is_collective(start) else ()
+
+
+def _kept_orders(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
+    """Pairs that keep their order besides those of data."""
+    last_random = last_start = last_fixed = None
+    for number, node in enumerate(nodes):
+        if last_fixed is not None:
+            yield last_fixed, number
+        if node.target in _STAYS or (ops.has_effect(node.target) and not ops.is_random(node.target)):
+            yield from ((other, number) for other in range(last_fixed or 0, number))
+            last_fixed = number
+        if ops.is_random(node.target):
+            if last_random is not None:
+                yield last_random, number
+            last_random = number
+        if ops.is_collective(node):
+            if last_start is not None:
+                yield last_start, number
+            last_start = number
+
+
+def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: bool) -> Iterator[tuple[int, int]]:
+    """What must come before a node that will write to an input in place: the readers of the input, and fences."""
+    fences = [number_of[node] for node in sink.fences(program.graph, peers=hold_updates)]
+    readers = sink.readers(program)
+    for node, bases in sink.updates(program).items():
+        for base in bases:
+            yield from ((number_of[reader], number_of[node]) for reader in readers[base] if reader is not node)
+        yield from ((fence, number_of[node]) for fence in fences)
+
+
+def _memory(
+    program: Program, nodes: Sequence[fx.Node]
+) -> tuple[tuple[Usage, ...], tuple[tuple[int, ...], ...], frozenset[int], frozenset[int]]:
+    """Buffers that nodes read and make; those their values live in; those that stay, and that the step writes to."""
+    memory = Memory(program.graph)
+    for node in program.graph.nodes:
+        memory.enter(node)
+    named: dict[int, int] = {}
+
+    def buffers(node: fx.Node) -> list[int]:
+        return [named.setdefault(storage, len(named)) for storage in memory.storages(node)]
+
+    inputs = program.placeholders
+    kept = [buffer for node in inputs for buffer in buffers(node)]
+    targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+    writable = [buffer for index, node in enumerate(inputs) if index in targets for buffer in buffers(node)]
+    results = [
+        buffer
+        for output, value in zip(program.outputs, program.results, strict=True)
+        if isinstance(value, fx.Node) and (output.kind is not OutputKind.WRITE)
+        for buffer in buffers(value)
+    ]
+    made: set[int] = set(kept)
+    usages, homes = [], []
+    for node in nodes:
+        # Taking one item out of a list does not keep the others alive.
+        given = [node] if node.target is operator.getitem else node.all_input_nodes
+        read = dict.fromkeys(buffer for arg in given for buffer in buffers(arg))
+        homes.append(tuple(buffers(node)))
+        # What could be made in place is so at SCHEDULED; the rest could not.
+        onto = dict(_onto(node, memory, named)) if program.stage is not Stage.SCHEDULED else {}
+        makes = []
+        for tensor, buffer in zip(meta.tensors(node), homes[-1], strict=True):
+            if buffer not in made:
+                made.add(buffer)
+                num_bytes = tensor.untyped_storage().nbytes()
+                makes.append(Make(buffer=buffer, num_bytes=num_bytes, onto=onto.get(buffer)))
+            read.setdefault(buffer)
+        usages.append(Usage(reads=tuple(read), makes=tuple(makes)))
+    return tuple(usages), tuple(homes), frozenset([*kept, *results]), frozenset(writable)
+
+
+def _onto(node: fx.Node, memory: Memory, named: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """For each buffer that the node makes, the one in whose memory an in-place variant would make it."""
+    twin = ops.in_place_variant(node.target) if node.op == "call_function" else None
+    if twin is None:
+        return
+    for position in ops.written_by(twin, node.kwargs):
+        olds = list(edit.nodes_of(node.args[position]))
+        news = list(meta.tensors_in(_nth(meta.value(node), position, node)))
+        for old, new in zip(olds, news, strict=False):
+            if same_layout(meta.tensor(old), new):
+                yield named[memory.storage(new)], named[memory.storage(meta.tensor(old))]
+
+
+def _nth(value: object, position: int, node: fx.Node) -> object:
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    return value[position] if len(returns) > 1 else value  # type: ignore[index]

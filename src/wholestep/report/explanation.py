@@ -1,0 +1,198 @@
+"""What explain() gives: records that print as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from wholestep.program.show import bytes_text
+from wholestep.report.prediction import Beside, PeakMemory, Prediction
+
+_SHOWN = 3
+"""How many modules are named as what hides a collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of the step, in the order of execution."""
+
+    number: int
+    op: str
+    dtype: str
+    num_bytes: int
+    """Bytes that one rank puts in: what travels."""
+    gradient_bytes: int
+    """Bytes of the gradients that it carries: more than `num_bytes` where they are compressed, 0 where there are none."""
+    axis: str
+    members: tuple[str, ...]
+    """Parameters whose gradients it carries; empty for other collectives."""
+    reason: str
+    """Why it carries what it does."""
+    start_us: float
+    """Predicted, from the start of the step."""
+    predicted_us: float
+    """How long it is under way, predicted."""
+    exposed_us: float
+    """How long the device stands still for it, predicted."""
+    hidden_by: tuple[Beside, ...]
+    """What the device computes while it is under way, predicted; the longest first."""
+    measured_exposed_us: float | None
+    """How long its waits took, the median of the calls measured; None before `CompiledStep.measure` has seen enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassLine:
+    """One pass of the pipeline: its time and its decisions."""
+
+    name: str
+    time_ms: float
+    num_nodes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """What `CompiledStep.measure` saw on this rank, microseconds."""
+
+    num_calls: int
+    step_us: float
+    """The median."""
+    p10_us: float
+    p90_us: float
+    exposed_us: float
+    """Time in waits per call, the median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What a compiled step does. Prints as a table; `to_json` for machines."""
+
+    step: str
+    strategy: str
+    backend: str
+    num_ranks: int
+    num_params: int
+    """Parameter tensors."""
+    param_bytes: int
+    num_nodes: int
+    nodes_by_region: dict[str, int]
+    collectives: tuple[Collective, ...]
+    predicted: Prediction
+    peak: PeakMemory
+    measured: MeasuredStep | None
+    passes: tuple[PassLine, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        plain = asdict(self)
+        plain["predicted"].update(step_us=self.predicted.step_us, device_us=self.predicted.device_us)
+        return plain
+
+    def bucket_of(self, param: str) -> int | None:
+        """The number of the collective that carries the gradient of `param`; None if none does."""
+        return next((c.number for c in self.collectives if param in c.members), None)
+
+    def __rich__(self) -> Group:
+        return _rendered(self)
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def _rendered(said: Explanation) -> Group:
+    """Everything, from the whole to its parts."""
+    head = Text.assemble(
+        (said.step, "bold"),
+        f": {said.num_nodes} operators in one graph, {said.num_params} parameters, {bytes_text(said.param_bytes)}; "
+        f"{said.strategy} on {said.num_ranks} rank{'s' if said.num_ranks != 1 else ''}, backend {said.backend}\n",
+        ", ".join(f"{region} {count}" for region, count in said.nodes_by_region.items()),
+    )
+    parts: list[Any] = [head, *_collective_table(said), _times(said), _memory(said)]
+    if any(c.members for c in said.collectives):
+        parts.append(_member_table(said.collectives))
+    notes = [f"{line.name}: {note}" for line in said.passes for note in line.notes if not _is_told(line.name, note)]
+    if notes:
+        parts.append(Text("\n".join(notes), style="dim"))
+    return Group(*parts)
+
+
+def _is_told(name: str, note: str) -> bool:
+    """Whether a table says the same."""
+    return name == "bucket" and note.startswith("bucket ")
+
+
+def _collective_table(said: Explanation) -> Iterable[Table | Text]:
+    if not said.collectives:
+        yield Text("No collectives: the step runs on one rank.")
+        return
+    table = Table(title="Collectives, in order; times predicted, in us", title_justify="left")
+    measured = ("waited",) if said.measured is not None else ()
+    for column in ("#", "collective", "bytes", "takes", "exposed", *measured):
+        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    for column in ("hidden by", "carries", "why"):
+        table.add_column(column)
+    for c in said.collectives:
+        waited = () if c.measured_exposed_us is None else (f"{c.measured_exposed_us:,.0f}",)
+        table.add_row(
+            str(c.number), f"{c.op} {c.dtype}", bytes_text(c.num_bytes), f"{c.predicted_us:,.0f}",
+            f"{c.exposed_us:,.0f}", *waited, _hidden_text(c.hidden_by), _carried_text(c), c.reason,
+        )  # fmt: skip
+    yield table
+
+
+def _carried_text(c: Collective) -> str:
+    if not c.members:
+        return f"axis {c.axis}"
+    packed = f" of {bytes_text(c.gradient_bytes)}" if c.gradient_bytes != c.num_bytes else ""
+    return f"{len(c.members)} gradient{'s' * (len(c.members) != 1)}{packed}"
+
+
+def _hidden_text(hidden_by: Sequence[Beside]) -> str:
+    shown = [f"{one.region}{' ' * bool(one.module)}{one.module} {one.us:,.0f}" for one in hidden_by[:_SHOWN]]
+    rest = hidden_by[_SHOWN:]
+    shown += [f"{len(rest)} more {sum(one.us for one in rest):,.0f}"] if rest else []
+    return ", ".join(shown) or "nothing"
+
+
+def _times(said: Explanation) -> Text:
+    one = said.predicted
+    parts = [f"{one.compute_us:,.0f} computing", f"{one.exposed_us:,.0f} exposed communication"]
+    if one.slowdown_us >= 0.5:
+        parts.insert(1, f"{one.slowdown_us:,.0f} slower beside communication")
+    host = f"; the host needs {one.host_us:,.0f}" if one.host_us else ""
+    lines = [f"Predicted step: {one.step_us:,.0f} us ({', '.join(parts)}{host}). Costs: {one.cost_source}."]
+    if said.measured is None:
+        lines.append("Measured: not yet; measure(n) times your next n calls.")
+    else:
+        seen = said.measured
+        lines.append(
+            f"Measured on this rank: {seen.step_us:,.0f} us (10% to 90%: {seen.p10_us:,.0f} to {seen.p90_us:,.0f}; "
+            f"{seen.num_calls} calls), {seen.exposed_us:,.0f} of them in waits; predicted / measured: "
+            f"{one.step_us / seen.step_us:.2f}."
+        )
+    return Text("\n".join(lines))
+
+
+def _memory(said: Explanation) -> Text:
+    peak = said.peak
+    where = " of ".join(part for part in (peak.region, peak.module) if part)
+    kinds = ", ".join(f"{name} {bytes_text(count)}" for name, count in peak.by_category.items() if count)
+    return Text(f"Peak memory: {bytes_text(peak.num_bytes)} at {peak.node} ({where}): {kinds}.")
+
+
+def _member_table(collectives: Sequence[Collective]) -> Table:
+    table = Table(title="Which bucket each parameter is in", title_justify="left")
+    table.add_column("bucket (#)", justify="right")
+    table.add_column("parameters, in order of gradient readiness")
+    for c in collectives:
+        if c.members:
+            table.add_row(str(c.number), ", ".join(c.members))
+    return table

@@ -1,0 +1,212 @@
+"""What a program is predicted to do: when its collectives run, what stands beside them, what fills memory at its peak.
+
+Source of the categories of memory: those that PyTorch's memory profiler tells apart, with what buckets take besides.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from wholestep.cost.memory import at_peak
+from wholestep.cost.model import CostModel
+from wholestep.cost.timeline import Timeline, simulate
+from wholestep.passes.tasks import Tasks, sharing, tasks_of
+from wholestep.program import meta, ops
+from wholestep.program.meta import Region
+from wholestep.program.program import InputKind, OutputKind, Program
+
+
+class Category(enum.StrEnum):
+    """What memory is used for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"  # what the backward gives and updates or buckets read
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"  # whatever else forward and backward make
+    BUCKETS = "buckets"  # what gradients travel in, compressed or not
+    OTHER = "other"  # arguments, buffers of modules, what updates and the like make for themselves
+
+
+_OF_INPUT = {
+    InputKind.PARAM: Category.PARAMETERS,
+    InputKind.GRAD: Category.GRADIENTS,
+    InputKind.OPTIMIZER: Category.OPTIMIZER,
+}
+_TRAINING = (Region.FORWARD, Region.BACKWARD, Region.RECOMPUTE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Computation that runs while a collective is in flight."""
+
+    region: str
+    module: str
+    """A module, down to the first number in its name: ``blocks.3`` for ``blocks.3.mlp.up``."""
+    us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Travel:
+    """One collective on the predicted clock, microseconds from the start of the step."""
+
+    start_us: float
+    end_us: float
+    exposed_us: float
+    """How long the device stands still for it."""
+    hidden_by: tuple[Beside, ...]
+    """What the device computes meanwhile, the longest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """The moment at which the most bytes are alive, those of the inputs among them."""
+
+    num_bytes: int
+    by_category: dict[str, int]
+    """`Category` -> bytes; they add up to `num_bytes`."""
+    node: str
+    """What is running then; empty where nothing is."""
+    region: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A step on the predicted clock. Its first three times add up to `device_us`."""
+
+    compute_us: float
+    """Computation, as if nothing were in flight."""
+    slowdown_us: float
+    """What it takes longer because collectives are in flight, and what is still in flight at its end."""
+    exposed_us: float
+    """How long the device stands still for collectives."""
+    host_us: float
+    """What the host needs to drive the device; 0 where both are one thread, and the time is in `compute_us`."""
+    cost_source: str
+    """Where the costs come from."""
+
+    @property
+    def device_us(self) -> float:
+        """What the device needs."""
+        return self.compute_us + self.slowdown_us + self.exposed_us
+
+    @property
+    def step_us(self) -> float:
+        """The step: as long as the slower of the two needs."""
+        return max(self.device_us, self.host_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Everything that is predicted about a program."""
+
+    step: Prediction
+    travels: dict[fx.Node, Travel]
+    """For each collective."""
+    peak: PeakMemory
+
+
+def predict(program: Program, cost: CostModel) -> Predicted:
+    """Runs the nodes of `program` in their order on the clock of `cost.timeline`; nothing is changed."""
+    found = tasks_of(program, cost)
+    timeline = simulate(found.tasks, sharing=sharing(cost))
+    compute_us = sum(task.us for task in found.tasks)
+    step = Prediction(
+        compute_us=compute_us,
+        slowdown_us=timeline.total_us - timeline.total_exposed_us - compute_us,
+        exposed_us=timeline.total_exposed_us,
+        host_us=0.0 if cost.device.host_is_device else _host_us(found, cost),
+        cost_source=cost.source,
+    )
+    return Predicted(step=step, travels=_travels(found, timeline), peak=_peak(program, found))
+
+
+def _host_us(found: Tasks, cost: CostModel) -> float:
+    return sum(cost.launch_us if ops.is_collective(node) else cost.host_us(node) for node in found.nodes)
+
+
+def _travels(found: Tasks, timeline: Timeline) -> dict[fx.Node, Travel]:
+    return {
+        found.nodes[number]: Travel(
+            start_us=start_us,
+            end_us=timeline.comm_end_us[number],
+            exposed_us=timeline.exposed_us[number],
+            hidden_by=_beside(found, timeline, start_us, timeline.comm_end_us[number]),
+        )
+        for number, start_us in sorted(timeline.comm_start_us.items())
+    }
+
+
+def _beside(found: Tasks, timeline: Timeline, start_us: float, end_us: float) -> tuple[Beside, ...]:
+    """What is computed between two moments, by part of the step and module."""
+    spent: dict[tuple[str, str], float] = {}
+    for node, task, begin_us, until_us in zip(
+        found.nodes, found.tasks, timeline.start_us, timeline.end_us, strict=True
+    ):
+        us = min(until_us, end_us) - max(begin_us, start_us)
+        if us > 0 and not task.waits_for:
+            origin = meta.origin(node)
+            key = (origin.region.value, _unit(origin.module))
+            spent[key] = spent.get(key, 0.0) + us
+    longest = sorted(spent.items(), key=lambda entry: (-entry[1], entry[0]))
+    return tuple(Beside(region=region, module=module, us=us) for (region, module), us in longest)
+
+
+def _unit(module: str) -> str:
+    """``blocks.3.mlp.up`` -> ``blocks.3``; a name without a number stays as it is."""
+    parts = module.split(".")
+    numbered = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: numbered + 1])
+
+
+def _peak(program: Program, found: Tasks) -> PeakMemory:
+    by_category = dict.fromkeys(Category, 0)
+    for record, node in zip(program.inputs, program.placeholders, strict=True):
+        if not record.freed:
+            by_category[_OF_INPUT.get(record.kind, Category.OTHER)] += meta.num_bytes(node)
+    peak = at_peak(found.usages, pinned=found.pinned, writable=found.writable)
+    category_of = dict(_categories(program, found))
+    for buffer, num_bytes in peak.alive.items():
+        by_category[category_of[buffer]] += num_bytes
+    running = found.nodes[peak.task] if found.nodes else None
+    origin = meta.UNKNOWN if running is None else meta.origin(running)
+    return PeakMemory(
+        num_bytes=sum(by_category.values()),
+        by_category={category.value: num_bytes for category, num_bytes in by_category.items()},
+        node="" if running is None else running.name,
+        region=origin.region.value,
+        module=origin.module,
+    )
+
+
+def _categories(program: Program, found: Tasks) -> Iterator[tuple[int, Category]]:
+    """The category of each buffer that a node makes."""
+    homes = dict(zip(found.nodes, found.homes, strict=True))
+    carried = {
+        buffer
+        for node in found.nodes
+        if ops.is_collective(node) and meta.bucket(node) is not None
+        for one in (node, *node.all_input_nodes)
+        for buffer in homes.get(one, ())
+    }
+    ends = [(output, value) for output, value in zip(program.outputs, program.results, strict=True) if value in homes]
+    states = {buffer for output, value in ends if output.kind is OutputKind.STATE for buffer in homes[value]}
+    final = {buffer for output, value in ends if output.kind is OutputKind.GRAD for buffer in homes[value]}
+    for node, usage, home in zip(found.nodes, found.usages, found.homes, strict=True):
+        if meta.origin(node).region not in _TRAINING or not carried.isdisjoint(home):
+            final.update(usage.reads)
+    for node, usage in zip(found.nodes, found.usages, strict=True):
+        region = meta.origin(node).region
+        for make in usage.makes:
+            if make.buffer in carried:
+                yield make.buffer, Category.BUCKETS
+            elif make.buffer in states:
+                yield make.buffer, Category.OPTIMIZER
+            elif make.buffer in final and region is Region.BACKWARD:
+                yield make.buffer, Category.GRADIENTS
+            else:
+                yield make.buffer, Category.ACTIVATIONS if region in _TRAINING else Category.OTHER

@@ -1,0 +1,22 @@
+"""The costs that a compiled step is planned with: what rank 0 knows about its host, the same on every rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from wholestep.cost import calibrate
+from wholestep.cost.model import CostModel
+from wholestep.run.meetings import Meetings
+from wholestep.run.world import World
+
+
+def agreed_costs(meetings: Meetings, world: World) -> CostModel:
+    """Those of the calibration on rank 0's host, else the defaults of its device; they stay the same for good."""
+    found = meetings.choose("costs", lambda: calibrate.to_json(calibrate.find(world.device, marks_of(world))), world)
+    return calibrate.from_json(found)
+
+
+def marks_of(world: World) -> calibrate.Fingerprint:
+    """What a calibration for this world depends on."""
+    backend = "none" if world.mesh is None else dist.get_backend(world.mesh.get_group())
+    return calibrate.fingerprint(world.device, backend, world.size)

@@ -1,0 +1,69 @@
+"""What the ranks that run one compiled step agree on: plans, and choices of rank 0."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from wholestep.run.agree import abandon, agree
+from wholestep.run.world import World
+
+_made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # compiled steps of each name
+
+
+class Meetings:
+    """The meetings of one compiled step. Ranks hold them in the same order; a step that fails disturbs no other one."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._number, self._count = name, next(_made[name]), itertools.count()
+        self._agreed: set[str] = set()
+        self._chosen: dict[str, Any] = {}
+        self.calls = 0
+        """Calls of the step on this rank."""
+
+    def call(self) -> str:
+        """``train_step, call 7``: which call of which compiled step this is, in the same words on every rank."""
+        number = f" ({self._number + 1})" if self._number else ""
+        return f"{self._name}{number}, call {self.calls}"
+
+    def agree(self, plan: str, by_rank: Callable[[], str], world: World) -> None:
+        """Returns when all ranks have shown the same plan. Raises as `agree.agree` does.
+
+        A plan that all ranks agreed on before needs no second meeting, to which the others might not come:
+        a rank whose last batch is smaller captures again, with the same schedule.
+        """
+        if world.size == 1 or plan in self._agreed:
+            return
+        agree(
+            plan, store=world.store, rank=world.rank, size=world.size, key=self._next(), timeout_s=world.timeout_s,
+            what=f"the plan of {self._name}", call=self.call(), peers=world, detail=by_rank,
+        )  # fmt: skip
+        self._agreed.add(plan)
+
+    def abandon(self, error: Exception, world: World) -> None:
+        """Tells the others that this rank will not come to the next meeting."""
+        if world.size > 1:
+            what = f"the plan of {self._name}"
+            abandon(error, store=world.store, rank=world.rank, key=self._next(), size=world.size, what=what)
+
+    def choose(self, question: str, answer: Callable[[], Any], world: World) -> Any:
+        """Rank 0's answer, something that JSON holds; the same for the same question for good.
+
+        Ranks whose batches differ would answer differently, and one that captures again alone has nobody to ask.
+        """
+        if question not in self._chosen:
+            if world.size == 1:
+                self._chosen[question] = answer()
+            else:
+                key = f"wholestep/choice/{self._name}/{self._number}/{len(self._chosen)}"
+                if world.rank == 0:
+                    world.store.set(key, json.dumps(answer()))
+                self.agree(question, lambda: question, world)
+                self._chosen[question] = json.loads(world.store.get(key))
+        return self._chosen[question]
+
+    def _next(self) -> str:
+        return f"plan/{self._name}/{self._number}/{next(self._count)}"

@@ -1,0 +1,329 @@
+"""verify(): a step as the ranks of a cluster would run it, on virtual ranks, against what it should be.
+
+Note: three runs
+    *optimised*: the scheduled program, as every rank would run it.   *unoptimised*: the placed program, one collective
+    per gradient.   *eager*: the user's own function on the whole batch. All three start from the same state and go
+    through the same batches; between steps the numbers of all parameter groups change, so that one which was frozen
+    shows. Whatever changes of the user's is put back (`wholestep.run.saved`).
+
+Note: who decides what the next call looks like
+    The first call may create optimizer state, or leave gradients, and then the second is another graph. The user's
+    objects take on what rank 0 of the unoptimised run leaves, and the guards of the capture decide, as in a real call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from wholestep.capture import state as stating
+from wholestep.capture import tree, walk
+from wholestep.capture.capture import Captured
+from wholestep.capture.hyper import Hyper
+from wholestep.config import DDP
+from wholestep.errors import ConfigError, VerificationError
+from wholestep.passes.bucket import Choose, choose_alone
+from wholestep.passes.pipeline import Pass, run_passes
+from wholestep.place.strategies import place
+from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
+from wholestep.run.comm_state import CommState
+from wholestep.run.compare import Gap, gap
+from wholestep.run.locate import Comparer, Recorder, difference_at
+from wholestep.run.saved import Saved, overwrite
+from wholestep.run.trial import Batch, Side, copies_of
+from wholestep.run.verdict import Check, Difference, Outcome, Verification
+from wholestep.run.virtual import Streams, blocks_of, run
+from wholestep.run.whole import NAME as WHOLE
+from wholestep.run.whole import Movement, Ranks, compare_with_eager, kept
+
+FACTOR = 0.7
+"""By what the numbers of the parameter groups are multiplied from one step to the next."""
+
+_NUMBERS = f"Between steps rows moved on by one, and the numbers of parameter groups were multiplied by {FACTOR}."
+_ORDER, _SAME, _EQUAL = "order of collectives", "optimised = unoptimised", "ranks end equal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The step to verify, and how it is compiled."""
+
+    name: str
+    step: Callable[..., Any]
+    capture: Callable[[tuple[Any, ...], dict[str, Any]], Captured]
+    passes: Callable[[Captured, CommState | None, Choose], list[Pass]]
+    """The passes for a captured program, while compressed communication is where the CommState says."""
+    strategy: DDP
+    comm_state: dict[str, Any]
+    """Where compressed communication of the step stands, from `CommState.state_dict`."""
+    axis: MeshAxis
+    """The axis of virtual ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How much is tried: virtual ranks are those of the subject's axis."""
+
+    num_steps: int
+    whole_batch: bool
+    """Whether the eager step on the whole batch is a reference: the loss is a mean over independent rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The step for one signature, as every rank runs it."""
+
+    captured: Captured
+    placed: Program
+    scheduled: Program
+    compresses: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepped:
+    """One step of all virtual ranks under both programs: the flat inputs, and the results, by rank."""
+
+    plan: _Plan
+    number: int
+    """From 0."""
+    start: Streams
+    """The random numbers of the ranks, where they stood at the beginning."""
+    wanted_inputs: list[list[Any]]
+    wanted: list[tuple[Any, ...]]
+    inputs: list[list[Any]]
+    results: list[tuple[Any, ...]]
+
+
+def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], trial: Trial) -> Verification:
+    """Runs a step on virtual ranks and compares. The user's objects are bitwise as before, whatever happens.
+
+    Raises:
+        ConfigError: the batch does not divide, or the step communicates over groups that virtual ranks cannot have.
+        CaptureError: the step cannot become one graph.
+        InternalError: a pass has left a program that breaks a rule of its stage.
+    """
+    if subject.axis.size < 2 or trial.num_steps < 1:
+        raise ConfigError(
+            f"verify(ranks=..., steps=...) wants at least 2 virtual ranks and 1 step, got {subject.axis.size} and "
+            f"{trial.num_steps}."
+        )
+    found = walk.find(subject.step, args, kwargs)
+    state = stating.collect(found)
+    batch = Batch(args, kwargs, state, subject.axis.size)
+    saved = Saved(found, state)
+    try:
+        virtual = _Virtual(subject, batch)
+        checks = virtual.run(trial.num_steps)
+        saved.restore()
+        if trial.whole_batch:
+            whole = compare_with_eager(subject.step, batch, state, virtual.ranks)
+        else:
+            whole = Check(name=WHOLE, outcome=Outcome.SKIPPED, text="left out with whole_batch=False")
+    finally:
+        saved.restore()
+    return Verification(
+        step=subject.name, num_ranks=subject.axis.size, num_steps=virtual.num_steps, notes=(batch.note(), _NUMBERS),
+        checks=(*checks, whole),
+    )  # fmt: skip
+
+
+class _Virtual:
+    """The optimised and the unoptimised run, step by step side by side."""
+
+    def __init__(self, subject: Subject, batch: Batch) -> None:
+        self._subject, self._batch = subject, batch
+        self._ranks = range(subject.axis.size)
+        self._comms = _comm_states(subject)
+        self._optimised, self._unoptimised = Side(len(self._ranks), self._comms), Side(len(self._ranks))
+        self._plans: list[_Plan] = []
+        self._hypers: dict[tuple[int, str, int | None], Hyper] = {}
+        self._num_rounded = 0  # values that differ as rounding explains
+        self._streams = Streams([(torch.initial_seed() + rank) % 2**63 for rank in self._ranks], batch.device)
+        self._optimised_streams = self._streams.copy()
+        self.num_steps = 0
+        self._movements: list[tuple[Movement, Callable[[], None]]] = []  # of rank 0, unoptimised; and what came then
+
+    @property
+    def ranks(self) -> Ranks:
+        """What was done, for the comparison with the eager step."""
+        programs = [plan.captured.program for plan in self._plans]
+        return Ranks(
+            strategy=self._subject.strategy, movements=self._movements, programs=programs, drew=self._streams.moved
+        )
+
+    def run(self, num_steps: int) -> list[Check]:
+        """The checks of virtual ranks, over `num_steps` steps or up to the first fault."""
+        order = same = equal = None
+        while self.num_steps < num_steps and not (order or same or equal):
+            number = self.num_steps
+            self.num_steps += 1
+            plan = self._plan_for(self._batch.of_rank(0, number))
+            try:
+                stepped = self._step(plan, number)
+            except VerificationError as error:
+                order = Check(name=_ORDER, outcome=Outcome.FAILED, text=f"step {number + 1}: {error}")
+                continue
+            same = self._compare(stepped)
+            self._take_on(stepped)
+            equal = self._unequal(stepped)
+            self._movements[-1][1]()
+        finished = Outcome.PASSED if self._movements else Outcome.SKIPPED
+        return [
+            order or Check(name=_ORDER, outcome=Outcome.PASSED, text="no value is used before the wait for it"),
+            same or self._same(finished),
+            equal or Check(name=_EQUAL, outcome=finished, text="the parameters, after every step"),
+        ]
+
+    def _same(self, finished: Outcome) -> Check:
+        if any(plan.compresses for plan in self._plans):
+            text = "compression changes the gradients on purpose"
+            return Check(name=_SAME, outcome=Outcome.SKIPPED, text=text)
+        text = "every output of every rank has the same bits"
+        if self._num_rounded:
+            text = f"{self._num_rounded} outputs differ as another order of additions explains, no other bits differ"
+        return Check(name=_SAME, outcome=finished, text=text)
+
+    def _plan_for(self, leaves: list[Any]) -> _Plan:
+        """The plan whose guards hold for a call with these arguments, captured if there is none yet."""
+        subject, spec = self._subject, self._batch.spec
+        comm = self._comms[0] if self._comms else None
+        compresses = comm is not None and comm.started
+        for plan in self._plans:
+            if plan.compresses is compresses and plan.captured.guards.why_not(leaves, spec) is None:
+                return plan
+        args, kwargs = tree.unflatten(leaves, spec)
+        captured = subject.capture(args, kwargs)
+        placed = place(captured.program, subject.strategy, subject.axis)
+        plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_alone)), compresses)
+        self._hypers |= {(id(one.group), one.key, one.position): one for _, one in captured.binding.hypers}
+        self._plans.append(plan)
+        return plan
+
+    def _step(self, plan: _Plan, number: int) -> _Stepped:
+        start, movement = self._streams.copy(), Movement()
+        wanted_inputs = self._inputs(self._unoptimised, plan.placed, plan, number)
+        wanted = run(plan.placed, wanted_inputs, self._blocks(plan.placed), self._streams, movement.note_reduction)
+        inputs = self._inputs(self._optimised, plan.scheduled, plan, number)
+        with self._optimised.call():
+            results = run(plan.scheduled, inputs, self._blocks(plan.scheduled), self._optimised_streams)
+        self._movements.append((movement, self._numbers_change()))
+        return _Stepped(
+            plan=plan, number=number, start=start, wanted_inputs=wanted_inputs, wanted=wanted, inputs=inputs,
+            results=results,
+        )  # fmt: skip
+
+    def _inputs(self, side: Side, program: Program, plan: _Plan, number: int) -> list[list[Any]]:
+        return side.inputs(program, plan.captured, [self._batch.of_rank(rank, number) for rank in self._ranks])
+
+    def _blocks(self, program: Program) -> dict[str, list[list[int]]]:
+        return {axis.group: blocks_of(axis, len(self._ranks)) for axis in program.mesh}
+
+    def _numbers_change(self) -> Callable[[], None]:
+        """Changes the numbers that the programs so far read from parameter groups."""
+        hypers = list(self._hypers.values())
+
+        def change() -> None:
+            for one in hypers:
+                one.write(FACTOR * one.read())
+
+        return change
+
+    def _compare(self, stepped: _Stepped) -> Check | None:
+        """The first output of a rank that is not as it should be. None if there is none."""
+        if stepped.plan.compresses:
+            return None
+        num_rounded = 0
+        for output, rank, one in _gaps(stepped):
+            if one.is_fault:
+                found = self._locate(stepped, output, rank, one)
+                text = f"{output.kind.value} {output.name} of rank {rank} differs after step {stepped.number + 1}"
+                return Check(name=_SAME, outcome=Outcome.FAILED, text=text, difference=found)
+            num_rounded += 1
+        self._num_rounded += num_rounded
+        return None
+
+    def _locate(self, stepped: _Stepped, output: Output, rank: int, one: Gap) -> Difference:
+        """Runs the step once more under both programs from one state, and follows the values node by node."""
+        plan, where = stepped.plan, (stepped.number + 1, rank)
+        inputs = [copies_of(flat) for flat in stepped.wanted_inputs]
+        recorder = Recorder(rank)
+        comparer = Comparer(recorder)
+        run(plan.placed, stepped.wanted_inputs, self._blocks(plan.placed), stepped.start.copy(), recorder)
+        run(plan.scheduled, inputs, self._blocks(plan.scheduled), stepped.start.copy(), comparer)
+        result = plan.placed.results[plan.placed.outputs.index(output)]
+        node = result if isinstance(result, fx.Node) else None
+        return comparer.difference(where) or difference_at(node, one, where, name=output.name)
+
+    def _take_on(self, stepped: _Stepped) -> None:
+        """All sides, and the user's objects, are what the step has left."""
+        plan, captured, (movement, _) = stepped.plan, stepped.plan.captured, self._movements[-1]
+        program, binding = captured.program, captured.binding
+        params = [
+            (record.name, flat)
+            for record, flat in zip(program.inputs, stepped.wanted_inputs[0], strict=True)
+            if record.kind is InputKind.PARAM
+        ]
+        movement.old = {name: kept(tensor) for name, tensor in params}
+        entry_grads = {index: param.grad for index, param in binding.entry_grads}
+        binding.finish(stepped.wanted[0])
+        self._unoptimised.absorb(plan.placed, captured, stepped.wanted_inputs, stepped.wanted)
+        self._optimised.absorb(plan.scheduled, captured, stepped.inputs, stepped.results)
+        if self._num_rounded:
+            self._optimised.copy_from(self._unoptimised)  # so that rounding does not grow over the steps
+        movement.new = {name: kept(tensor) for name, tensor in params}
+        for output in program.outputs:
+            if output.kind is OutputKind.WRITE and output.target is not None:
+                live = entry_grads.get(output.target, binding.tensors[output.target])
+                if isinstance(live, torch.Tensor):
+                    overwrite(live, stepped.wanted_inputs[0][output.target])
+
+    def _unequal(self, stepped: _Stepped) -> Check | None:
+        """The first parameter that a rank holds other values of than rank 0."""
+        ignored = self._subject.strategy.ignore
+        for index, record in enumerate(stepped.plan.captured.program.inputs):
+            if record.kind is not InputKind.PARAM or record.name in ignored:
+                continue
+            live = stepped.plan.captured.binding.tensors[index]
+            assert isinstance(live, torch.Tensor)  # a parameter
+            for rank in self._ranks[1:]:
+                one = gap(self._optimised.of_rank(rank, live), self._optimised.of_rank(0, live))
+                if one is not None:
+                    where = (stepped.number + 1, rank)
+                    text = f"rank {rank} holds other values of {record.name} than rank 0 after step {where[0]}"
+                    found = difference_at(None, one, where, name=record.name, op="parameter")
+                    return Check(name=_EQUAL, outcome=Outcome.FAILED, text=text, difference=found)
+        return None
+
+
+def _comm_states(subject: Subject) -> list[CommState]:
+    """What compressed communication remembers on each rank; nothing without compression."""
+    how = subject.strategy.compress
+    comms = [CommState(how) for _ in range(subject.axis.size)] if how is not None else []
+    for comm in comms:
+        comm.load_state_dict(subject.comm_state)
+    return comms
+
+
+def _gaps(stepped: _Stepped) -> Iterator[tuple[Output, int, Gap]]:
+    """Every output, rank by rank, that is not bitwise what the unoptimised program gives."""
+    placed, scheduled = stepped.plan.placed, stepped.plan.scheduled
+    # Passes may add what communication remembers; the outputs of the step itself stay, in their order.
+    places = [index for index, output in enumerate(scheduled.outputs) if not _is_memory(scheduled, output)]
+    for index, (output, other) in enumerate(zip(placed.outputs, places, strict=True)):
+        target = scheduled.outputs[other].target
+        for rank, wanted in enumerate(stepped.wanted):
+            got, old = stepped.results[rank][other], None
+            if output.kind is OutputKind.WRITE:
+                assert isinstance(target, int)  # by the spec of a WRITE
+                assert isinstance(output.target, int)
+                got, old = stepped.inputs[rank][target], stepped.wanted_inputs[rank][output.target]
+            one = gap(got, wanted[index], old)
+            if one is not None:
+                yield output, rank, one
+
+
+def _is_memory(program: Program, output: Output) -> bool:
+    return output.target is not None and program.inputs[output.target].kind is InputKind.COMM

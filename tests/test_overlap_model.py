@@ -1,0 +1,56 @@
+"""benchmarks/overlap_model.py: the workloads are those that were timed, and a bucketing that is worse is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import overlap_model
+from benchmarks.overlap_model import AS_PLACED, OURS, WORKLOADS, LanguageModel, Row, Workload
+
+TINY = Workload(num_layers=1, width=64, num_heads=2, vocabulary=512, length=32, rows=2)
+GATED = replace(TINY, gated=96, vocabulary=128)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("W1", 163.109376), ("W2", 163.109376), ("W3", 1131.49952)])
+def test_workloads_have_the_size_they_should(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(WORKLOADS[name])
+    assert sum(param.numel() for param in model.parameters()) == round(1e6 * millions)
+
+
+def test_every_variant_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(overlap_model, "WORKLOADS", {"tiny": TINY, "gated": GATED})
+    monkeypatch.setattr(sys, "argv", ["overlap_model.py", "--ranks", "4", "--links", "nvlink", "--json"])
+    assert overlap_model.main() == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["faults"] == []
+    rows = told["rows"]
+    assert len(rows) == 2 * 4
+    for start in range(0, len(rows), 4):
+        by_variant = {row["variant"]: row for row in rows[start : start + 4]}
+        assert list(by_variant) == [OURS, "25 MB", "one bucket", AS_PLACED]
+        assert by_variant["one bucket"]["num_collectives"] == 1
+        num_params = 17 if by_variant[OURS]["workload"] == "tiny" else 12
+        assert by_variant[AS_PLACED]["num_collectives"] == num_params
+        assert by_variant[AS_PLACED]["exposed_us"] > by_variant[OURS]["exposed_us"]
+        assert all(0 <= row["exposed_us"] < row["step_us"] for row in by_variant.values())
+
+
+def row(variant: str, **figures: float) -> Row:
+    plain = {"step_us": 1000.0, "exposed_us": 15.0, **figures}
+    return Row(workload="W2", ranks=4, link="nvlink", variant=variant, num_collectives=3, peak_bytes=10, **plain)
+
+
+def test_what_is_worse_is_told() -> None:
+    assert overlap_model.faults([row(OURS), row("25 MB")]) == []
+    exposes = overlap_model.faults([row(OURS), row("25 MB", exposed_us=5.0)])
+    assert exposes == ["W2, 4 ranks, nvlink: ours exposes 15 us, 25 MB 5"]
+    takes = overlap_model.faults([row(OURS), row("one bucket", step_us=980.0)])
+    assert takes == ["W2, 4 ranks, nvlink: ours takes 1000 us, one bucket 980"]
+    share = overlap_model.faults([row(OURS, exposed_us=30.0), row("25 MB", exposed_us=40.0)])
+    assert share == ["W2, 4 ranks, nvlink: 3.0% of the step are exposed, 2% are allowed"]

@@ -1,0 +1,146 @@
+"""What holds for every pass, on random training steps; on random plain problems see ``tests/unit/passes``.
+
+Outputs are the same bits, a pass is idempotent and leaves the collectives that it declares, nothing is read before its
+wait, memory stays within the bound, and the whole gives what eager code gives on virtual ranks and on processes.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from tests.random_steps import RandomStep, random_step
+from tests.unit import builders
+from tests.unit.capture.steps import captured
+from wholestep.config import DDP
+from wholestep.cost.memory import peak_bytes
+from wholestep.cost.model import CostModel
+from wholestep.lower import eager
+from wholestep.passes.default import default_passes
+from wholestep.passes.pipeline import Pass, pass_name, run_passes
+from wholestep.passes.schedule import SLACK
+from wholestep.passes.tasks import tasks_of
+from wholestep.place.strategies import place
+from wholestep.program import meta, ops, show
+from wholestep.program.program import MeshAxis, OutputKind, Program, Stage
+from wholestep.program.spec import verify
+
+COSTS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
+seeds = st.integers(0, 10**6)
+many = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def placed(step: RandomStep) -> tuple[Program, list[Any]]:
+    """The program of the step for a group of 2 that has this process alone, and inputs to run it on."""
+    batch = step.batch(0)
+    found = captured(step.run, *batch)
+    axis = MeshAxis(name="data", size=2, group=builders.world_group())
+    return place(found.program, DDP(), axis), [*found.binding.inputs(list(batch))]
+
+
+def results(program: Program, inputs: list[Any]) -> list[Any]:
+    """What the program returns, and its inputs as it leaves them."""
+    torch.manual_seed(0)
+    own = [one.detach().clone() if isinstance(one, Tensor) else one for one in inputs]
+    with torch.no_grad():
+        found = list(zip_longest(eager.lower(program)(list(own)), program.outputs))
+        returned = [one.clone() for one, end in found if end.kind is not OutputKind.WRITE and isinstance(one, Tensor)]
+        for one, end in found:
+            if end.kind is OutputKind.WRITE and one is not None:
+                own[end.target].copy_(one.clone())
+    return [*returned, *own]
+
+
+@many
+@given(seeds, st.sampled_from(COSTS), st.booleans())
+def test_every_pass_keeps_the_bits_and_its_promises(seed: int, cost: CostModel, hold_updates: bool) -> None:
+    step = random_step(seed)
+    program, inputs = placed(step)
+    before_all, wanted = program, results(program, inputs)
+    gradients = sorted(names_reduced(program))
+    passes = default_passes(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates)
+    for one in passes:
+        before = program
+        program = run_passes(before, [one])  # verifies the stage: among others, nothing is read before its wait
+        assert builders.same(results(program, inputs), wanted), pass_name(one)
+        assert show.diff(run_passes(program, [one]), program) == "", f"{pass_name(one)} is not idempotent"
+        assert_collectives(one, before, program)
+        if pass_name(one) == "schedule":
+            assert_bound(cost, before, program, hold_updates=hold_updates)
+    assert program.stage is Stage.SCHEDULED
+    # Ranks plan on their own: nothing may depend on the order of a set, on addresses or on time.
+    assert show.diff(run_passes(before_all, passes), program) == ""
+    assert sorted(names_reduced(program)) == gradients
+    verify(program)
+
+
+def starts(program: Program) -> list[torch.fx.Node]:
+    return [node for node in program.graph.nodes if ops.is_collective(node)]
+
+
+def names_reduced(program: Program) -> list[str]:
+    return [name for node in starts(program) if (record := meta.bucket(node)) for name in record.members]
+
+
+def assert_collectives(one: Pass, before: Program, after: Program) -> None:
+    """Only dedupe and bucket may leave fewer; whatever there is moves the same gradients, of the same bytes."""
+    if pass_name(one) in ("dedupe", "bucket"):
+        assert len(starts(after)) <= len(starts(before))
+    else:
+        assert len(starts(after)) == len(starts(before))
+    if pass_name(one) == "bucket":
+        assert moved(after) == moved(before)
+
+
+def moved(program: Program) -> int:
+    return sum(meta.num_bytes(node) for node in starts(program) if meta.bucket(node) is not None)
+
+
+def assert_bound(cost: CostModel, before: Program, after: Program, *, hold_updates: bool) -> None:
+    peaks = []
+    for program in (before, after):
+        found = tasks_of(program, cost, hold_updates=hold_updates)
+        peaks.append(peak_bytes(found.usages, pinned=found.pinned, writable=found.writable))
+    assert peaks[1] <= int(peaks[0] * (1 + SLACK))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_four_virtual_ranks(seed: int) -> None:
+    """Optimised against unoptimised bit by bit, and against the eager step on the whole batch."""
+    step = random_step(seed, dropout=seed % 3 == 0)
+    strategy = DDP(bucket_bytes=step.bucket_bytes or "auto")
+    rows = [step.batch(rank) for rank in range(4)]
+    x, y = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    before = [one.detach().clone() for one in step.state()]
+    found = ws.compile(step.run, strategy=strategy).verify(x, y, ranks=4, steps=2)
+    assert found.ok, str(found)
+    assert builders.same([one.detach() for one in step.state()], before)
+
+
+def on_two_ranks(seed: int) -> bool:
+    """Three calls, compiled and under eager DDP, from the same state on the same data."""
+    ours, theirs = random_step(seed, dropout=False), random_step(seed, dropout=False)
+    theirs.forward[0] = DistributedDataParallel(theirs.model, find_unused_parameters=True)
+    step = ws.compile(ours.run, strategy=DDP(bucket_bytes=ours.bucket_bytes or "auto"), backend="eager")
+    # g1 / 2 + g1' / 2 + g2 / 2 + ... in another order: a few roundings of a gradient.
+    margin = {"rtol": 0.0, "atol": 0.0} if ours.exact else {"rtol": 1e-4, "atol": 1e-5}
+    for call in range(3):
+        batch = ours.batch(10 * call + dist.get_rank())
+        results = [step(*batch), *ours.state()], [theirs.run(*batch), *theirs.state()]
+        for own, other in zip(*results, strict=True):
+            torch.testing.assert_close(own, other, **margin, msg=lambda text: f"seed {seed}, call {call}: {text}")
+    return step.cache_info().traces == 1
+
+
+def test_two_processes(pool2: Any) -> None:
+    for seed in range(25):
+        assert pool2.run(on_two_ranks, seed) is not None

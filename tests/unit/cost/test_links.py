@@ -1,0 +1,83 @@
+"""Times of collectives: through what was measured, monotone in bytes, carried over to other numbers of ranks."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wholestep.cost.curve import fitted
+from wholestep.cost.links import OPS, Links, uniform
+from wholestep.errors import ConfigError
+
+LINK = uniform(latency_us=20.0, bus_bytes_per_us=1e4, launch_us=5.0)
+
+
+def synthetic_us(op: str, num_bytes: int, ranks: int) -> float:
+    """A ring with a protocol that switches: short messages at a quarter of the bandwidth."""
+    share = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(op, (ranks - 1) / ranks)
+    rounds = ranks - 1 if op == "all_to_all" else math.log2(ranks)
+    return 12.0 * rounds + share * (num_bytes / 2e4 + 3 * min(num_bytes, 2**18) / 2e4)
+
+
+def calibrated(ranks: int) -> Links:
+    sizes = [2**power for power in range(10, 27, 2)]
+    tables = {op: {ranks: fitted((size, synthetic_us(op, size, ranks)) for size in sizes)} for op in OPS}
+    return Links(tables=tables, launch_us=1.0)
+
+
+@given(st.sampled_from(OPS), st.integers(0, 2**33), st.integers(0, 2**33), st.integers(2, 512))
+def test_more_bytes_never_take_less_time(op: str, a: int, b: int, ranks: int) -> None:
+    less, more = sorted((a, b))
+    assert 0 < LINK.us(op, less, ranks) <= LINK.us(op, more, ranks) * (1 + 1e-12)
+
+
+@given(st.sampled_from(OPS), st.integers(2**10, 2**28))
+def test_sizes_between_the_measured_ones_are_predicted(op: str, num_bytes: int) -> None:
+    predicted, wanted = calibrated(2).us(op, num_bytes, 2), synthetic_us(op, num_bytes, 2)
+    assert wanted / 1.15 <= predicted <= wanted * 1.15
+
+
+@given(st.sampled_from(OPS), st.integers(2**10, 2**28), st.integers(2, 64))
+def test_other_numbers_of_ranks_are_predicted(op: str, num_bytes: int, ranks: int) -> None:
+    """The smallest message that is measured holds some transfer, which is then taken for latency: hence 1.3."""
+    predicted, wanted = calibrated(4).us(op, num_bytes, ranks), synthetic_us(op, num_bytes, ranks)
+    assert wanted / 1.3 <= predicted <= wanted * 1.3
+
+
+def test_a_hand_computed_ring() -> None:
+    """64 MB over 1e4 B/us on 8 ranks: 2 x 7/8 of the message in an all-reduce, three rounds of latency for one."""
+    num_bytes = 64_000_000
+    assert LINK.us("all_reduce", num_bytes, 8) == pytest.approx(3 * 20 + 2 * 7 / 8 * 6400, rel=0.01)
+    assert LINK.us("all_gather", num_bytes, 8) == pytest.approx(3 * 20 + 7 / 8 * 6400, rel=0.01)
+    assert LINK.us("broadcast", num_bytes, 8) == pytest.approx(3 * 20 + 6400, rel=0.01)
+    assert LINK.us("all_to_all", num_bytes, 8) == pytest.approx(7 * 20 + 7 / 8 * 6400, rel=0.01)
+
+
+def test_the_closest_measurement_counts() -> None:
+    two, sixteen = fitted([(1, 10.0)]), fitted([(1, 100.0)])
+    links = Links(tables={"all_reduce": {2: two, 16: sixteen}}, launch_us=0.0)
+    assert links.us("all_reduce", 1, 2) == 10.0
+    assert links.us("all_reduce", 1, 16) == 100.0
+    assert links.us("all_reduce", 1, 4) == 20.0
+    assert links.us("all_reduce", 1, 8) == pytest.approx(75.0)
+
+
+def test_an_operation_that_was_not_measured_is_derived_from_the_all_reduce() -> None:
+    links = Links(tables={"all_reduce": {2: fitted([(1000, 10.0), (1_000_000, 110.0)])}}, launch_us=0.0)
+    assert links.us("all_gather", 1_000_000, 2) == pytest.approx(10 + 100 / 2)
+
+
+def test_one_rank_talks_to_nobody() -> None:
+    assert LINK.us("all_reduce", 1_000_000, 1) == 0.0
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'gossip'"):
+        LINK.us("gossip", 1, 2)
+    with pytest.raises(ConfigError, match="all_reduce"):
+        Links(tables={}, launch_us=1.0)
+    with pytest.raises(ConfigError, match="2 ranks"):
+        Links(tables={"all_reduce": {1: fitted([(1, 1)])}}, launch_us=1.0)
+    with pytest.raises(ConfigError, match="slowdowns"):
+        Links(tables=LINK.tables, launch_us=1.0, compute_slowdown=0.5)

@@ -1,0 +1,123 @@
+"""Gradients that are computed in their place in the bucket."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.unit import builders
+from tests.unit.builders import aten, gradient
+from wholestep.cost.model import CostModel
+from wholestep.lower import eager
+from wholestep.passes.bucket import bucket
+from wholestep.passes.fill import fill_buckets
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.program.program import Program
+
+COST = CostModel.default("cpu+gloo")
+X, Y = torch.randn(6, 4), torch.randn(6, 3)
+
+
+def filled(fn, tensors: list[torch.Tensor]) -> tuple[Program, Program]:
+    """The program before and after, which give the same bits."""
+    placed = builders.place(builders.capture(fn, tensors))
+    before = run_passes(placed, [partial(bucket, cost=COST, bucket_bytes=1 << 20), reinplace])
+    after = run_passes(before, [fill_buckets])
+    assert builders.same(builders.execute(after, tensors), builders.execute(placed, tensors))
+    return before, after
+
+
+def linear(x, y):
+    """What the backward of a linear layer gives: weight and bias."""
+    return gradient(y.t() @ x, "weight"), gradient(y.sum(0, keepdim=True).view(-1), "bias")
+
+
+def test_a_bucket_of_a_linear_layer_is_filled_without_a_copy():
+    before, after = filled(linear, [X, Y])
+    assert builders.count(before, aten.cat.default) == 1
+    assert builders.count(after, aten.cat.default, aten._foreach_copy_.default) == 0
+    assert builders.count(after, aten.mm.out, aten.sum.IntList_out) == 2
+    assert after.history[-1].notes[0].startswith("60 B of 60 B")
+
+
+def test_less_memory_is_alive():
+    peaks = []
+    x, y = torch.randn(8, 512), torch.randn(8, 256)
+    for program in filled(linear, [x, y]):
+        run = eager.lower(program)
+        with torch.no_grad(), builders.live_bytes() as live:
+            live.know([x, y])
+            run([x, y])
+        peaks.append(live.peak)
+    weight_bytes = 4 * 512 * 256
+    assert peaks[0] - peaks[1] == pytest.approx(weight_bytes, rel=0.05)
+
+
+def test_what_cannot_be_computed_there_is_copied():
+    def fn(x, y):
+        return gradient(y.t() @ x, "weight"), gradient(torch.cumsum(y[0], 0), "other")
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.mm.out) == builders.count(after, aten._foreach_copy_.default) == 1
+
+
+def test_a_bucket_that_is_mostly_copied_keeps_its_cat():
+    def fn(x, y):
+        return gradient(torch.cumsum(x, 0), "other"), gradient(y.sum(0), "bias")
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.cat.default) == 1
+
+
+def test_a_gradient_that_is_read_afterwards_stays_where_it_is():
+    """The reduction would change it under its reader."""
+
+    def fn(x, y):
+        weight, bias = y.t() @ x, y.sum(0)
+        reduced = gradient(weight, "weight"), gradient(bias, "bias")
+        return *reduced, weight * 2, bias * 2
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.cat.default) == 1
+    assert builders.count(after, aten.mm.out) == 0
+
+
+def test_a_gradient_that_is_transposed_lies_in_its_own_order():
+    def fn(x, y):
+        return gradient((x.t() @ y).t(), "weight"), gradient(y.sum(0), "bias")
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.mm.out) == 1
+    assert builders.count(after, aten.cat.default) == 0
+
+
+def test_a_gradient_that_is_summed_up_is_summed_up_in_its_place():
+    """Two backward passes: what the first one makes is added to."""
+
+    def fn(x, y):
+        weight = y.t() @ x
+        weight = weight + y.t() @ (x * 2)
+        return gradient(weight, "weight"), gradient(y.sum(0), "bias")
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.mm.out) == 1
+    assert builders.count(after, aten.cat.default) == 0
+
+
+def test_the_same_gradient_twice_is_copied_once():
+    def fn(x, y):
+        weight = y.t() @ x
+        return gradient(weight, "a"), gradient(weight.view(-1), "b")
+
+    filled(fn, [X, Y])
+
+
+def test_other_cats_are_left_alone():
+    def fn(x, y):
+        return torch.cat([y.t() @ x, y.t() @ x * 2]), gradient(y.sum(0), "bias")
+
+    _, after = filled(fn, [X, Y])
+    assert builders.count(after, aten.cat.default) == 1
