@@ -20,7 +20,7 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.passes.default import default_passes
-from wholestep.run.verdict import Verification
+from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.world import World, init, run
 from wholestep.step import CompiledStep, compile
 

@@ -39,8 +39,8 @@ from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
 from wholestep.run.meetings import Meetings
-from wholestep.run.verdict import Verification
-from wholestep.run.verify import Subject, Trial, verify
+from wholestep.run.virtual_ranks.verdict import Verification
+from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
 from wholestep.run.world import World, init
 

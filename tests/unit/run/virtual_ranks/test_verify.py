@@ -28,10 +28,10 @@ from wholestep.passes.reinplace import reinplace
 from wholestep.place.strategies import DataParallel
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import InputKind, MeshAxis, Program
-from wholestep.run import verify as verifying
-from wholestep.run.trial import Batch
-from wholestep.run.verdict import Outcome, Verification
-from wholestep.run.verify import Subject, _Virtual
+from wholestep.run.virtual_ranks import verify as verifying
+from wholestep.run.virtual_ranks.trial import Batch
+from wholestep.run.virtual_ranks.verdict import Outcome, Verification
+from wholestep.run.virtual_ranks.verify import Subject, _Virtual
 
 WIDTH = 6
 SMALL_BUCKETS = ws.DDP(bucket_bytes=200)

@@ -9,9 +9,9 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import meta, ops
-from wholestep.run.compare import Gap, gap
-from wholestep.run.verdict import Difference
-from wholestep.run.virtual import Pending, described
+from wholestep.run.virtual_ranks.compare import Gap, gap
+from wholestep.run.virtual_ranks.execute import Pending, described
+from wholestep.run.virtual_ranks.verdict import Difference
 
 Where = tuple[int, int]
 """Step, from 1, and virtual rank."""

@@ -26,10 +26,10 @@ from wholestep.capture.state import Slot, State
 from wholestep.config import DDP
 from wholestep.program import meta, ops
 from wholestep.program.program import InputKind, Output, OutputKind, Program
-from wholestep.run.compare import Gap, farthest, largest
-from wholestep.run.locate import difference_at
-from wholestep.run.trial import Batch
-from wholestep.run.verdict import Check, Difference, Outcome
+from wholestep.run.virtual_ranks.compare import Gap, farthest, largest
+from wholestep.run.virtual_ranks.locate import difference_at
+from wholestep.run.virtual_ranks.trial import Batch
+from wholestep.run.virtual_ranks.verdict import Check, Difference, Outcome
 
 NAME = "unoptimised = eager on the whole batch"
 STANDS_OUT = 0.01

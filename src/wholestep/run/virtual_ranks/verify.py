@@ -4,7 +4,7 @@ Note: three runs
     *optimised*: the scheduled program, as every rank would run it.   *unoptimised*: the placed program, one collective
     per gradient.   *eager*: the user's own function on the whole batch. All three start from the same state and go
     through the same batches; between steps the numbers of all parameter groups change, so that one which was frozen
-    shows. Whatever changes of the user's is put back (`wholestep.run.saved`).
+    shows. Whatever changes of the user's is put back (`wholestep.run.virtual_ranks.saved`).
 
 Note: who decides what the next call looks like
     The first call may create optimizer state, or leave gradients, and then the second is another graph. The user's
@@ -31,14 +31,14 @@ from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.place.strategies import place
 from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
 from wholestep.run.comm_state import CommState
-from wholestep.run.compare import Gap, gap
-from wholestep.run.locate import Comparer, Recorder, difference_at
-from wholestep.run.saved import Saved, overwrite
-from wholestep.run.trial import Batch, Side, copies_of
-from wholestep.run.verdict import Check, Difference, Outcome, Verification
-from wholestep.run.virtual import Streams, blocks_of, run
-from wholestep.run.whole import NAME as WHOLE
-from wholestep.run.whole import Movement, Ranks, compare_with_eager, kept
+from wholestep.run.virtual_ranks.compare import Gap, gap
+from wholestep.run.virtual_ranks.execute import Streams, blocks_of, run
+from wholestep.run.virtual_ranks.locate import Comparer, Recorder, difference_at
+from wholestep.run.virtual_ranks.saved import Saved, overwrite
+from wholestep.run.virtual_ranks.trial import Batch, Side, copies_of
+from wholestep.run.virtual_ranks.verdict import Check, Difference, Outcome, Verification
+from wholestep.run.virtual_ranks.whole import NAME as WHOLE
+from wholestep.run.virtual_ranks.whole import Movement, Ranks, compare_with_eager, kept
 
 FACTOR = 0.7
 """By what the numbers of the parameter groups are multiplied from one step to the next."""

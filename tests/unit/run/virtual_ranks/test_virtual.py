@@ -17,8 +17,8 @@ from wholestep.passes.reinplace import reinplace
 from wholestep.program import edit, meta, ops
 from wholestep.program.collectives import EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from wholestep.program.program import InputKind, MeshAxis, Program
-from wholestep.run.across import RULES
-from wholestep.run.virtual import Streams, blocks_of, run
+from wholestep.run.virtual_ranks.across import RULES
+from wholestep.run.virtual_ranks.execute import Streams, blocks_of, run
 
 GROUP = "virtual"
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from wholestep.capture.storage import is_freed
 from wholestep.errors import ConfigError
 from wholestep.program.program import Input, InputKind, OutputKind, Program
 from wholestep.run.comm_state import CommState, Held
-from wholestep.run.saved import freed_like, overwrite
-from wholestep.run.virtual import blocks_of
+from wholestep.run.virtual_ranks.execute import blocks_of
+from wholestep.run.virtual_ranks.saved import freed_like, overwrite
 
 
 class Batch:

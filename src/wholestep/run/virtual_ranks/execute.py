@@ -1,6 +1,6 @@
 """Runs a program for several virtual ranks in one process, node by node, all ranks in step.
 
-Every rank has values of its own; a collective is computed across the values of its group (`wholestep.run.across`).
+Every rank has values of its own; a collective is computed across the values of its group (`across`).
 What a real group does behind the back of the program is checked here, and never happens to be right:
 
 [Note: under way]
@@ -31,7 +31,7 @@ from wholestep.passes.alias import COPY_FIRST
 from wholestep.program import meta, ops, show
 from wholestep.program.collectives import BARRIER
 from wholestep.program.program import MeshAxis, Program
-from wholestep.run.across import RULES
+from wholestep.run.virtual_ranks.across import RULES
 
 Watch = Callable[[fx.Node, list[Any], list[Any]], None]
 """Is told of each call that has run: the node, its positional arguments and what it gave, by rank."""

@@ -7,8 +7,8 @@ import torch
 from wholestep.capture.state import State
 from wholestep.capture.storage import is_freed
 from wholestep.program.program import InputKind
-from wholestep.run.saved import freed_like, overwrite
-from wholestep.run.trial import Batch, copies_of
+from wholestep.run.virtual_ranks.saved import freed_like, overwrite
+from wholestep.run.virtual_ranks.trial import Batch, copies_of
 
 
 def test_copies_that_shared_memory_share_it_again_and_no_other() -> None:
