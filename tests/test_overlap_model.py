@@ -12,7 +12,7 @@ import torch
 from benchmarks import overlap_model
 from benchmarks.overlap_model import AS_PLACED, OURS, WORKLOADS, LanguageModel, Row, Workload
 
-TINY = Workload(num_layers=1, width=64, num_heads=2, vocabulary=512, length=32, rows=2)
+TINY = Workload(num_layers=1, width=64, num_heads=2, vocabulary=8192, length=32, rows=2)
 GATED = replace(TINY, gated=96, vocabulary=128)
 
 
@@ -26,17 +26,20 @@ def test_workloads_have_the_size_they_should(name: str, millions: float) -> None
 def test_every_variant_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(overlap_model, "WORKLOADS", {"tiny": TINY, "gated": GATED})
     monkeypatch.setattr(sys, "argv", ["overlap_model.py", "--ranks", "4", "--links", "nvlink", "--json"])
-    assert overlap_model.main() == 0
+    status = overlap_model.main()
     told = json.loads(capsys.readouterr().out)
-    assert told["faults"] == []
+    assert status == bool(told["faults"])
     rows = told["rows"]
     assert len(rows) == 2 * 4
     for start in range(0, len(rows), 4):
         by_variant = {row["variant"]: row for row in rows[start : start + 4]}
         assert list(by_variant) == [OURS, "25 MB", "one bucket", AS_PLACED]
         assert by_variant["one bucket"]["num_collectives"] == 1
+        # The head alone is more than 1 MiB in the larger one, so it is the first bucket of the fixed rule.
+        assert by_variant["25 MB"]["num_collectives"] == (2 if by_variant[OURS]["workload"] == "tiny" else 1)
         num_params = 17 if by_variant[OURS]["workload"] == "tiny" else 12
         assert by_variant[AS_PLACED]["num_collectives"] == num_params
+        assert by_variant[OURS]["exposed_us"] == min(row["exposed_us"] for row in by_variant.values())
         assert by_variant[AS_PLACED]["exposed_us"] > by_variant[OURS]["exposed_us"]
         assert all(0 <= row["exposed_us"] < row["step_us"] for row in by_variant.values())
 
@@ -50,6 +53,8 @@ def test_what_is_worse_is_told() -> None:
     assert overlap_model.faults([row(OURS), row("25 MB")]) == []
     exposes = overlap_model.faults([row(OURS), row("25 MB", exposed_us=5.0)])
     assert exposes == ["W2, 4 ranks, nvlink: ours exposes 15 us, 25 MB 5"]
+    # Exposed on purpose: what is hidden slows computation down.
+    assert overlap_model.faults([row(OURS), row("25 MB", exposed_us=5.0, step_us=1010.0)]) == []
     takes = overlap_model.faults([row(OURS), row("one bucket", step_us=980.0)])
     assert takes == ["W2, 4 ranks, nvlink: ours takes 1000 us, one bucket 980"]
     share = overlap_model.faults([row(OURS, exposed_us=30.0), row("25 MB", exposed_us=40.0)])

@@ -48,6 +48,9 @@ class Binding:
     """Flat inputs of earlier calls, for the next one: filling in and dropping thousands of entries costs more than the
     checks of a small step. At most one, unless calls overlap (threads)."""
 
+    _plain: bool = field(init=False, default=False)
+    """Whether all that a call leaves to do is to return its one tensor."""
+
     def with_tensors(self, more: list[torch.Tensor]) -> Binding:
         """The same binding for a program with `more` inputs at the end, which live between calls."""
         return replace(self, tensors=[*self.tensors, *more], free=[])
@@ -58,8 +61,10 @@ class Binding:
             flat: list[Any] = self.free.pop()
         except IndexError:
             flat = self.tensors.copy()
+        # As `Hyper.read`, without a call for each: what a function costs whose code is no longer in the cache.
         for index, hyper in self.hypers:
-            flat[index] = hyper.read()
+            held = hyper.group[hyper.key]
+            flat[index] = float(held if hyper.position is None else held[hyper.position])
         for index, leaf in self.user:
             flat[index] = leaves[leaf]
         for index, param in self.entry_grads:
@@ -72,6 +77,8 @@ class Binding:
 
     def finish(self, outputs: tuple[Any, ...]) -> Any:
         """Puts gradients and new state back and returns what the step returns."""
+        if self._plain:
+            return outputs[0]
         user_end, grad_end, state_end = self.slices
         for param in self.cleared:
             param.grad = None
@@ -84,6 +91,7 @@ class Binding:
         while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
             self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
         if self.result_spec.type is None and user_end:  # the usual result: one tensor
+            self._plain = not self.cleared and state_end == user_end
             return outputs[0]
         results = self.results.copy()
         for number, place in enumerate(self.result_places):

@@ -61,7 +61,6 @@ def default_passes(
         *extra,
         # From here on the order of the nodes is fixed, and values that are dead are overwritten.
         partial(reinplace, hold_updates=hold_updates),
-        # Last: a slice of a bucket is memory that several nodes write to. The bucket lives longer for it; a budget has
-        # not counted on that.
-        *([fill_buckets] if memory_budget is None else []),
+        # Last: a slice of a bucket is memory that several nodes write to.
+        fill_buckets,
     ]

@@ -12,18 +12,19 @@ Note: when a gradient may live in its bucket
     Its memory was made by an operator that can write its result anywhere; it is dense, and of the bucket's type;
     nothing reads it behind the place where the bucket is filled, since the reduction changes it. Gradients for which
     that does not hold are copied into their place. A bucket of which less than half could be filled so keeps its one
-    ``cat``.
+    ``cat``. The bucket is alive from its first gradient on; where that would raise the peak, the first ones are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
 from wholestep.passes.alias import Memory, span_of
+from wholestep.passes.tasks import live_bytes
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
 
@@ -62,12 +63,14 @@ def fill_buckets(program: Program) -> Program:
     direct = total = 0
     buckets = [node for node in graph.find_nodes(op="call_function", target=_aten.cat.default) if _is_bucket(node)]
     memory = _memory(graph) if buckets else None
+    live = live_bytes(program) if buckets else {}
     for node in buckets:
         assert memory is not None
-        parts = _parts(node, memory)
+        parts = _within(live, node, _parts(node, memory))
         own = sum(part.num_bytes for part in parts if part.maker is not None)
         total += meta.num_bytes(node)
         if 2 * own >= meta.num_bytes(node):
+            _account(live, node, parts)
             _fill(graph, node, parts)
             direct += own
     if not total:
@@ -119,6 +122,40 @@ def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
     dense = made.storage_offset() == 0 and made.numel() * made.element_size() == made.untyped_storage().nbytes()
     same = made.dtype == part.dtype == meta.tensor(cat).dtype and span_of(made) == span_of(part)
     return maker if dense and same else None
+
+
+def _within(live: dict[fx.Node, int], cat: fx.Node, parts: list[_Part]) -> list[_Part]:
+    """The parts, of which as many as must are copied, the first ones to be ready first, so that the peak stays.
+
+    The bucket is alive from the first gradient that is made in it, all of it.
+    """
+    peak = max(live.values())
+    place = {node: number for number, node in enumerate(live)}
+    direct = sorted((part for part in parts if part.maker is not None), key=lambda part: place[part.maker])  # type: ignore[index]
+    while direct and any(live[node] + more > peak for node, more in _more_bytes(live, cat, direct)):
+        direct.pop(0)
+    kept = {part.maker for part in direct}
+    return [part if part.maker in kept else replace(part, maker=None) for part in parts]
+
+
+def _account(live: dict[fx.Node, int], cat: fx.Node, parts: Sequence[_Part]) -> None:
+    """Adds what the bucket takes before it is full; once it is, there are no gradients beside it."""
+    direct = [part for part in parts if part.maker is not None]
+    for node, more in list(_more_bytes(live, cat, direct)):
+        live[node] += more
+    live[cat] -= sum(part.num_bytes for part in direct)
+
+
+def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Part]) -> Iterator[tuple[fx.Node, int]]:
+    """From the first gradient made in the bucket to its ``cat``: bytes that are alive beyond those of the gradients."""
+    sizes = {part.maker: part.num_bytes for part in direct}
+    more = meta.num_bytes(cat)
+    for node in live:
+        if node is cat:
+            return
+        more -= sizes.get(node, 0)
+        if more < meta.num_bytes(cat):
+            yield node, more
 
 
 def _fill(graph: fx.Graph, cat: fx.Node, parts: Sequence[_Part]) -> None:

@@ -100,6 +100,7 @@ def _problem(program: Program, found: Tasks) -> recompute.Problem:
     kept: set[int] = set()
     for node, task, usage, home in zip(found.nodes, found.tasks, found.usages, found.homes, strict=True):
         again = _may_repeat(node)
+        read = [] if again and _is_memory(node) else node.all_input_nodes
         state_bytes = random.state_bytes(_device(node)) if again and ops.is_random(node.target) else 0
         if meta.origin(node).module in asked or any(user.op == "output" for user in node.users):
             kept.update(home)
@@ -108,7 +109,7 @@ def _problem(program: Program, found: Tasks) -> recompute.Problem:
                 buffer for arg in node.all_input_nodes if arg in number_of for buffer in found.homes[number_of[arg]]
             )
         calls.append(recompute.Call(
-            usage=usage, args=tuple(number_of[arg] for arg in _read(node) if arg in number_of), buffers=home,
+            usage=usage, args=tuple(number_of[arg] for arg in read if arg in number_of), buffers=home,
             late=meta.origin(node).region is not Region.FORWARD, again_us=task.us if again else None,
             state_bytes=state_bytes,
         ))  # fmt: skip
@@ -141,13 +142,9 @@ def _device(node: fx.Node) -> torch.device:
     return next(meta.tensors(node)).device
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
-    """What a second call of the node reads: to make memory of known size, nothing."""
-    return [] if _is_memory(node) else node.all_input_nodes
-
-
 def _is_memory(node: fx.Node) -> bool:
-    return node.target is _aten.empty_like.default and _known_sizes(node)
+    """Whether the call only makes memory; a second call needs to read nothing for that."""
+    return node.target is _aten.empty_like.default
 
 
 def _rewrite(graph: fx.Graph, found: Tasks, plan: recompute.Plan) -> None:

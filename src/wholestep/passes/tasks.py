@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from wholestep.cost.memory import Make, Usage
+from wholestep.cost.memory import Ledger, Make, Usage
 from wholestep.cost.model import CostModel
 from wholestep.cost.timeline import Sharing, Task
 from wholestep.passes import sink
@@ -65,6 +65,17 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
     return Tasks(
         nodes=nodes, tasks=tasks, usages=usages, late=late, pinned=pinned, writable=writable, homes=homes
     )  # fmt: skip
+
+
+def live_bytes(program: Program) -> dict[fx.Node, int]:
+    """How many bytes are alive while each call runs, those of inputs not counted."""
+    nodes = tuple(node for node in program.graph.nodes if node.op not in ("placeholder", "output"))
+    usages, _, pinned, writable = _memory(program, nodes)
+    ledger, found = Ledger(usages, pinned=pinned, writable=writable), {}
+    for number, node in enumerate(nodes):
+        found[node] = ledger.live_bytes + ledger.needed_bytes(number)
+        ledger.run(number)
+    return found
 
 
 def sharing(cost: CostModel) -> Sharing:

@@ -27,7 +27,7 @@ class Collective:
     num_bytes: int
     """Bytes that one rank puts in: what travels."""
     gradient_bytes: int
-    """Bytes of the gradients that it carries: more than `num_bytes` where they are compressed, 0 where there are none."""
+    """Bytes of the gradients that it carries: more than `num_bytes` where they are compressed, 0 if it carries none."""
     axis: str
     members: tuple[str, ...]
     """Parameters whose gradients it carries; empty for other collectives."""

@@ -15,6 +15,7 @@ from wholestep.passes.bucket import bucket
 from wholestep.passes.fill import fill_buckets
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
+from wholestep.passes.tasks import live_bytes
 from wholestep.program.program import Program
 
 COST = CostModel.default("cpu+gloo")
@@ -98,9 +99,10 @@ def test_a_gradient_that_is_summed_up_is_summed_up_in_its_place():
     """Two backward passes: what the first one makes is added to."""
 
     def fn(x, y):
+        forward = x.repeat(9, 9).sum()  # where the peak is
         weight = y.t() @ x
         weight = weight + y.t() @ (x * 2)
-        return gradient(weight, "weight"), gradient(y.sum(0), "bias")
+        return gradient(weight, "weight"), gradient(y.sum(0), "bias"), forward
 
     _, after = filled(fn, [X, Y])
     assert builders.count(after, aten.mm.out) == 1
@@ -113,6 +115,22 @@ def test_the_same_gradient_twice_is_copied_once():
         return gradient(weight, "a"), gradient(weight.view(-1), "b")
 
     filled(fn, [X, Y])
+
+
+def test_the_peak_stays():
+    """Two gradients with a large value between them: the bucket would be alive beside it, its second half for nothing."""
+
+    def fn(x, y):
+        weight = y.t() @ x
+        between = x.repeat(40, 1)
+        bias = (between.t() @ between).sum(0)
+        return gradient(weight, "weight"), gradient(torch.addmm(y.new_zeros(4, 4), x.t(), x) + bias, "other")
+
+    x, y = torch.randn(6, 4), torch.randn(6, 3)
+    before, after = filled(fn, [x, y])
+    peaks = [max(live_bytes(program).values()) for program in (before, after)]
+    assert peaks[1] <= peaks[0]
+    assert builders.count(after, aten.mm.out) == 0
 
 
 def test_other_cats_are_left_alone():

@@ -224,6 +224,49 @@ def test_what_checkpointing_asked_for_stays():
     assert builders.same(outcome(plain), outcome(tight))
 
 
+class Gate(nn.Module):
+    """Two functions of its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh(), x.sigmoid()
+
+
+class Gated(torch.autograd.Function):
+    """A product of both, of which one is kept for the backward and the other computed again: a policy by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
+        kept, other = gate(x)
+        ctx.save_for_backward(x, kept)
+        ctx.gate = gate
+        return kept * other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, kept = ctx.saved_tensors
+        other = ctx.gate(x)[1]
+        return grad * other * (1 - kept * kept + kept * (1 - other)), None
+
+
+def test_what_was_kept_on_purpose_stays():
+    first, gate = nn.Sequential(Block(16), nn.Linear(16, 64), nn.Tanh()), Gate()
+    last = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 4))  # where the peak is
+    opt = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1)
+
+    def step(x: Tensor) -> None:
+        last(Gated.apply(first(x), gate)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    axis = MeshAxis(name="data", size=2, group=builders.world_group())
+    program = place(capture(step, (ROWS,), {}).program, DDP(), axis)
+    plain, tight = planned(program, None), planned(program, 0.05)
+    names = [str(meta.repeats(node)) for node in again(tight)]
+    assert any(name.startswith("gelu") for name in names)
+    assert not any(name.startswith("tanh") for name in names)  # what the gate is given, and what it keeps
+    assert builders.same(outcome(plain), outcome(tight))
+
+
 def outcome(program: Program) -> list[Any]:
     """What the program gives and writes, and the generator behind it, from inputs that are the same at every call."""
     generator = torch.Generator().manual_seed(0)
@@ -280,7 +323,7 @@ def test_two_batches_whose_gradients_are_added():
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, 8), "relu": nn.ReLU, "gelu": nn.GELU, "dropout": lambda: nn.Dropout(0.3),
     "norm": lambda: nn.LayerNorm(8), "batch norm": lambda: nn.BatchNorm1d(8), "softmax": lambda: nn.Softmax(-1),
-    "block": lambda: Block(8, 0.1), "silu in place": lambda: nn.SiLU(inplace=True),
+    "block": lambda: Block(8, 0.1), "silu in place": lambda: nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True)),
 }  # fmt: skip
 
 
