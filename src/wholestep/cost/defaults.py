@@ -87,7 +87,7 @@ def _curve_by_kib(times_us: tuple[float, ...]) -> Curve:
 
 LINKS: Mapping[str, Links] = {
     # Two processes of one host over loopback.
-    "gloo": uniform(latency_us=150.0, bus_bytes_per_us=1.2e3, launch_us=60.0, slowdown=1.5),
+    "gloo": uniform(latency_us=150.0, bus_bytes_per_us=1.2e3, launch_us=500.0, slowdown=1.5),
     # Measured with `probe_links` between two H200s of one host (NVLink 4, NCCL 2.28 without multicast); the slowdowns
     # beside products that fill the GPU.
     "nvlink": Links(

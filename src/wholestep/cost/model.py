@@ -48,7 +48,7 @@ class CostModel:
 
     @property
     def launch_us(self) -> float:
-        """Time of the host to start one collective and come back, while the transfer goes on by itself."""
+        """What starting one collective costs the host, however short it is (`Links.launch_us`)."""
         return self.links.launch_us
 
     @property

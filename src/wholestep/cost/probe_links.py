@@ -23,6 +23,8 @@ BUDGET_US = 6e4
 MOST_CALLS = 30
 OVERLAP_BYTES = {"cpu": 2**24, "cuda": 2**28}
 """Message of the probe of compute and communication at the same time: large beside what ranks start apart."""
+ROUNDS, BETWEEN, PRODUCTS_BETWEEN = 9, 8, 6
+"""How often the price of a collective is measured, over how many, and the products from one to the next."""
 BLOCKING_PRODUCTS = 20
 """Products that keep a GPU busy until the host has launched all that is to be timed."""
 
@@ -59,7 +61,7 @@ def probe_links(
         tables[op] = {ranks: fitted(points)}
     tell("communication beside compute")
     compute, collective = _slowdowns(clock, min(OVERLAP_BYTES[device.type], 4 * sizes_bytes[-1]))
-    launch_us = clock.launch_us(_call("all_reduce", sizes_bytes[0], group, device))
+    launch_us = _launch_us(clock, _call("all_reduce", sizes_bytes[0], group, device))
     return Links(tables=tables, launch_us=launch_us, compute_slowdown=compute, collective_slowdown=collective)
 
 
@@ -93,17 +95,6 @@ class _Clock:
         self._each_us(call, 1)  # connections are made, buffers registered
         first_us = self.slowest(self._each_us(call, 1))
         return self.slowest(self._each_us(call, max(2, min(MOST_CALLS, int(BUDGET_US / first_us)))))
-
-    def launch_us(self, call: Call) -> float:
-        """Time until the call comes back, which is before the collective has ended."""
-        times = []
-        for _ in range(MOST_CALLS):
-            start = time.perf_counter()
-            result = call()
-            times.append(1e6 * (time.perf_counter() - start))
-            c10d.wait_tensor.default(result)
-            self.finish()
-        return self.slowest(_median(times))
 
     def slowest(self, us: float) -> float:
         """The largest of what the ranks measured. Behind it all ranks go on at once."""
@@ -151,6 +142,36 @@ def _event() -> torch.cuda.Event:
 def _us_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
     return 1e3 * float(start.elapsed_time(end))
+
+
+def _launch_us(clock: _Clock, call: Call) -> float:
+    """What one collective more costs the computation, however short it is.
+
+    On a GPU the time until the call comes back. On the CPU the threads of the backend need a core, which the ranks
+    have: so small messages are sent between pieces of computation, and what those take longer for it is the price.
+    """
+    times = []
+    if clock.device.type == "cuda":
+        for _ in range(MOST_CALLS):
+            start = time.perf_counter()
+            result = call()
+            times.append(1e6 * (time.perf_counter() - start))
+            c10d.wait_tensor.default(result)
+            clock.finish()
+        return clock.slowest(_median(times))
+    for _ in range(ROUNDS):
+        clock.slowest(0.0)
+        start = time.perf_counter()
+        clock.multiply(BETWEEN * PRODUCTS_BETWEEN)
+        alone_s = time.perf_counter() - start
+        clock.slowest(0.0)
+        start = time.perf_counter()
+        for _ in range(BETWEEN):
+            result = call()
+            clock.multiply(PRODUCTS_BETWEEN)
+            c10d.wait_tensor.default(result)
+        times.append(1e6 * (time.perf_counter() - start - alone_s) / BETWEEN)
+    return clock.slowest(max(0.0, _median(times)))
 
 
 def _slowdowns(clock: _Clock, num_bytes: int) -> tuple[float, float]:

@@ -118,6 +118,8 @@ class Costs:
     """When the device has done all that needs no communication, updates not counted."""
     comm_us: Callable[[int], float]
     """Time of one reduction of so many bytes."""
+    launch_us: float = 0.0
+    """What starting one costs the computation."""
     sharing: Sharing = ALONE
     """How much longer computation and reductions take beside each other."""
     barrier: bool = False
@@ -186,7 +188,7 @@ def predict_us(groups: Sequence[Group], costs: Costs) -> float:
         ready_us = costs.ready_us[groups[number].items[-1]]
         clock.run(-1, Task(us=max(0.0, ready_us - work_us)))
         work_us = max(work_us, ready_us)
-        clock.run(number, Task(comm_us=costs.comm_us(groups[number].num_bytes)))
+        clock.run(number, Task(us=costs.launch_us, comm_us=costs.comm_us(groups[number].num_bytes)))
     clock.run(-1, Task(us=max(0.0, costs.end_us - work_us)))
     if costs.barrier:
         clock.run(-1, Task(waits_for=tuple(order)))
@@ -202,7 +204,8 @@ class _State:
 
     free_us: float
     end_us: float
-    comm_us: float
+    lost_us: float
+    """What the computation loses to communication, hidden or not."""
     start: int
     before: _State | None
 
@@ -225,19 +228,19 @@ def _search(items: Sequence[int], sizes_bytes: Sequence[int], costs: Costs, cap_
             for state in fronts[start]:
                 free_us = max(state.free_us, ready_us) + comm_us
                 end_us = max(state.end_us, free_us + after_us)
-                made.append(_State(free_us, end_us, state.comm_us + comm_us, start, state))
-        fronts.append(_front(made, price))
+                made.append(_State(free_us, end_us, state.lost_us + costs.launch_us + price * comm_us, start, state))
+        fronts.append(_front(made))
     floor_us = costs.end_us + left_us[0]
-    best = min(fronts[-1], key=lambda state: max(state.end_us, floor_us) + price * state.comm_us)
+    best = min(fronts[-1], key=lambda state: max(state.end_us, floor_us) + state.lost_us)
     return [ends[start - 1] for start in _starts(best) if start]
 
 
-def _front(states: list[_State], price: float) -> list[_State]:
+def _front(states: list[_State]) -> list[_State]:
     """Those that no other one beats in both times."""
     kept: list[_State] = []
     best = float("inf")
-    for state in sorted(states, key=lambda state: (state.free_us, state.end_us + price * state.comm_us)):
-        rating = state.end_us + price * state.comm_us
+    for state in sorted(states, key=lambda state: (state.free_us, state.end_us + state.lost_us)):
+        rating = state.end_us + state.lost_us
         if rating < best:
             kept.append(state)
             best = rating

@@ -144,6 +144,7 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
         update_us=[update_us * size / total_bytes for size in sizes_bytes],
         end_us=end_us,
         comm_us=lambda num_bytes: cost.collective_us("all_reduce", num_bytes, ranks[str(one.args[-1])]),
+        launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
         sharing=sharing(cost),
         barrier=barrier,
     )
