@@ -118,7 +118,7 @@ def test_the_same_gradient_twice_is_copied_once():
 
 
 def test_the_peak_stays():
-    """Two gradients with a large value between them: the bucket would be alive beside it, its second half for nothing."""
+    """Two gradients with a large value between them: the bucket would be alive beside it, half of it for nothing."""
 
     def fn(x, y):
         weight = y.t() @ x
