@@ -114,9 +114,12 @@ class Memory:
         viewed = list(edit.nodes_of([node.args[i] for i in ops.viewed_args(node.target) if i < len(node.args)]))
         if not viewed:
             return
-        # A wait stays in its own storage, which is merged below: fake collectives give no views.
-        if node.target is not ops.WAIT and any(arg in self._moved for arg in viewed):
-            self._recompute(node)
+        if any(arg in self._moved for arg in viewed):
+            # A fake wait gives a tensor of its own; a real one gives what it waited for.
+            if node.target is ops.WAIT:
+                meta.set_value(node, meta.value(viewed[0]))
+            else:
+                self._recompute(node)
             self._moved.add(node)
         if node.target is operator.getitem:
             return

@@ -87,10 +87,15 @@ def _indexwise(node: fx.Node, masks: Mapping[fx.Node, Masks], *, scalars: bool) 
 
 def _of_its_size(node: fx.Node, value: Any) -> list[fx.Node]:
     """The arguments with as many elements as the result; all of them if there are none."""
-    size = value.numel() if isinstance(value, torch.Tensor) else None
-    tensors = [(arg, meta.value(arg)) for arg in node.all_input_nodes]
-    alike = [arg for arg, one in tensors if isinstance(one, torch.Tensor) and one.numel() == size]
+    size = _num_elements(value)
+    alike = [arg for arg in node.all_input_nodes if size is not None and _num_elements(meta.value(arg)) == size]
     return alike or node.all_input_nodes
+
+
+def _num_elements(value: Any) -> int | None:
+    """Of a tensor whose size is known; else None."""
+    size = value.numel() if isinstance(value, torch.Tensor) else None
+    return size if isinstance(size, int) else None
 
 
 def _joined(nodes: Any, masks: Mapping[fx.Node, Masks]) -> int:

@@ -169,7 +169,8 @@ def _memory(
         for tensor, buffer in zip(meta.tensors(node), homes[-1], strict=True):
             if buffer not in made:
                 made.add(buffer)
-                num_bytes = tensor.untyped_storage().nbytes()
+                size = tensor.untyped_storage().nbytes()
+                num_bytes = size if isinstance(size, int) else 0  # data decides
                 makes.append(Make(buffer=buffer, num_bytes=num_bytes, onto=onto.get(buffer)))
             read.setdefault(buffer)
         usages.append(Usage(reads=tuple(read), makes=tuple(makes)))
