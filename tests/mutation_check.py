@@ -128,11 +128,11 @@ MUTATIONS = (
         tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
     Mutation(
-        name="native_look_without_strides",
-        what="the native look takes strides for unchanged; its test keeps it from being used",
+        name="native_look_without_traits",
+        what="the native look takes type, device and flags for unchanged; its test keeps it from being used",
         file="capture/native/tensor.h",
-        old="told_by_sizes_ ? impl.is_contiguous() : impl.strides() == c10::IntArrayRef(strides_)",
-        new="true",
+        old="(Traits::of(impl) == traits_) & ",
+        new="",
         tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
 )
