@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -26,6 +26,7 @@ from wholestep.config import DDP, Strategy
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError, RetraceLimitError
 from wholestep.lower.eager import lower
+from wholestep.options import Backend, Options, Passes, checked_options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
 from wholestep.passes.default import default_passes
@@ -67,16 +68,6 @@ class _Entry:
     plan: str
     held: Held | None
     """The state of compressed communication that it reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What `compile` was asked for, checked."""
-
-    strategy: Strategy | None
-    mesh: DeviceMesh | None
-    passes: tuple[Pass, ...]
-    max_retraces: int
 
 
 class CompiledStep:
@@ -137,7 +128,7 @@ class CompiledStep:
 
     def _plan(self, captured: Captured, world: World) -> _Entry:
         """Every stage behind capture, in order."""
-        axis, strategy, comm = _axis(world, self._options.mesh), self._strategy(world), self._comm
+        axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
         try:
             placed = place(captured.program, strategy, axis)
             scheduled = run_passes(placed, self._passes(captured, comm, self._choose))
@@ -296,7 +287,7 @@ class CompiledStep:
         Nothing of the user's is changed. Raises what a first call raises, and ConfigError for a batch that does not
         divide; a difference is no error here: ask the record, or let its `raise_if_failed` raise.
         """
-        axis = _axis(init(), self._options.mesh)
+        axis = data_axis(init(), self._options.mesh)
         if axis is None or axis.size != ranks:
             axis = MeshAxis(name="data", size=ranks, group="virtual")
         subject = Subject(
@@ -309,21 +300,6 @@ class CompiledStep:
         if not self._entries:
             raise ConfigError(f"{self._name} has not been called yet, so there is nothing to look at. Call it once.")
         return self._entries[0]
-
-
-def _axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:
-    """The mesh axis that data is spread over, as graphs see it."""
-    mesh = world.mesh if mesh is None else mesh
-    if mesh is None:
-        return None
-    if mesh.ndim != 1:
-        raise ConfigError(f"wholestep.compile(mesh=...) wants one axis for DDP, got the axes {mesh.mesh_dim_names}.")
-    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
-    return MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name)
-
-
-Backend = Literal["auto", "eager"]
-Passes = Pass | Sequence[Pass] | None
 
 
 @overload
@@ -369,7 +345,7 @@ def compile(
     Raises:
         ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
     """
-    options = _checked_options(strategy, mesh, backend, passes, max_retraces)
+    options = checked_options(strategy, mesh, backend, passes, max_retraces)
     if fn is None:
         return lambda step: compile(step, strategy=strategy, mesh=mesh, passes=passes, max_retraces=max_retraces)
     if not callable(fn):
@@ -377,23 +353,3 @@ def compile(
     if isinstance(fn, torch.nn.Module):
         raise ConfigError("wholestep.compile wants a whole step, got a module. Write a function that calls it.")
     return CompiledStep(fn, options)
-
-
-def _checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int) -> Options:
-    """The options as a record. Raises ConfigError for those that cannot be used."""
-    if strategy is not None and not isinstance(strategy, DDP):
-        raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
-    if backend not in ("auto", "eager"):
-        raise ConfigError(f'wholestep.compile(backend=...) knows "auto" and "eager" so far, got {backend!r}.')
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
-    if (
-        passes is not None
-        and not callable(passes)
-        and not (isinstance(passes, Sequence) and all(map(callable, passes)))
-    ):
-        raise ConfigError(f"wholestep.compile(passes=...) wants functions Program -> Program, got {passes!r}.")
-    if max_retraces < 0:
-        raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
-    extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)
-    return Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces)

@@ -18,6 +18,7 @@ from wholestep.capture import walk
 from wholestep.capture.capture import Captured, capture
 from wholestep.capture.trace import is_capturing
 from wholestep.errors import ConfigError
+from wholestep.options import Options
 from wholestep.passes.bucket import Choose
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
@@ -27,7 +28,7 @@ from wholestep.spmd.gradients import Gradients
 from wholestep.spmd.override import Override, Replacements
 from wholestep.spmd.parallel import DataParallel
 from wholestep.spmd.transformation import GraphModuleTransformation, Transformation, as_pass
-from wholestep.step import CompiledStep, Options
+from wholestep.step import CompiledStep
 
 COMPILED_OBJECT_KEY = "_compiled_obj"
 """Attribute of a compiled function that holds what its last call ran, a `Compiled`."""
