@@ -5,7 +5,7 @@
 ... def train_step(model, opt, x, y): ...
 """
 
-from wholestep.config import DDP, CastCompress, Compressor, PowerSGD
+from wholestep.config import DDP, CastCompress, Compressor, Inductor, PowerSGD
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -26,6 +26,7 @@ from wholestep.step import CompiledStep, compile
 
 __all__ = [
     "DDP",
+    "Inductor",
     "CastCompress",
     "PowerSGD",
     "Compressor",

@@ -141,3 +141,15 @@ class DDP:
 
 Strategy = DDP
 """The strategies that `compile` accepts; sharded ones join this union."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inductor:
+    """The backend that compiles kernels."""
+
+    cuda_graph: bool | Literal["auto"] = "auto"
+    """Whether a step on a GPU runs as one CUDA graph; "auto": where it can be captured."""
+
+    def __post_init__(self) -> None:
+        if self.cuda_graph not in (True, False, "auto"):
+            raise ConfigError(f'Inductor(cuda_graph=...) wants True, False or "auto", got {self.cuda_graph!r}.')

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from wholestep.config import DDP, Strategy
+from wholestep.config import DDP, Inductor, Strategy
 from wholestep.errors import ConfigError
 from wholestep.passes.pipeline import Pass
 from wholestep.program.program import MeshAxis
 from wholestep.run.world import World
 
-Backend = Literal["auto", "eager"]
+Backend = Literal["auto", "eager", "inductor"] | Inductor
 Passes = Pass | Sequence[Pass] | None
 
 
@@ -24,6 +24,7 @@ class Options:
 
     strategy: Strategy | None
     mesh: DeviceMesh | None
+    backend: Backend
     passes: tuple[Pass, ...]
     max_retraces: int
 
@@ -32,8 +33,10 @@ def checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_ret
     """The options as a record. Raises ConfigError for those that cannot be used."""
     if strategy is not None and not isinstance(strategy, DDP):
         raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
-    if backend not in ("auto", "eager"):
-        raise ConfigError(f'wholestep.compile(backend=...) knows "auto" and "eager" so far, got {backend!r}.')
+    if backend not in ("auto", "eager", "inductor") and not isinstance(backend, Inductor):
+        raise ConfigError(
+            f'wholestep.compile(backend=...) wants "auto", "eager", "inductor" or ws.Inductor(...), got {backend!r}.'
+        )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
     if (
@@ -45,7 +48,7 @@ def checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_ret
     if max_retraces < 0:
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
     extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)
-    return Options(strategy=strategy, mesh=mesh, passes=extra, max_retraces=max_retraces)
+    return Options(strategy=strategy, mesh=mesh, backend=backend, passes=extra, max_retraces=max_retraces)
 
 
 def data_axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:

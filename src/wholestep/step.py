@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -25,7 +25,8 @@ from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError, RetraceLimitError
-from wholestep.lower.eager import lower
+from wholestep.lower.backend import Backend as Lowering
+from wholestep.lower.backend import backend_for
 from wholestep.options import Backend, Options, Passes, checked_options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
@@ -83,6 +84,7 @@ class CompiledStep:
         self._hits = self._traces = 0
         compress = options.strategy.compress if options.strategy is not None else None
         self._comm = CommState(compress) if compress is not None else None
+        self._backend: Lowering | None = None
         self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
 
@@ -131,9 +133,9 @@ class CompiledStep:
         axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
         try:
             placed = place(captured.program, strategy, axis)
-            scheduled = run_passes(placed, self._passes(captured, comm, self._choose))
+            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, self._lowering(world).passes()))
             held = comm.hold(scheduled) if comm is not None else None
-            runner = lower(scheduled)
+            runner = self._lowering(world).lower(scheduled)
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
@@ -200,12 +202,20 @@ class CompiledStep:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         return capture(self._step, args, kwargs)
 
-    def _passes(self, captured: Captured, comm: CommState | None, choose: Choose) -> list[Pass]:
+    def _lowering(self, world: World) -> Lowering:
+        """The backend, made when it is first needed: before that the device is not known."""
+        if self._backend is None:
+            self._backend = backend_for(self._options.backend, world.device)
+        return self._backend
+
+    def _passes(
+        self, captured: Captured, comm: CommState | None, choose: Choose, lowering: Sequence[Pass] = ()
+    ) -> list[Pass]:
         strategy = self._options.strategy or DDP()
         compress = comm.as_pass() if comm is not None else None
         return default_passes(
             cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
-            hold_updates=strategy.hold_updates, choose=choose, extra=self._options.passes,
+            hold_updates=strategy.hold_updates, choose=choose, extra=self._options.passes, lowering=lowering,
         )  # fmt: skip
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
@@ -259,7 +269,7 @@ class CompiledStep:
         last = self._last()
         strategy = "DDP" if last.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
         return explain(
-            self.program(), step=self._name, strategy=strategy, backend="eager",
+            self.program(), step=self._name, strategy=strategy, backend=self._lowering(init()).name,
             cost=self._cost(), measured=last.executable.measured,
         )  # fmt: skip
 
@@ -269,8 +279,8 @@ class CompiledStep:
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
         each of them. Raises ConfigError before the first call, and for fewer than one.
         """
-        last = self._last()
-        last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait=wait))
+        last, lower = self._last(), self._lowering(init()).lower
+        last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))
 
     def verify(
         self, *args: Any, ranks: int = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any
@@ -337,7 +347,9 @@ def compile(
         fn: the step, written for one device. Without it a decorator is returned.
         strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
         mesh: a DeviceMesh with one axis; by default one axis over the world.
-        backend: "eager" runs the graph's own text node by node; "auto" chooses it.
+        backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
+            compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
+            eager on the CPU and inductor on a GPU.
         passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
             graph; only the pass that lets operations run in place comes after them.
         max_retraces: how many new signatures may be captured after the first.
@@ -347,7 +359,9 @@ def compile(
     """
     options = checked_options(strategy, mesh, backend, passes, max_retraces)
     if fn is None:
-        return lambda step: compile(step, strategy=strategy, mesh=mesh, passes=passes, max_retraces=max_retraces)
+        return lambda step: compile(
+            step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
+        )
     if not callable(fn):
         raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
     if isinstance(fn, torch.nn.Module):

@@ -105,8 +105,7 @@ def explain(error: BaseException) -> WholestepError:
         isinstance(error, UnsupportedOperatorException)
         or "no fake impl" in text
         or "fake kernel" in text
-        or ("Meta" in text
-        and "NotImplemented" in type(error).__name__)
+        or ("Meta" in text and "NotImplemented" in type(error).__name__)
     ):
         reason = f"{_NO_FAKE} ({text.splitlines()[0]})"
     elif isinstance(error, TypeError) and "__format__" in text:

@@ -37,9 +37,7 @@ class Functional:
     writes: dict[int, fx.Node]
 
 
-def functionalize(
-    traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known
-) -> Functional:
+def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
     """The functional form of `traced`, with values and origins on its nodes.
 
     Args:

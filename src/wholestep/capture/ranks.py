@@ -61,9 +61,7 @@ def ranks() -> list[Rank]:
         seen[name, len(members)] += 1
         if (number := seen[name, len(members)]) > 1:
             name = f"{name} #{number}"
-        axis = MeshAxis(
-            name=name, size=len(members), group=group.group_name, ranks=None if divides else members
-        )
+        axis = MeshAxis(name=name, size=len(members), group=group.group_name, ranks=None if divides else members)
         found.append(Rank(axis, group, members.index(dist.get_rank())))
     return found
 
@@ -91,9 +89,7 @@ def axes_of(graph: fx.Graph, known: list[Rank]) -> tuple[MeshAxis, ...]:
 
 def rank_inputs(known: list[Rank]) -> list[Input]:
     """What the last placeholders of a trace mean."""
-    return [
-        Input(kind=InputKind.RANK, name=f"rank.{rank.axis.name}", shape=(), dtype=torch.int64) for rank in known
-    ]
+    return [Input(kind=InputKind.RANK, name=f"rank.{rank.axis.name}", shape=(), dtype=torch.int64) for rank in known]
 
 
 class RankSymbols:

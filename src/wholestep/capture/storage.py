@@ -242,9 +242,7 @@ def _owner(graph: fx.Graph, storage: int) -> fx.Node:
 class _Check:
     """Follows the storages of a trace in order: which have memory, and which hold something."""
 
-    def __init__(
-        self, graph: fx.Graph, entry: list[int], inputs: dict[int, list[int]], names: Sequence[str]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, entry: list[int], inputs: dict[int, list[int]], names: Sequence[str]) -> None:
         self._graph, self._entry, self._inputs, self._names = graph, entry, inputs, names
         self._placeholders = graph.find_nodes(op="placeholder")
         tensors = [(meta.tensor(node), size) for node, size in zip(self._placeholders, entry, strict=False)]

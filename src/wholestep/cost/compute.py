@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import meta, ops
+from wholestep.program.segment import Segment
 
 Shape = Sequence[int]
 
@@ -137,6 +138,8 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     """
     if node.op != "call_function" or ops.is_collective(node) or node.target is ops.WAIT:
         return ()
+    if isinstance(node.target, Segment):
+        return tuple(work for inner in node.target.calls for work in works(inner))
     if not ops.is_op(node):
         return (Work(kind=Kind.NUMBER),)
     name = base_name(node.target)

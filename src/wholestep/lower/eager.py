@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,13 +14,20 @@ from torch import Tensor
 
 from wholestep.program import meta, ops, show
 from wholestep.program.program import Program
+from wholestep.program.segment import Segment
 from wholestep.program.show import Step
 
 _numbers = itertools.count()
 
 
-def lower(program: Program, *, wait: Callable[[Tensor], Tensor] | None = None) -> Step:
-    """A function from inputs to results, in the order of the program's records. `wait` stands in for ``wait_tensor``.
+Wait = Callable[[Tensor], Tensor]
+Compile = Callable[[Segment], Callable[[list[Any]], Sequence[Any]]]
+
+
+def lower(program: Program, *, wait: Wait | None = None, compile_segment: Compile | None = None) -> Step:
+    """A function from inputs to results, in the order of the program's records.
+
+    `wait` stands in for ``wait_tensor``; what `compile_segment` makes of a segment stands in for running its nodes.
 
     Writes that are done, whose result is None, are left out at the end, where they stand in a scheduled program.
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
@@ -31,6 +38,9 @@ def lower(program: Program, *, wait: Callable[[Tensor], Tensor] | None = None) -
     namespace = dict(rendered.namespace)
     if wait is not None:
         namespace.update({name: wait for name, thing in namespace.items() if thing is ops.WAIT._op})
+    if compile_segment is not None:
+        segments = {name: thing for name, thing in namespace.items() if isinstance(thing, Segment)}
+        namespace.update({name: compile_segment(segment) for name, segment in segments.items()})
     exec(compile(rendered.text, filename, "exec"), namespace)
     step: Step = namespace["step"]
     origins = {line: _describe(node) for line, node in rendered.nodes.items()}

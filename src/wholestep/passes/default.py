@@ -27,6 +27,7 @@ def default_passes(
     memory_budget: Budget | None = None,
     choose: Choose = choose_alone,
     extra: Sequence[Pass] = (),
+    lowering: Sequence[Pass] = (),
 ) -> list[Pass]:
     """The passes from a placed program to a scheduled one.
 
@@ -41,6 +42,7 @@ def default_passes(
             bytes (int), or a fraction of what the step needs without that (float). None: nothing is computed again.
         choose: how ranks whose batches differ come by the same buckets.
         extra: passes of the user; they see the functional graph in its order, before anything runs in place.
+        lowering: passes of the backend.
     """
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
@@ -59,6 +61,8 @@ def default_passes(
         # Behind schedule, in whose order it weighs what is alive; nothing moves what it computes again.
         *([partial(remat, cost=cost, budget=memory_budget)] if memory_budget is not None else []),
         *extra,
+        # The backend's own: what it compiles is one call from here on.
+        *lowering,
         # From here on the order of the nodes is fixed, and values that are dead are overwritten.
         partial(reinplace, hold_updates=hold_updates),
         # Last: a slice of a bucket is memory that several nodes write to.

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.program.collectives import BARRIER, EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from wholestep.program.segment import Segment
 
 c10d = torch.ops._c10d_functional
 
@@ -125,6 +126,8 @@ def is_op(node: fx.Node) -> bool:
 @cache
 def mutated_args(op: Any) -> tuple[int, ...]:
     """Positions of the arguments that the operator writes to."""
+    if isinstance(op, Segment):
+        return tuple(argument for argument, _ in op.stored)
     if not isinstance(op, torch._ops.OpOverload):
         return ()
     arguments = op._schema.arguments
@@ -181,6 +184,8 @@ def is_profiler(op: Any) -> bool:
 @cache
 def has_effect(op: Any) -> bool:
     """Whether a call of the operator must stay although nobody reads its result."""
+    if isinstance(op, Segment):
+        return bool(op.stored)
     if not isinstance(op, torch._ops.OpOverload) or is_profiler(op):
         return False
     # What gives nothing back was called for its effect: ``_assert_async``, a custom operator that logs.
@@ -193,7 +198,12 @@ def written_by(op: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     A fused optimizer writes to ``grads`` only to undo the scale of a GradScaler.
     """
     positions = mutated_args(op)
-    if not positions or not op._schema.name.startswith("aten::_fused_") or kwargs.get("grad_scale") is not None:
+    if (
+        not positions
+        or isinstance(op, Segment)
+        or not op._schema.name.startswith("aten::_fused_")
+        or kwargs.get("grad_scale") is not None
+    ):
         return positions
     return tuple(i for i in positions if op._schema.arguments[i].name != "grads")
 
@@ -229,6 +239,8 @@ def is_indexwise(op: Any) -> bool:
 @cache
 def may_fail(op: Any) -> bool:
     """Whether a call with right shapes can still fail because of values, peers, or code that is not torch's."""
+    if isinstance(op, Segment):
+        return any(may_fail(node.target) for node in op.calls)
     if not isinstance(op, torch._ops.OpOverload):
         return False
     if op.namespace in ("aten", "prims", "wholestep"):

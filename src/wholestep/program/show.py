@@ -23,7 +23,7 @@ import builtins
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from wholestep.errors import InternalError
 from wholestep.program import edit, meta, ops
 from wholestep.program.collectives import BARRIER, EXCHANGE, SCATTER, group_named
 from wholestep.program.program import Input, MeshAxis, Program
+from wholestep.program.segment import Segment
 
 _INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -42,7 +43,7 @@ _INFIX: dict[Any, str] = {
     operator.eq: "==", operator.ne: "!=", operator.and_: "&", operator.or_: "|",
 }  # fmt: skip
 _MODULES = {"torch": torch, "operator": operator, "math": math}
-_RESERVED = frozenset({*_MODULES, "step", "inputs"})
+_RESERVED = frozenset({*_MODULES, "step", "inputs", "boxed"})
 _NAMES_PER_LINE = 8
 
 
@@ -182,9 +183,7 @@ class _Writer:
             if node.op == "get_attr":
                 self.namespace[self._name(node)] = attribute(self.program.module, str(node.target))
             elif node.op == "call_function":
-                self._call(node)
-                if dying.get(node):
-                    self.lines.append(f"    del {', '.join(map(self._name, dying[node]))}")
+                self._call(node, dying.get(node, []))
         self._return()
         text = "\n".join(self.lines) + "\n"
         return Rendered(text=text, namespace=self.namespace, nodes=self.nodes)
@@ -210,11 +209,17 @@ class _Writer:
         rows = [f"        {self._value(result)},  # {output.kind.value} {output.name}" for result, output in pairs]
         self.lines += ["    return (", *rows, "    )"]
 
-    def _call(self, node: fx.Node) -> None:
-        text = self._call_text(node)
+    def _call(self, node: fx.Node, dying: Sequence[fx.Node]) -> None:
+        release = [f"    del {', '.join(map(self._name, dying))}"] if dying else []
+        if isinstance(node.target, Segment):  # it alone holds what dies in it, and lets it go
+            self.lines += [f"    boxed = {self._value(list(node.args))}", *release]
+            text, release = f"{self._callable(node.target)}(boxed)", []
+        else:
+            text = self._call_text(node)
         line = f"    {self._name(node)} = {text}" if node.users else f"    {text}"
         self.lines.append(line + (f"  # {_comment(node)}" if self.comments else ""))
         self.nodes[len(self.lines)] = node
+        self.lines += release
 
     def _call_text(self, node: fx.Node) -> str:
         args = [self._value(arg) for arg in node.args]

@@ -61,7 +61,6 @@ GONE_EVERY_S = 0.5  # how often a waiting rank asks who has gone
 POLL_FIRST_S, POLL_LAST_S = 0.0005, 0.05  # polling, since a wait that times out makes TCPStore log warnings
 
 
-
 def agree(
     text: str,
     *,

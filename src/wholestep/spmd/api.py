@@ -124,7 +124,7 @@ class _Step(CompiledStep):
         mode: DataParallel,
     ) -> None:
         self.gradients = Gradients()
-        options = Options(strategy=mode.strategy, mesh=None, passes=(), max_retraces=MAX_RETRACES)
+        options = Options(strategy=mode.strategy, mesh=None, backend="eager", passes=(), max_retraces=MAX_RETRACES)
         super().__init__(self.gradients.cleared_by(step), options)
         self._overrides, self._replacements = overrides, Replacements(overrides)
         self._transformation, self._mode = transformation, mode
@@ -160,14 +160,16 @@ class _Step(CompiledStep):
         standing.expect_originals(captured.guards, stand_ins)
         return captured
 
-    def _passes(self, captured: Captured, comm: CommState | None, choose: Choose) -> list[Pass]:
+    def _passes(
+        self, captured: Captured, comm: CommState | None, choose: Choose, lowering: Sequence[Pass] = ()
+    ) -> list[Pass]:
         flat_state = _flat_state(captured)
         self._used.clear()
         calls: list[tuple[str, Transformation | None]] = [
             (f"{type(one).__name__}.transform", _with_state(one, flat_state)) for one in self._overrides
         ]
         calls += [("custom_passes", self._mode.custom_passes), ("gm_transformation", self._transformation)]
-        return [*(as_pass(call, who, self._used) for who, call in calls if call is not None), reinplace]
+        return [*(as_pass(call, who, self._used) for who, call in calls if call is not None), *lowering, reinplace]
 
 
 def _with_state(override: Override, flat_state: list[torch.Tensor]) -> Transformation:

@@ -1,0 +1,83 @@
+"""The backends: which passes they add, and how they make a function of a scheduled program."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from wholestep.config import Inductor as InductorOptions
+from wholestep.lower import cudagraph, eager, inductor
+from wholestep.passes.pipeline import Pass
+from wholestep.passes.scalars import pack_scalars
+from wholestep.passes.segments import form_segments
+from wholestep.program.program import Program
+from wholestep.program.show import Step
+
+log = logging.getLogger("wholestep")
+
+
+class Eager:
+    """Runs the graph's own text, node by node."""
+
+    name = "eager"
+
+    def passes(self) -> list[Pass]:
+        """Passes before the one that lets operators write in place."""
+        return []
+
+    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+        """A function from flat inputs to flat results. `wait` stands in for ``wait_tensor``."""
+        return eager.lower(program, wait=wait)
+
+
+class Inductor:
+    """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
+
+    def __init__(self, options: InductorOptions, device: torch.device) -> None:
+        self._options, self._on_gpu = options, device.type == "cuda"
+        self._inductor = inductor.Inductor()
+        self._pool: Any = None
+        self.why_no_graph = "" if self._on_gpu else "there is no GPU"
+        """Why the last program did not become a CUDA graph; empty if it did."""
+
+    @property
+    def name(self) -> str:
+        """What runs, for people."""
+        return "inductor" if self.why_no_graph else "inductor, one CUDA graph"
+
+    def passes(self) -> list[Pass]:
+        """See `Eager.passes`."""
+        return [
+            # Before segments are formed, whose calls read packed numbers.
+            partial(pack_scalars, reads=inductor.reads_packed),
+            partial(form_segments, compiles=inductor.compiles),
+        ]
+
+    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+        """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
+        lower = partial(eager.lower, wait=wait, compile_segment=self._inductor.compile)
+        if not self._on_gpu or wait is not None or self._options.cuda_graph is False:
+            return lower(program)
+        parts = cudagraph.split(program)
+        if isinstance(parts, str):
+            self.why_no_graph = parts
+            log.info("no CUDA graph: %s", parts)
+            return lower(program)
+        self.why_no_graph = ""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return cudagraph.Graphed(program, parts, lower, self._pool)
+
+
+Backend = Eager | Inductor
+
+
+def backend_for(chosen: str | InductorOptions, device: torch.device) -> Backend:
+    """The backend that `compile` was asked for, on this device."""
+    if isinstance(chosen, InductorOptions):
+        return Inductor(chosen, device)
+    use_inductor = chosen == "inductor" or (chosen == "auto" and device.type == "cuda")
+    return Inductor(InductorOptions(), device) if use_inductor else Eager()

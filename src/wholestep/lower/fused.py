@@ -1,0 +1,116 @@
+"""Fused optimizers written out on tensors, for a compiler of kernels: rates and betas are tensors there.
+
+On a GPU a fused kernel of ATen takes betas, decay and epsilon as arguments, which a CUDA graph freezes. What the
+compiler makes of this arithmetic is one pass over the same memory. On the CPU ATen's own kernels stay.
+
+Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; Loshchilov and Hutter, "Decoupled Weight
+Decay Regularization", 2019. The order of operations is that of torch's fused kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from wholestep.program import meta, ops
+
+ops.LIBRARY.define("in_memory(Tensor self) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+ops.LIBRARY.impl("in_memory", lambda self: self.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep::in_memory", torch.empty_like, lib=ops.LIBRARY)
+_in_memory = torch.ops.wholestep.in_memory.default
+"""A copy that a compiler does not see through, so that what few numbers cost is not paid again for every element."""
+
+_TWIN = "wholestep_functional::aten___fused_"
+
+
+def _table(columns: Sequence[Any], like: Tensor) -> list[Tensor]:
+    """Numbers and vectors of the same length as columns in memory, float32; each comes back as a vector or a number."""
+    length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
+    rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
+    held = _in_memory(torch.stack(rows).to(torch.float32))
+    return list(held.unbind(0))
+
+
+def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
+    def update(
+        params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor], state_steps: list[Tensor], *, lr: Any, beta1: Any, beta2: Any, weight_decay: Any,
+        eps: Any, amsgrad: bool, maximize: bool, grad_scale: None = None, found_inf: None = None,
+    ) -> list[list[Tensor]]:  # fmt: skip
+        steps = torch.stack(state_steps).to(torch.float64)
+        rate = lr / (1 - torch.pow(beta1, steps))
+        root = torch.sqrt(1 - torch.pow(beta2, steps))
+        decay = 1 - lr * weight_decay if decoupled else weight_decay
+        rates, roots, decays, keeps1, keeps2, epsilons = _table([rate, root, decay, beta1, beta2, eps], params[0])
+        done: list[list[Tensor]] = [[], [], [], [], []]
+        for index, (param, given, mean, square) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+            weight, grad = param.float(), -given.float() if maximize else given.float()
+            if decoupled:
+                weight = weight * decays[index]
+            else:
+                grad = grad + decays[index] * weight
+            beta1_, beta2_ = keeps1[index], keeps2[index]
+            mean_ = mean + (1 - beta1_) * (grad - mean)
+            square_ = beta2_ * square + (1 - beta2_) * grad * grad
+            largest = torch.maximum(max_exp_avg_sqs[index], square_) if amsgrad else square_
+            weight = weight - rates[index] * mean_ / (torch.sqrt(largest) / roots[index] + epsilons[index])
+            new = (weight, given, mean_, square_, *((largest,) if amsgrad else ()))
+            for place, (one, old) in enumerate(zip(new, (param, given, mean, square, mean), strict=False)):
+                done[place].append(one.to(old.dtype))
+        return done
+
+    return update
+
+
+def _sgd(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, weight_decay: Any, momentum: Any, lr: Any,
+    dampening: Any, nesterov: bool, maximize: bool, is_first_step: bool, grad_scale: None = None,
+    found_inf: None = None,
+) -> list[list[Tensor]]:  # fmt: skip
+    decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
+    done: list[list[Tensor]] = [[], [], []]
+    for index, (param, given) in enumerate(zip(params, grads, strict=True)):
+        weight, grad = param.float(), -given.float() if maximize else given.float()
+        grad = grad + decays[0] * weight
+        if buffers:
+            buffer = grad if is_first_step else momenta[0] * buffers[index] + shares[0] * grad
+            done[2].append(buffer.to(buffers[index].dtype))
+            grad = grad + momenta[0] * buffer if nesterov else buffer
+        done[0].append((weight - rates[0] * grad).to(param.dtype))
+        done[1].append(given)
+    return done
+
+
+_RULES: dict[str, Callable[..., list[list[Tensor]]]] = {
+    "adam": _adam(decoupled=False),
+    "adamw": _adam(decoupled=True),
+    "sgd": _sgd,
+}
+
+
+def _name(target: Any) -> str:
+    """``adamw`` for the functional form of ``_fused_adamw_``; empty for what is no fused optimizer."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith(_TWIN):
+        return ""
+    return target._schema.name.removeprefix(_TWIN).partition("___")[0]
+
+
+def is_written_out(node: fx.Node) -> bool:
+    """Whether the call is a fused optimizer on a GPU that `written_out` knows."""
+    if _name(node.target) not in _RULES or not all(one.is_cuda for one in meta.tensors(node)):
+        return False
+    return node.kwargs.get("grad_scale") is None and node.kwargs.get("found_inf") is None
+
+
+def written_out(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Tensor]]:
+    """What the functional form of a fused optimizer gives: the lists it would have written to."""
+    names = [arg.name for arg in target._schema.arguments]
+    written = [number for number, arg in enumerate(target._schema.returns)]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    lists = [name for name in names if isinstance(given.get(name), (list, tuple))]
+    rest = {name: value for name, value in given.items() if name not in lists}
+    return _RULES[_name(target)](*(list(given[name]) for name in lists), **rest)[: len(written)]

@@ -1,0 +1,133 @@
+"""Segments through Inductor: the only file that knows how it is called.
+
+Note: what Inductor is told
+    A segment becomes a graph of the operators that Inductor lowers (`torch._inductor.decomposition`), in which writes
+    to inputs are ``copy_`` at the end; those become stores of the kernel that computes the value. Results keep the
+    strides that the rest of the step was captured with. The order of kernels is left as it is: Inductor's own
+    reorderings look at one segment and not at the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from wholestep.lower.fused import is_written_out
+from wholestep.lower.numbers import Numbers, takes_numbers
+from wholestep.program import meta, ops
+from wholestep.program.numbers import element
+from wholestep.program.segment import Segment
+
+log = logging.getLogger("wholestep")
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+_KEEPS_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+
+_aten = torch.ops.aten
+_QUIET_ATTENTION = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(_aten, name)
+)  # fmt: skip
+"""Operators that draw random numbers only where they are given a probability of dropout."""
+
+
+def compiles(node: fx.Node) -> bool:
+    """Whether Inductor may have a node: an operator on dense tensors of one device. Numbers it reads packed."""
+    numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg)]
+    return _is_known(node) and all(arg.target is element for arg in numbers)
+
+
+def reads_packed(node: fx.Node) -> bool:
+    """Whether Inductor may have a node once its numbers are packed."""
+    numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg)]
+    return bool(numbers) and _is_known(node) and takes_numbers(node)
+
+
+def _is_known(node: fx.Node) -> bool:
+    if not ops.is_op(node):
+        return False
+    if node.target.namespace not in ("aten", "prims") and not is_written_out(node):  # type: ignore[union-attr]
+        return False
+    if ops.mutated_args(node.target) or (ops.is_random(node.target) and not _is_quiet(node)):
+        return False
+    if node.target in (_aten._local_scalar_dense.default, _aten.item.default):
+        return False
+    taken = [one for arg in node.all_input_nodes for one in meta.tensors(arg)]
+    given = list(meta.tensors(node))
+    return bool(given) and all(map(_is_plain, taken + given)) and _one_device(taken + given)
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    value = meta.value(node)
+    return isinstance(value, (torch.Tensor, list, tuple))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    sizes = all(isinstance(size, int) for size in tensor.shape)
+    return tensor.layout is torch.strided and not tensor.dtype.is_complex and sizes
+
+
+def _one_device(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.device for tensor in tensors}) == 1
+
+
+def _is_quiet(node: fx.Node) -> bool:
+    if node.target not in _QUIET_ATTENTION:
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = dict(zip((arg.name for arg in schema.arguments), node.args, strict=False)) | node.kwargs
+    return bool(given.get("dropout_p", 0.0) == 0.0)
+
+
+class Inductor:
+    """Compiles segments, each once."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Segment, Compiled] = {}
+
+    def compile(self, segment: Segment) -> Compiled:
+        """A function that does what the segment does: takes a list, which it empties, and gives a list."""
+        if segment not in self._compiled:
+            graph = decomposed(segment)
+            fakes = [meta.value(node) for node in graph.graph.find_nodes(op="placeholder")]
+            with meta.fake_mode(segment.graph), inductor_config.patch(_KEEPS_ORDER):
+                self._compiled[segment] = compile_fx_inner(graph, fakes)
+        return self._compiled[segment]
+
+
+def decomposed(segment: Segment) -> fx.GraphModule:
+    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else."""
+    inputs = [meta.value(node) for node in segment.graph.find_nodes(op="placeholder")]
+    stored = {result: argument for argument, result in segment.stored}
+    interpreter = Numbers(segment.module)
+
+    def run(*arguments: Any) -> list[Any]:
+        results = list(interpreter.run(*arguments))
+        for result, argument in stored.items():
+            arguments[argument].copy_(results[result])
+            results[result] = None
+        return results
+
+    with meta.fake_mode(segment.graph), torch.no_grad():
+        made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
+    end, old = made.graph.output_node(), segment.graph.output_node().args[0]
+    given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
+    end.meta["user_visible_output_idxs"] = given
+    end.meta["original_output_strides"] = [
+        None if index in stored else meta.tensor(node).stride()  # type: ignore[arg-type]
+        for index, node in enumerate(old)  # type: ignore[arg-type]
+    ]
+    return made

@@ -1,0 +1,112 @@
+"""Arithmetic of the host moves to the front, and what kernels need of it travels in one packed tensor.
+
+Rates, bias corrections and step counters are Python numbers in the graph. A compiler of kernels would freeze them, and
+so would a CUDA graph. Before and after::
+
+    pow = beta ** step                        pow = beta ** step
+    rate = lr / (1 - pow)                     rate = lr / (1 - pow)
+    ... forward, backward ...          ->     packed = pack([rate, decay], device)
+    mul = aten.mul(w, decay)                  ... forward, backward ...
+    addcdiv = aten.addcdiv(mul, m, d, rate)   mul = aten.mul(w, element(packed, 1))
+                                              addcdiv = aten.addcdiv(mul, m, d, element(packed, 0))
+
+What reads `element` gets a tensor of no dimensions from a backend that compiles it (`lower/numbers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.fx as fx
+
+from wholestep.program import edit, meta, ops
+from wholestep.program.numbers import element, pack
+from wholestep.program.program import Program, Stage
+
+
+def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Program:
+    """The program with the numbers that some calls need in one packed tensor, made before everything else.
+
+    `reads` says of a call with numbers among its arguments whether it can take them from there; others keep them. A
+    number that depends on what a device or a peer computes stays where it is. The note says how many travel.
+    """
+    if program.stage is Stage.SCHEDULED:
+        return program
+    graph = program.graph
+    early = known_at_the_start(graph)
+    readers = [node for node in graph.nodes if node.op == "call_function" and reads(node)]
+    needed: dict[torch.device, dict[fx.Node, int]] = {}
+    taken: list[tuple[fx.Node, torch.device, list[fx.Node]]] = []
+    for node in readers:
+        numbers = [arg for arg in node.all_input_nodes if is_number(arg)]
+        if numbers and all(number in early for number in numbers):
+            device = next(meta.tensors(node)).device
+            taken.append((node, device, numbers))
+            for number in numbers:
+                places = needed.setdefault(device, {})
+                places.setdefault(number, len(places))
+    if not taken:
+        return program
+    _hoist(graph, {number for places in needed.values() for number in places})
+    packs = {device: _pack(graph, list(places), device) for device, places in needed.items()}
+    for node, device, numbers in taken:
+        with graph.inserting_before(node):
+            for number in numbers:
+                read = graph.call_function(element, (packs[device], needed[device][number]))
+                meta.copy_meta(number, read)
+                node.replace_input_with(number, read)
+    count = sum(map(len, needed.values()))
+    return program.with_notes(f"{count} numbers of the host travel packed, for {len(taken)} calls")
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether the node gives a floating-point number of the host."""
+    return isinstance(meta.value(node), (float, torch.SymFloat))
+
+
+def known_at_the_start(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes of the host that depend on inputs of the host alone: their numbers are there before anything runs."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        on_host = all(one.device.type == "cpu" and one.ndim == 0 for one in meta.tensors(node))
+        if node.op in ("placeholder", "get_attr"):
+            if on_host:
+                found.add(node)
+        elif node.op == "call_function" and on_host and meta.value(node) is not None:
+            fixed = ops.needs_peers(node.target) or ops.is_random(node.target) or ops.has_effect(node.target)
+            if not fixed and all(arg in found for arg in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _hoist(graph: fx.Graph, numbers: set[fx.Node]) -> None:
+    """Moves what the numbers are made of to the front, in order."""
+    needed = set(numbers)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    anchor = _front(graph)
+    for node in list(graph.nodes):
+        if node in needed and node.op == "call_function":
+            anchor.append(node)
+            anchor = node
+
+
+def _front(graph: fx.Graph) -> fx.Node:
+    """The last input or constant."""
+    for node in graph.find_nodes(op="get_attr"):
+        graph.find_nodes(op="placeholder")[-1].append(node)  # a constant is there from the start
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op in ("placeholder", "get_attr"))
+    return found
+
+
+def _pack(graph: fx.Graph, numbers: list[fx.Node], device: torch.device) -> fx.Node:
+    order = edit.positions(graph)
+    behind = max([*numbers, _front(graph)], key=order.__getitem__)
+    with graph.inserting_after(behind):
+        node = graph.create_node("call_function", pack, (numbers, device), name="packed")
+    with meta.fake_mode(graph):
+        meta.set_value(node, torch.empty(len(numbers), dtype=torch.float64, device=device))
+    meta.set_origin(node, meta.origin(numbers[0]))
+    return node

@@ -1,0 +1,209 @@
+"""Runs of nodes between collectives become segments, so that a compiler gets as much at once as the plan allows.
+
+What a compiler must not move stays a node of its own, in its place: collectives and waits, random numbers, arithmetic
+of the host, operators the compiler has no kernel for. So the order of the plan holds whatever the compiler does inside
+of a segment::
+
+    mm = aten.mm(x, w)                 segment_0 = run_segment_0([x, w, ...])
+    gelu = aten.gelu(mm)               flat = segment_0[0]
+    ...                         ->     all_reduce = all_reduce(flat)
+    flat = aten.cat([...])             segment_1 = run_segment_1([...])
+    all_reduce = all_reduce(flat)      ...
+
+Note: views
+    A view costs nothing and belongs to who reads it: a segment takes the tensor that is viewed and views it inside, and
+    gives no views back. So no two arguments or results are the same memory seen twice.
+
+Note: what may fail
+    Inputs are written behind the last call that may refuse its values. Where a segment holds such a call, an update of
+    an input ends it and stands in the next one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from wholestep.passes import sink
+from wholestep.passes.scalars import known_at_the_start
+from wholestep.program import edit, meta, ops
+from wholestep.program.numbers import element
+from wholestep.program.program import Program, Stage
+from wholestep.program.segment import Segment
+
+Compiles = Callable[[fx.Node], bool]
+
+MIN_CALLS = 2
+"""Nodes that compute, below which a compiler has nothing to gain."""
+
+
+def form_segments(program: Program, *, compiles: Compiles) -> Program:
+    """The program with runs of nodes as segments, in the same order.
+
+    `compiles` says of a node whether the compiler may have it. Notes say how many nodes are in segments, and which
+    operators are not.
+    """
+    if program.stage is Stage.SCHEDULED:
+        return program
+    graph = program.graph
+    edit.remove_dead_code(graph)
+    runs = [run for run in _runs(program, compiles) if len(run) >= MIN_CALLS]
+    for number, run in enumerate(runs):
+        _enclose(graph, run, number)
+    edit.sort_topologically(graph)
+    edit.remove_dead_code(graph)
+    inside = sum(len(run) for run in runs)
+    return program.with_notes(f"{inside} calls in {len(runs)} segments, {_left_out(graph)}")
+
+
+def _left_out(graph: fx.Graph) -> str:
+    """How many calls run on their own, and of which operators."""
+    counts: dict[str, int] = {}
+    for node in graph.nodes:
+        if ops.is_op(node) and not is_view(node):
+            name = node.target._schema.name.split("::")[1]
+            counts[name] = counts.get(name, 0) + 1
+    listed = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    return f"{sum(counts.values())} on their own ({listed})" if counts else "none on its own"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node gives the memory of its argument seen in another way, an item of such views, or one number."""
+    if node.target is element:
+        return True
+    if node.op != "call_function" or node.target is ops.WAIT or ops.mutated_args(node.target):
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    return bool(ops.viewed_args(node.target)) and len(node.all_input_nodes) == 1
+
+
+@dataclass(slots=True)
+class _Open:
+    """The run that is being filled."""
+
+    calls: list[fx.Node] = field(default_factory=list)
+    behind: set[fx.Node] = field(default_factory=set)
+    """Its calls, and views of what they give."""
+    may_fail: bool = False
+
+
+def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
+    """Nodes that become a segment each. Between the first and the last of a run nothing depends on it but itself."""
+    _bring_items_up(program.graph)
+    updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
+    on_host = known_at_the_start(program.graph)
+    done: list[list[fx.Node]] = []
+    run = _Open()
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        depends = any(arg in run.behind for arg in node.all_input_nodes)
+        if is_view(node):
+            if depends:
+                run.behind.add(node)
+        elif (compiles(node) and node not in on_host) or (
+            node.target is operator.getitem and node.args[0] in run.behind
+        ):
+            if run.may_fail and node in updates:
+                done.append(run.calls)
+                run = _Open()
+            run.calls.append(node)
+            run.behind.add(node)
+            run.may_fail |= ops.may_fail(node.target)
+        elif depends or _keeps_its_place(node):
+            done.append(run.calls)
+            run = _Open()
+    return [*done, run.calls]
+
+
+def _fits(call: fx.Node, target: fx.Node) -> bool:
+    """Whether what a call gives has the shape of the input; of a list that is taken for granted."""
+    value = meta.value(call)
+    return not isinstance(value, torch.Tensor) or value.shape == meta.tensor(target).shape
+
+
+def _bring_items_up(graph: fx.Graph) -> None:
+    """Moves items right behind the call that gives them, with which they go into a segment."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not is_view(node) and not isinstance(meta.value(node), torch.Tensor):
+            for item in [user for user in node.users if user.target is operator.getitem]:
+                node.append(item)
+
+
+def _keeps_its_place(node: fx.Node) -> bool:
+    """Whether a call outside of segments must not move against them."""
+    target = node.target
+    return ops.needs_peers(target) or ops.has_effect(target) or ops.is_random(target) or ops.may_fail(target)
+
+
+def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> None:
+    """Puts one call in the place of the last of `run`, with the others inside."""
+    members, copied = set(run), dict.fromkeys(_with_views(run))
+    arguments = list(dict.fromkeys(arg for node in copied for arg in node.all_input_nodes if arg not in copied))
+    inner, root = fx.Graph(), graph.owning_module
+    assert root is not None  # every program has one
+    inside: dict[fx.Node, fx.Node] = {}
+    for arg in arguments:
+        inside[arg] = inner.placeholder(arg.name)
+        meta.copy_meta(arg, inside[arg])
+    for node in copied:
+        inside[node] = inner.node_copy(node, inside.__getitem__)
+    results = [node for node in run if isinstance(meta.value(node), torch.Tensor) and _is_read_outside(node, members)]
+    inner.output(tuple(inside[node] for node in results))
+    segment = Segment(name=f"run_segment_{number}", module=fx.GraphModule(root, inner))
+    _replace(graph, run, results, segment, arguments)
+
+
+def _with_views(run: list[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes of `run`, before each of them the views that it reads."""
+    for node in run:
+        for arg in node.all_input_nodes:
+            if is_view(arg):
+                yield from _with_views([arg])
+        yield node
+
+
+def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
+    readers = list(node.users)
+    while readers:
+        reader = readers.pop()
+        if is_view(reader):
+            readers += reader.users
+        elif reader not in members:
+            return True
+    return False
+
+
+def _replace(
+    graph: fx.Graph, run: list[fx.Node], results: list[fx.Node], segment: Segment, arguments: Iterable[fx.Node]
+) -> None:
+    """The call of `segment` behind `run`, whose members go."""
+    with graph.inserting_after(run[-1]):
+        call = graph.call_function(segment, tuple(arguments))
+    call.name = segment.name.removeprefix("run_")
+    meta.set_value(call, [meta.value(node) for node in results])
+    meta.set_origin(call, meta.origin(run[0]))
+    last, members = call, set(run)
+    for place, node in enumerate(results):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (call, place))
+        meta.copy_meta(node, last)
+        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in members)
+    for node in reversed(run):
+        _drop_views(node)
+        graph.erase_node(node)
+
+
+def _drop_views(node: fx.Node) -> None:
+    """Erases views of `node` that nobody reads any more, as all readers were members."""
+    for user in list(node.users):
+        if is_view(user):
+            _drop_views(user)
+            if not user.users:
+                user.graph.erase_node(user)
