@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import cudagraph, eager, inductor
+from wholestep.lower.streams import run_updates_beside
+from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
@@ -51,6 +54,7 @@ class Inductor:
     def passes(self) -> list[Pass]:
         """See `Eager.passes`."""
         return [
+            lean_cross_entropy,
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
             partial(form_segments, compiles=inductor.compiles),
@@ -69,6 +73,8 @@ class Inductor:
         self.why_no_graph = ""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        if self._options.updates_beside:
+            parts = replace(parts, body=run_updates_beside(parts.body))
         return cudagraph.Graphed(program, parts, lower, self._pool)
 
 

@@ -127,7 +127,7 @@ def decomposed(segment: Segment) -> fx.GraphModule:
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
     end.meta["user_visible_output_idxs"] = given
     end.meta["original_output_strides"] = [
-        None if index in stored else meta.tensor(node).stride()  # type: ignore[arg-type]
+        None if index in stored else meta.tensor(node).stride()
         for index, node in enumerate(old)  # type: ignore[arg-type]
     ]
     return made

@@ -31,6 +31,7 @@ import torch.fx as fx
 from wholestep.passes import sink
 from wholestep.passes.scalars import known_at_the_start
 from wholestep.program import edit, meta, ops
+from wholestep.program.meta import Region
 from wholestep.program.numbers import element
 from wholestep.program.program import Program, Stage
 from wholestep.program.segment import Segment
@@ -91,6 +92,8 @@ class _Open:
     behind: set[fx.Node] = field(default_factory=set)
     """Its calls, and views of what they give."""
     may_fail: bool = False
+    updating: bool = False
+    """Whether it belongs to an optimizer. Updates have segments of their own, which may run beside others."""
 
 
 def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
@@ -110,9 +113,11 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
         elif (compiles(node) and node not in on_host) or (
             node.target is operator.getitem and node.args[0] in run.behind
         ):
-            if run.may_fail and node in updates:
+            updating = meta.origin(node).region is Region.OPTIMIZER
+            if (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
                 done.append(run.calls)
                 run = _Open()
+            run.updating = updating
             run.calls.append(node)
             run.behind.add(node)
             run.may_fail |= ops.may_fail(node.target)
