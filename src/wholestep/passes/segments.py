@@ -93,7 +93,7 @@ class _Open:
     """Its calls, and views of what they give."""
     may_fail: bool = False
     updating: bool = False
-    """Whether it belongs to an optimizer. Updates have segments of their own, which may run beside others."""
+    """Whether it belongs to an optimizer, or reads what has arrived: segments of their own, to run beside others."""
 
 
 def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
@@ -113,7 +113,7 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
         elif (compiles(node) and node not in on_host) or (
             node.target is operator.getitem and node.args[0] in run.behind
         ):
-            updating = meta.origin(node).region is Region.OPTIMIZER
+            updating = meta.origin(node).region is Region.OPTIMIZER or any(map(_has_arrived, node.all_input_nodes))
             if (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
                 done.append(run.calls)
                 run = _Open()
@@ -125,6 +125,11 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
             done.append(run.calls)
             run = _Open()
     return [*done, run.calls]
+
+
+def _has_arrived(node: fx.Node) -> bool:
+    """Whether the node is what a wait gives, or a view of it."""
+    return node.target is ops.WAIT or (is_view(node) and any(map(_has_arrived, node.all_input_nodes)))
 
 
 def _fits(call: fx.Node, target: fx.Node) -> bool:
