@@ -35,7 +35,7 @@ def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Progr
         return program
     graph = program.graph
     early = known_at_the_start(graph)
-    readers = [node for node in graph.nodes if node.op == "call_function" and reads(node)]
+    readers = [node for node in graph.nodes if node.op == "call_function" and node not in early and reads(node)]
     needed: dict[torch.device, dict[fx.Node, int]] = {}
     taken: list[tuple[fx.Node, torch.device, list[fx.Node]]] = []
     for node in readers:
