@@ -133,9 +133,11 @@ class CompiledStep:
         axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
         try:
             placed = place(captured.program, strategy, axis)
-            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, self._lowering(world).passes()))
+            lowering = self._lowering(world)
+            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes()))
             held = comm.hold(scheduled) if comm is not None else None
-            runner = self._lowering(world).lower(scheduled)
+            # Rank 0 compiles before it meets the others, who find its kernels in the cache.
+            runner = lowering.lower(scheduled) if world.rank == 0 else None
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
@@ -144,7 +146,7 @@ class CompiledStep:
         self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
         buffers = self._meet(captured, strategy, axis, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
-        executable = Executable(scheduled, binding, runner, world, buffers)
+        executable = Executable(scheduled, binding, runner or lowering.lower(scheduled), world, buffers)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held)
 
