@@ -16,7 +16,8 @@ TORCH_SPEC   := $(if $(TORCH),torch==$(TORCH),torch>=2.11,<2.14)
 # The annotations of torch differ by version: what must be ignored in one is no error in another.
 MYPY_FLAGS   := $(if $(TORCH),--no-warn-unused-ignores)
 # A worker per core, each with processes of its own for tests on ranks: at most eight workers, for the memory's sake.
-# One that is done takes over half of what another has left, so neighbours stay together. ARGS=-n0: all in one process.
+# One that is done takes over half of what another has left, so neighbours stay together. ARGS=-n0: all in one
+# process, as tests on GPUs want it.
 WORKERS      := -n auto --maxprocesses 8 --dist worksteal
 TEST_COMMAND := $(BIN)/python -m pytest -m "not gpu" --durations=15 $(WORKERS) $(ARGS)
 
