@@ -35,8 +35,10 @@ from wholestep.program.program import MeshAxis, OutputKind, Program, Stage
 from wholestep.program.spec import verify
 
 COSTS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
-seeds = st.integers(0, 10**6)
-many = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+PARTS = 4
+"""Of one property, so that several workers can have a part: those seeds that leave the part's number as a remainder."""
+draws = st.integers(0, 10**6)
+many = settings(max_examples=100 // PARTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def placed(step: RandomStep) -> tuple[Program, list[Any]]:
@@ -60,10 +62,11 @@ def results(program: Program, inputs: list[Any]) -> list[Any]:
     return [*returned, *own]
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @many
-@given(seeds, st.sampled_from(COSTS), st.booleans())
-def test_every_pass_keeps_the_bits_and_its_promises(seed: int, cost: CostModel, hold_updates: bool) -> None:
-    step = random_step(seed)
+@given(draw=draws, cost=st.sampled_from(COSTS), hold_updates=st.booleans())
+def test_every_pass_keeps_the_bits_and_its_promises(part: int, draw: int, cost: CostModel, hold_updates: bool) -> None:
+    step = random_step(PARTS * draw + part)
     program, inputs = placed(step)
     before_all, wanted = program, results(program, inputs)
     gradients = sorted(names_reduced(program))
@@ -139,6 +142,6 @@ def on_two_ranks(seed: int) -> None:
             assert torch.equal(own, other), f"seed {seed}, call {call}"
 
 
-def test_two_processes(pool2: Any) -> None:
-    for seed in range(25):
-        pool2.run(on_two_ranks, seed)
+@pytest.mark.parametrize("seed", range(25))
+def test_two_processes(pool2: Any, seed: int) -> None:
+    pool2.run(on_two_ranks, seed)
