@@ -351,7 +351,7 @@ def compile(
         mesh: a DeviceMesh with one axis; by default one axis over the world.
         backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
-            eager on the CPU and inductor on a GPU.
+            "eager" so far.
         passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
             graph; only the pass that lets operations run in place comes after them.
         max_retraces: how many new signatures may be captured after the first.

@@ -28,11 +28,23 @@ _TWIN = "wholestep_functional::aten___fused_"
 
 
 def _table(columns: Sequence[Any], like: Tensor) -> list[Tensor]:
-    """Numbers and vectors of the same length as columns in memory, float32; each comes back as a vector or a number."""
+    """Numbers and vectors of one length, in memory and in the type that is computed in; each comes back as a vector."""
     length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
     rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
-    held = _in_memory(torch.stack(rows).to(torch.float32))
+    held = _in_memory(torch.stack(rows).to(_computed_in(like)))
     return list(held.unbind(0))
+
+
+def _computed_in(param: Tensor) -> torch.dtype:
+    """What torch's kernels compute in for parameters of this type."""
+    return torch.float64 if param.dtype is torch.float64 else torch.float32
+
+
+def _raised(param: Tensor, given: Tensor, maximize: bool) -> tuple[Tensor, Tensor]:
+    """Weight and gradient in the type that is computed in."""
+    dtype = _computed_in(param)
+    grad = given.to(dtype)
+    return param.to(dtype), -grad if maximize else grad
 
 
 def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
@@ -48,7 +60,7 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
         rates, roots, decays, keeps1, keeps2, epsilons = _table([rate, root, decay, beta1, beta2, eps], params[0])
         done: list[list[Tensor]] = [[], [], [], [], []]
         for index, (param, given, mean, square) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-            weight, grad = param.float(), -given.float() if maximize else given.float()
+            weight, grad = _raised(param, given, maximize)
             if decoupled:
                 weight = weight * decays[index]
             else:
@@ -74,7 +86,7 @@ def _sgd(
     decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
     done: list[list[Tensor]] = [[], [], []]
     for index, (param, given) in enumerate(zip(params, grads, strict=True)):
-        weight, grad = param.float(), -given.float() if maximize else given.float()
+        weight, grad = _raised(param, given, maximize)
         grad = grad + decays[0] * weight
         if buffers:
             buffer = grad if is_first_step else momenta[0] * buffers[index] + shares[0] * grad

@@ -93,7 +93,7 @@ class _Open:
     """Its calls, and views of what they give."""
     may_fail: bool = False
     updating: bool = False
-    """Whether it belongs to an optimizer, or reads what has arrived: segments of their own, to run beside others."""
+    """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
 def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
