@@ -125,6 +125,8 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
     everything = (1 << len(reductions)) - 1
     ready_us, end_us, update_us, barrier = [], 0.0, 0.0, False
     starts = {one.start for one in reductions}
+    scaled = {one.start.args[0] for one in reductions if one.scale is not None}
+    num_calls = 1 if scaled else 0
     for node in graph.nodes:
         if node in starts:
             ready_us.append(end_us)
@@ -133,7 +135,10 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
         late = masks[node] != 0 if isinstance(masks[node], int) else any(map(bool, _leaves(masks[node])))
         if late or meta.origin(node).region is meta.Region.OPTIMIZER:
             update_us += cost.node_us(node)
+            num_calls += ops.is_indexwise(node.target)
             barrier |= masks[node] == everything and not ops.is_indexwise(node.target) and len(reductions) > 1
+        elif node in scaled:  # one call for each gradient as placed, and for each bucket later
+            end_us += max(0.0, cost.node_us(node) - cost.call_us)
         else:
             end_us += cost.node_us(node)
     total_bytes = sum(sizes_bytes) or 1
@@ -145,6 +150,8 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
         end_us=end_us,
         comm_us=lambda num_bytes: cost.collective_us("all_reduce", num_bytes, ranks[str(one.args[-1])]),
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
+        calls_us=num_calls * cost.call_us,
+        fill_us=cost.call_us,
         sharing=sharing(cost),
         barrier=barrier,
     )

@@ -54,6 +54,13 @@ def test_an_update_is_kept_to_hide_the_last_bucket():
     assert (found.total_us, found.exposed_us) == (190, 0)
 
 
+def test_of_orders_about_as_fast_the_one_that_exposes_least_is_taken():
+    case, names = two_buckets(last_us=0.9)  # of 190
+    found = schedule(case, NO_BOUND)
+    assert named(found, names) == "b2 s1 b1 b0 s0 w1 U1 w0 U0"
+    assert (found.total_us, found.exposed_us) == (190, 0)
+
+
 def test_what_nothing_waits_for_fills_the_time():
     case, names = problem(
         ("N", Task(us=10)),  # a counter of the optimizer
