@@ -40,7 +40,7 @@ from wholestep.cost.model import CostModel
 from wholestep.passes.assignment import Cuts, fixed_cuts
 from wholestep.passes.bucket import DDP_LIMITS_BYTES
 from wholestep.passes.cleanup import cleanup
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.order import ABOUT_AS_FAST
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
@@ -155,10 +155,10 @@ def variants(placed: Program, cost: CostModel) -> dict[str, list[Pass]]:
     ddp = fixed_cuts(list(map(meta.num_bytes, reductions)), dtypes, DDP_LIMITS_BYTES)
 
     def with_cuts(cuts: Cuts) -> list[Pass]:
-        return default_passes(cost=cost, choose=lambda gradients, plan: cuts)
+        return passes_of(cost=cost, choose=lambda gradients, plan: cuts)
 
     return {
-        OURS: default_passes(cost=cost),
+        OURS: passes_of(cost=cost),
         "25 MB": with_cuts(ddp),
         "one bucket": with_cuts({}),
         AS_PLACED: [cleanup, partial(reinplace, hold_updates=False)],
