@@ -85,6 +85,25 @@ def test_bytes_that_cannot_be_kept_name_the_smallest_number_that_can() -> None:
     assert besides_inputs(step) <= smallest
 
 
+def refused() -> tuple[int, int]:
+    """The bound that an error names, and what a step needs with it."""
+    with pytest.raises(ws.ConfigError, match=r"bound_bytes=1000 wants at most .* set memory_budget instead") as caught:
+        trained(ws.default_passes(bound_bytes=1000))
+    smallest = int(str(caught.value).split("(")[1].split(" bytes")[0])
+    return smallest, besides_inputs(trained(ws.default_passes(bound_bytes=smallest))[1])
+
+
+def test_an_order_that_cannot_keep_its_bound_is_refused() -> None:
+    smallest, needed = refused()
+    assert needed <= smallest
+
+
+@pytest.mark.ranks
+def test_two_processes_refuse_a_bound_that_cannot_be_kept(ranks2: Any) -> None:
+    for smallest, needed in ranks2.run(refused):
+        assert needed <= smallest
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "zero": ({"memory_budget": 0}, "memory_budget wants bytes"),
     "more than all": ({"memory_budget": 1.5}, "fraction of at most 1.0"),

@@ -63,16 +63,26 @@ def schedule(problem: Problem, bound_bytes: int) -> Order:
 
     Of those that are about equal in both, the one that exposes least, and if possible one with updates beside the
     communication: what is predicted to be hidden either way is hidden more safely by more work. The order given is
-    among them, so the bound is kept if it is at least that one's own peak.
+    among them, so the bound is kept if it is at least that one's own peak. If no order keeps it: the smallest one.
     """
     unchanged = replace(given(problem), bound_bytes=bound_bytes)
     eager, *kept = _with_reserves(problem, bound_bytes)
     calm = replace(problem, late=[False] * len(problem.tasks))
     plain = _rate(calm, _Scheduler(calm, bound_bytes, 0.0).run(), bound_bytes, "updates stand behind the backward")
-    fits = [order for order in (*kept, eager, plain, unchanged) if order.peak_bytes <= bound_bytes] or [unchanged]
+    orders = (*kept, eager, plain, unchanged)
+    fits = [order for order in orders if order.peak_bytes <= bound_bytes]
+    if not fits:
+        return min(orders, key=lambda order: order.peak_bytes)
     fast = [order for order in fits if order.total_us <= ABOUT_AS_FAST * min(order.total_us for order in fits)]
     small = [order for order in fast if order.peak_bytes <= ABOUT_AS_SMALL * min(order.peak_bytes for order in fast)]
     return min(small, key=lambda order: round(order.exposed_us))
+
+
+def reachable_bytes(problem: Problem, bound_bytes: int) -> int:
+    """The smallest bound that is known to be kept, for one that no order keeps."""
+    found_bytes = schedule(problem, bound_bytes).peak_bytes
+    kept = schedule(problem, found_bytes).peak_bytes <= found_bytes
+    return found_bytes if kept else given(problem).peak_bytes
 
 
 def _with_reserves(problem: Problem, bound_bytes: int) -> list[Order]:

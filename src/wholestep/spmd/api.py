@@ -19,8 +19,8 @@ from wholestep.capture.capture import Captured, capture
 from wholestep.capture.trace import is_capturing
 from wholestep.errors import ConfigError
 from wholestep.options import Options
-from wholestep.passes.default import DefaultPasses
 from wholestep.passes.bucket import Choose
+from wholestep.passes.default import DefaultPasses
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 from wholestep.program.program import InputKind, Stage
