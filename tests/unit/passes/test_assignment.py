@@ -209,6 +209,10 @@ def test_what_a_bucket_costs_the_device_counts():
     assert list(planned_cuts(sizes, keys, plain, cap_bytes=1000)) == [0]
     assert planned_cuts(sizes, keys, replace(plain, calls_us=6.0), cap_bytes=1000) == {}
     assert planned_cuts(sizes, keys, replace(plain, launch_us=6.0), cap_bytes=1000) == {}
+    # Where the host is the device, it does nothing else while it starts a reduction.
+    pair = pack(sizes, keys, {0: ""})
+    started = predict(pair, replace(plain, launch_us=6.0))
+    assert started.exposed_us == predict(pair, replace(plain, calls_us=6.0)).exposed_us + 12
     # Without one it is the other way round: two gradients of one bucket are put together first.
     assert list(planned_cuts(sizes, keys, replace(plain, calls_us=6.0, fill_us=6.0), cap_bytes=1000)) == [0]
 

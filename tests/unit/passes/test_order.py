@@ -184,7 +184,7 @@ def test_every_order_keeps_the_rules(case, slack):
     assert schedule(case, bound_bytes) == found
 
 
-@settings(deadline=None)
+@settings(max_examples=1000, deadline=None, derandomize=True)  # one in 150 keeps only the peak of the order given
 @given(problems(), st.floats(0.0, 1.0))
 def test_a_bound_that_is_named_can_be_kept(case, share):
     bound_bytes = int(share * given_order(case).peak_bytes)
