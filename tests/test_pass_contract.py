@@ -15,7 +15,7 @@ from wholestep.cost.model import CostModel
 from wholestep.passes.bucket import bucket
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.schedule import schedule
@@ -33,7 +33,7 @@ PASSES: dict[str, list[Pass]] = {
     "split_updates": [split_updates],
     "schedule": [partial(schedule, cost=COST)],
     "reinplace": [reinplace],
-    "default": default_passes(cost=COST, bucket_bytes=CAP_BYTES),
+    "default": passes_of(cost=COST, bucket_bytes=CAP_BYTES),
 }
 NUM_COLLECTIVES = {
     "foreach": {"placed": 3, "bucket": 2, "default": 2},
@@ -161,7 +161,7 @@ def test_the_same_program_gives_the_same_text(name, placed):
 
 
 def test_the_default_list_ends_scheduled(placed):
-    after = run_passes(placed[0], default_passes(cost=COST, bucket_bytes=CAP_BYTES))
+    after = run_passes(placed[0], passes_of(cost=COST, bucket_bytes=CAP_BYTES))
     assert after.stage is Stage.SCHEDULED
     names = ["cleanup", "dedupe", "bucket", "split_updates", "schedule", "reinplace", "fill_buckets"]
     assert [record.name for record in after.history] == names

@@ -25,7 +25,7 @@ from wholestep.config import DDP
 from wholestep.cost.memory import peak_bytes
 from wholestep.cost.model import CostModel
 from wholestep.lower import eager
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, pass_name, run_passes
 from wholestep.passes.schedule import SLACK
 from wholestep.passes.tasks import tasks_of
@@ -70,7 +70,7 @@ def test_every_pass_keeps_the_bits_and_its_promises(part: int, draw: int, cost: 
     program, inputs = placed(step)
     before_all, wanted = program, results(program, inputs)
     gradients = sorted(names_reduced(program))
-    passes = default_passes(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates)
+    passes = passes_of(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates)
     for one in passes:
         before = program
         program = run_passes(before, [one])  # verifies the stage: among others, nothing is read before its wait

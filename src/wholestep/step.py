@@ -30,7 +30,7 @@ from wholestep.lower.backend import backend_for
 from wholestep.options import Backend, Options, Passes, checked_options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.place.strategies import place
 from wholestep.program.program import MeshAxis, Program, Stage
@@ -215,9 +215,9 @@ class CompiledStep:
     ) -> list[Pass]:
         strategy = self._options.strategy or DDP()
         compress = comm.as_pass() if comm is not None else None
-        return default_passes(
-            cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
-            hold_updates=strategy.hold_updates, choose=choose, extra=self._options.passes, lowering=lowering,
+        return passes_of(
+            self._options.passes, cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
+            hold_updates=strategy.hold_updates, choose=choose, lowering=lowering,
         )  # fmt: skip
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
@@ -353,7 +353,8 @@ def compile(
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
             "eager" so far.
         passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
-            graph; only the pass that lets operations run in place comes after them.
+            graph; only the passes that let operations run in place come after them. Or the default passes with
+            options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
         max_retraces: how many new signatures may be captured after the first.
 
     Raises:

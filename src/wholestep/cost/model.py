@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from wholestep.cost import defaults
-from wholestep.cost.compute import works
+from wholestep.cost.compute import Kind, works
 from wholestep.cost.device import Device
 from wholestep.cost.links import Links
 from wholestep.errors import ConfigError
@@ -45,6 +45,12 @@ class CostModel:
         (unsharded) message. One rank: 0.0. Raises ConfigError for another `op`.
         """
         return self.links.us(op, num_bytes, ranks)
+
+    @property
+    def call_us(self) -> float:
+        """Time of one more call of an operator, however small its tensors are, in microseconds; as `node_us` counts."""
+        device = self.device
+        return device.curves[Kind.POINTWISE].floor_us + (device.host_us_per_op if device.host_is_device else 0.0)
 
     @property
     def launch_us(self) -> float:
