@@ -113,7 +113,11 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
         elif (compiles(node) and node not in on_host) or (
             node.target is operator.getitem and node.args[0] in run.behind
         ):
-            updating = meta.origin(node).region is Region.OPTIMIZER or any(map(_has_arrived, node.all_input_nodes))
+            updating = (
+                meta.origin(node).region is Region.OPTIMIZER
+                or any(map(_has_arrived, node.all_input_nodes))
+                or (depends and run.updating)
+            )
             if (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
                 done.append(run.calls)
                 run = _Open()
