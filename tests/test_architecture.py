@@ -69,6 +69,10 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._autograd": "sets version counters; replaced while a step is traced",
         "torch._C.TensorBase": "the counter itself, where the attribute is replaced",
     },
+    "lower/inductor.py": {
+        "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
+        "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
+    },
     "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
     "program/collectives.py": {
         "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",

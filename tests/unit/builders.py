@@ -128,9 +128,9 @@ def world_group() -> str:
     return dist.group.WORLD.group_name
 
 
-def execute(program: Program, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+def execute(program: Program, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Runs the program on copies of `tensors`: what it returns, and the inputs as it leaves them."""
-    inputs = [tensor.detach().clone() for tensor in tensors]
+    inputs = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in tensors]
     with torch.no_grad():
         results = eager.lower(program)(list(inputs))
         pairs = list(zip_longest(results, program.outputs))  # writes that are done stand last and are left out

@@ -190,7 +190,7 @@ class Graphed:
         sources = [*(given[place] for place in self._moving), *handed]
         targets = [self._static[place] for place in (*self._moving, *range(len(given), len(self._static)))]
         if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch.ops.aten._foreach_copy_.default(targets, sources, True)
         assert self._graph is not None
         self._graph.replay()
         for place in self._given_back:

@@ -49,10 +49,10 @@ def _raised(param: Tensor, given: Tensor, maximize: bool) -> tuple[Tensor, Tenso
 
 def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
     def update(
-        params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor], state_steps: list[Tensor], *, lr: Any, beta1: Any, beta2: Any, weight_decay: Any,
-        eps: Any, amsgrad: bool, maximize: bool, grad_scale: None = None, found_inf: None = None,
+        lists: Sequence[list[Tensor]], *, lr: Any, beta1: Any, beta2: Any, weight_decay: Any, eps: Any, amsgrad: bool,
+        maximize: bool, grad_scale: None = None, found_inf: None = None,
     ) -> list[list[Tensor]]:  # fmt: skip
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps = lists
         steps = torch.stack(state_steps).to(torch.float64)
         rate = lr / (1 - torch.pow(beta1, steps))
         root = torch.sqrt(1 - torch.pow(beta2, steps))
@@ -79,10 +79,10 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
 
 
 def _sgd(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, weight_decay: Any, momentum: Any, lr: Any,
-    dampening: Any, nesterov: bool, maximize: bool, is_first_step: bool, grad_scale: None = None,
-    found_inf: None = None,
+    lists: Sequence[list[Tensor]], *, weight_decay: Any, momentum: Any, lr: Any, dampening: Any, nesterov: bool,
+    maximize: bool, is_first_step: bool, grad_scale: None = None, found_inf: None = None,
 ) -> list[list[Tensor]]:  # fmt: skip
+    params, grads, buffers = lists
     decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
     done: list[list[Tensor]] = [[], [], []]
     for index, (param, given) in enumerate(zip(params, grads, strict=True)):
@@ -125,4 +125,4 @@ def written_out(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     given = dict(zip(names, args, strict=False)) | kwargs
     lists = [name for name in names if isinstance(given.get(name), (list, tuple))]
     rest = {name: value for name, value in given.items() if name not in lists}
-    return _RULES[_name(target)](*(list(given[name]) for name in lists), **rest)[: len(written)]
+    return _RULES[_name(target)]([list(given[name]) for name in lists], **rest)[: len(written)]

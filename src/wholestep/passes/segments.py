@@ -110,9 +110,10 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
         if is_view(node):
             if depends:
                 run.behind.add(node)
-        elif (compiles(node) and node not in on_host) or (
-            node.target is operator.getitem and node.args[0] in run.behind
-        ):
+        elif node.target is operator.getitem and node.args[0] in run.behind:
+            run.calls.append(node)  # with the call that gives it, wherever that belongs
+            run.behind.add(node)
+        elif compiles(node) and node not in on_host:
             updating = (
                 meta.origin(node).region is Region.OPTIMIZER
                 or any(map(_has_arrived, node.all_input_nodes))
@@ -146,13 +147,15 @@ def _bring_items_up(graph: fx.Graph) -> None:
     """Moves items right behind the call that gives them, with which they go into a segment."""
     for node in list(graph.nodes):
         if node.op == "call_function" and not is_view(node) and not isinstance(meta.value(node), torch.Tensor):
-            for item in [user for user in node.users if user.target is operator.getitem]:
+            for item in reversed([user for user in node.users if user.target is operator.getitem]):
                 node.append(item)
 
 
 def _keeps_its_place(node: fx.Node) -> bool:
     """Whether a call outside of segments must not move against them."""
     target = node.target
+    if isinstance(target, Segment):
+        return True  # else a second run of the pass would join what the first one kept apart
     return ops.needs_peers(target) or ops.has_effect(target) or ops.is_random(target) or ops.may_fail(target)
 
 

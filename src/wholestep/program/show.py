@@ -173,6 +173,7 @@ class _Writer:
         self.lines: list[str] = []
         self.nodes: dict[int, fx.Node] = {}
         self.names: dict[fx.Node, str] = {}
+        self.locals = {node.name for node in program.graph.nodes if node.op == "call_function"}
 
     def write(self) -> Rendered:
         graph = self.program.graph
@@ -248,7 +249,12 @@ class _Writer:
 
     def _bind(self, name: str, thing: Any) -> str:
         """A global name for `thing`: `name`, with underscores behind it while something else has that name."""
-        while name in _RESERVED or self.namespace.get(name, thing) is not thing or hasattr(builtins, name):
+        while (
+            name in _RESERVED
+            or name in self.locals
+            or self.namespace.get(name, thing) is not thing
+            or hasattr(builtins, name)
+        ):
             name += "_"
         self.namespace[name] = thing
         return name
