@@ -25,6 +25,11 @@ from wholestep.program import meta, ops
 Shape = Sequence[int]
 
 
+CHANNELS = 16
+"""Kernels of convolutions compute channels in blocks: those that fill a vector register of 64 bytes on a CPU, a tile of
+a tensor core on a GPU. A convolution of 3 channels takes as long as one of 16."""
+
+
 class Kind(StrEnum):
     """Kinds of kernels, each with its own ceiling. The amount of work that the ceiling is a function of:"""
 
@@ -65,14 +70,15 @@ def matmul_flops(out: Shape, inner: int) -> float:
 
 
 def convolution_flops(weight: Shape, data: Shape, groups_of: int = 1) -> float:
-    """FLOPs of a convolution or of one of its two gradients.
+    """FLOPs that a convolution or one of its two gradients takes, channels in whole blocks (`CHANNELS`).
 
     Args:
         weight: (out channels, in channels / groups, *kernel); of a transposed convolution the channels change places.
         data: what the kernel is applied at: the output, or the input of a transposed convolution.
         groups_of: how many such results there are.
     """
-    return 2.0 * groups_of * math.prod(data) * math.prod(weight[1:])
+    channels, inner = (CHANNELS * math.ceil(one / CHANNELS) for one in (data[1], weight[1]))
+    return 2.0 * groups_of * data[0] * channels * math.prod(data[2:]) * inner * math.prod(weight[2:])
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, *, causal: bool, backward: bool) -> float:
@@ -153,6 +159,14 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     return tuple(_streamed(node, name))
 
 
+def num_listed(node: fx.Node) -> int:
+    """How many tensors there are in the longest list that a node is given, or gives as its only result; 0 without."""
+    lists = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (list, tuple))]
+    if ops.is_op(node) and [str(one.type) for one in node.target._schema.returns] == ["List[Tensor]"]:  # type: ignore[union-attr]
+        lists.append(meta.value(node))
+    return max((sum(isinstance(_values(one), torch.Tensor) for one in items) for items in lists), default=0)
+
+
 _TWIN = re.compile(r"aten__(.+)__[A-Za-z]\w*?(?:__\d+)*")
 
 
@@ -189,10 +203,11 @@ def _convolution(node: fx.Node) -> Work:
 
 def _convolution_backward(node: fx.Node) -> Work:
     grad, data, weight = (_values(_argument(node, name)) for name in ("grad_output", "input", "weight"))
+    at = data if _argument(node, "transposed") else grad
     wanted = sum(map(bool, _argument(node, "output_mask")[:2]))
     return Work(
         kind=Kind.CONVOLUTION_BACKWARD,
-        amount=convolution_flops(_sizes(weight), _sizes(data if _argument(node, "transposed") else grad), wanted),
+        amount=convolution_flops(_sizes(weight), _sizes(at), wanted),
         num_bytes=_moved_bytes(node),
         dtype=weight.dtype,
     )

@@ -1,4 +1,4 @@
-"""Micro-benchmarks of a device: the ceiling of every kind of kernel, and what the eager backend pays per node.
+"""Micro-benchmarks of a device: the ceiling of every kind of kernel.
 
 [Note: memory as a step finds it]
 What a kernel reads is sometimes in a cache, because it was just written, and sometimes not; and what it writes is
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,8 +22,9 @@ import torch
 from torch.nn import functional as F
 
 from wholestep.cost.compute import Kind, attention_flops, convolution_flops, matmul_flops
-from wholestep.cost.curve import fitted
+from wholestep.cost.curve import Curve, fitted
 from wholestep.cost.device import Device, dtype_name
+from wholestep.cost.probe_host import probe_host
 
 aten = torch.ops.aten
 
@@ -36,6 +36,9 @@ LARGE_BYTES = 2**21
 """From here on no second result reuses the memory of an earlier one."""
 ROUND_FLOPS = 3e8
 """Arithmetic of the probes that are bound by it, per pass through their tensors."""
+
+_CALLS = (Kind.POINTWISE, Kind.IN_PLACE, Kind.VIEW, Kind.NUMBER)
+"""What takes the CPU no time but that of the call, where there are few numbers."""
 
 Round = Callable[[], object]
 Call = Callable[..., Any]
@@ -50,7 +53,7 @@ class Sizes:
     products: Sequence[tuple[int, int, int]]
     """Linear layers: (rows of the batch, features in, features out)."""
     convolutions: Sequence[tuple[int, int, int, int]]
-    """(batch, in channels, out channels, height and width), kernels of 3 x 3."""
+    """(batch, in channels, out channels, height and width), kernels of 3 x 3; channels in whole blocks."""
     attentions: Sequence[tuple[int, int, int, int]]
     """(batch, heads, length, width)."""
     dtypes: Sequence[torch.dtype]
@@ -64,7 +67,7 @@ class Sizes:
 CPU_SIZES = Sizes(
     elements=(64, 1024, 4096, 16384, 65536, 262144, 1048576),
     products=((8, 8, 8), (32, 32, 32), (32, 64, 64), (128, 64, 128), (512, 128, 256), (1024, 256, 1024)),
-    convolutions=((4, 8, 8, 8), (16, 3, 16, 32), (16, 16, 32, 16), (16, 32, 32, 16), (8, 64, 64, 16)),
+    convolutions=((1, 16, 16, 8), (4, 16, 16, 8), (4, 32, 32, 8), (16, 16, 32, 16), (8, 64, 64, 16)),
     attentions=((1, 1, 16, 16), (2, 2, 64, 32), (4, 4, 128, 56), (4, 4, 256, 64)),
     dtypes=(torch.float32, torch.bfloat16),
     pool_bytes=2**26,
@@ -96,24 +99,29 @@ def probe_device(device: torch.device, sizes: Sizes, tell: Callable[[str], None]
     host_is_device = device.type == "cpu"
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _stream(device):
         tell("the host")
-        per_op, per_view, per_number = _host_us(device)
-        paid = per_op if host_is_device else 0.0
+        calls_us, listed_us = probe_host(device)
         points: dict[str, list[tuple[float, float]]] = {}
         memory = torch.randn(sizes.pool_bytes // 4, device=device)
         products = (_products(memory.to(dtype), sizes) for dtype in sizes.dtypes)
         for name, amount, calls, one_round in chain(_streams(memory, sizes), *products):
             tell(f"{name}, {amount:.2g}")
             points.setdefault(name, []).append((amount, _round_us(one_round, device) / calls))
-        tell("lists of tensors")
-        listed_us = _listed_us(device) if host_is_device else 0.0
-    return Device(
-        curves={name: fitted(measured).less(paid) for name, measured in points.items()},
-        host_us_per_op=per_op,
-        host_us_per_view=per_view,
-        host_us_per_number=per_number,
-        host_is_device=host_is_device,
-        us_per_listed_tensor=listed_us,
-    )
+    curves = {name: fitted(measured) for name, measured in points.items()}
+    if host_is_device:
+        curves, calls_us = _without_calls(curves, calls_us)
+    return Device(curves=curves, calls_us=calls_us, us_per_listed_tensor=listed_us, host_is_device=host_is_device)
+
+
+def _without_calls(
+    curves: Mapping[str, Curve], calls_us: Mapping[str, float]
+) -> tuple[dict[str, Curve], dict[str, float]]:
+    """Where the host is the device its time is in both: what the probes of kernels have of it is taken off theirs.
+
+    Operators that do next to nothing to a few numbers say what it is, and the others are called at the same price.
+    """
+    kept = {kind: us for kind, us in calls_us.items() if kind in _CALLS}
+    paid = {name: curve.floor_us for name, curve in curves.items()}
+    return {name: curve.less(paid[name if name in kept else Kind.POINTWISE]) for name, curve in curves.items()}, kept
 
 
 def _round_us(one_round: Round, device: torch.device) -> float:
@@ -277,46 +285,3 @@ def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Seq
                     kept.append(again)
 
     yield name, amount, 2 * len(pool) * len(calls), one_round
-
-
-def _host_us(device: torch.device) -> tuple[float, float, float]:
-    """What the eager backend pays for an operator, for a view, and for arithmetic of Python."""
-    x, y = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device)
-    operators: list[Callable[[], Any]] = [
-        lambda: aten.add.Tensor(x, y),
-        lambda: aten.mul_.Tensor(x, 0.5),
-        lambda: aten.addcmul_.default(x, y, y, value=0.5),
-        lambda: aten.lerp_.Scalar(x, y, 0.5),
-        lambda: aten.div_.Tensor(x, 1.5),
-        lambda: aten.sum.dim_IntList(x, [0], True),
-        lambda: aten.sqrt.default(y),
-        lambda: aten.tanh_backward.default(x, y),
-    ]
-    views: list[Callable[[], Any]] = [
-        lambda: aten.t.default(x),
-        lambda: aten.view.default(x, [64]),
-        lambda: aten.transpose.int(x, 0, 1),
-        lambda: aten.unsqueeze.default(x, 0),
-    ]
-    calls, rate = 200, 0.9
-    numbers: list[Callable[[], Any]] = [lambda: rate**calls, lambda: 1.0 - rate, lambda: -rate, lambda: views[1]]
-    found = []
-    for group in (operators, views, numbers):
-        times = []
-        for _ in range(REPEATS):
-            start = time.thread_time()
-            for _ in range(calls):
-                for one in group:
-                    one()
-            times.append(1e6 * (time.thread_time() - start) / calls / len(group))
-        found.append(_typical(times))
-    return found[0], found[1], found[2]
-
-
-def _listed_us(device: torch.device) -> float:
-    """What one more tensor in a list costs, tensors being tiny."""
-    times = []
-    for length in (50, 250):
-        tensors = [torch.ones(8, device=device) for _ in range(length)]
-        times.append(_round_us(partial(aten._foreach_mul_.Scalar, tensors, 0.5), device))
-    return max(0.01, (times[1] - times[0]) / 200)
