@@ -72,7 +72,7 @@ class CalibrationReport:
     def _overlap_line(self) -> Text:
         links = self.model.links
         return Text(
-            f"Starting a collective takes the host {links.launch_us:.1f} us; while one is in flight compute takes "
+            f"A collective costs the host {links.launch_us:.1f} us, however short. While one is in flight compute is "
             f"{links.compute_slowdown:.2f} times as long, and the collective {links.collective_slowdown:.2f} times.\n"
         )
 

@@ -48,7 +48,7 @@ class Kind(StrEnum):
     POINTWISE = "pointwise"  # bytes read and written; results in new memory
     IN_PLACE = "in_place"  # bytes read and written
     VIEW = "view"  # none: only the host works
-    NUMBER = "number"  # none: arithmetic of Python
+    NUMBER = "number"  # none: arithmetic of Python, and the number in a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,8 @@ _ELEMENTWISE: Mapping[str, Kind] = {
 _REDUCTIONS = frozenset("""all amax amin any argmax argmin aminmax linalg_vector_norm max mean min mse_loss nansum norm
     prod std std_mean sum var var_mean _foreach_norm _foreach_max""".split())  # fmt: skip
 
-_ALLOCATIONS = frozenset("""empty empty_like empty_strided new_empty new_empty_strided empty_permuted
-    _local_scalar_dense""".split())  # fmt: skip
-"""Operators that touch no memory, or one number of it."""
+_ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
+"""Operators that touch no memory."""
 
 _ROWS = frozenset("embedding index index_select gather nll_loss_forward take".split())
 """Operators that read of their first tensor no more than they write."""
@@ -146,6 +145,8 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     if not ops.is_op(node):
         return (Work(kind=Kind.NUMBER),)
     name = base_name(node.target)
+    if name == "_local_scalar_dense":
+        return (Work(kind=Kind.NUMBER),)
     if name in _ALLOCATIONS or (ops.viewed_args(node.target) and not ops.mutated_args(node.target)):
         return (Work(kind=Kind.VIEW),)
     if name in _PRODUCTS:

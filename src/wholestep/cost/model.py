@@ -47,7 +47,7 @@ class CostModel:
 
     @property
     def launch_us(self) -> float:
-        """What starting one collective costs the host, however short it is (`Links.launch_us`)."""
+        """What one collective costs the host, however short it is (`Links.launch_us`)."""
         return self.links.launch_us
 
     @property

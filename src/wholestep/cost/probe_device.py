@@ -177,13 +177,14 @@ def _streams(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
         pool = _cut(memory, count, (max(1, elements // 256), min(256, elements)))
         for kind, (unit, calls) in _stream_calls(*pool[-1]).items():
             yield from _probe(kind, unit * elements, pool, calls)
+        images = [(one.view((4, 16, -1) if elements < 2**16 else (16, 64, -1)),) for (one,) in pool]
+        yield from _probe(Kind.BATCH_NORM, elements, images, [_batch_norm(*images[-1])])
 
 
 def _stream_calls(other: torch.Tensor) -> dict[Kind, tuple[float, list[Call]]]:
     """Amount of work per element, and calls that do it to a tensor like `other`, (rows, width) float32."""
-    width, image = other.shape[1], (4, 16, -1) if other.numel() < 2**16 else (16, 64, -1)
+    width = other.shape[1]
     weight, bias = (torch.ones(width, device=other.device) for _ in range(2))
-    channels = [torch.ones(image[1], device=other.device) for _ in range(4)]
     _, mean, inverse = aten.native_layer_norm.default(other, [width], weight, bias, 1e-5)
     soft = aten._log_softmax.default(other, 1, False)
     norm_gradients, soft_gradients = aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default
@@ -195,10 +196,15 @@ def _stream_calls(other: torch.Tensor) -> dict[Kind, tuple[float, list[Call]]]:
         Kind.NORM: (1.0, [lambda x: aten.native_layer_norm.default(x, [width], weight, bias, 1e-5)]),
         Kind.NORM_BACKWARD: (1.0, [
             lambda x: norm_gradients(x, other, [width], mean, inverse, weight, bias, [True] * 3)]),
-        Kind.BATCH_NORM: (1.0, [lambda x: aten.native_batch_norm.default(x.view(image), *channels, True, 0.1, 1e-5)]),
         Kind.SOFTMAX: (1.0, [lambda x: aten._log_softmax.default(x, 1, False)]),
         Kind.SOFTMAX_BACKWARD: (1.0, [lambda x: soft_gradients(x, soft, 1, x.dtype)]),
     }  # fmt: skip
+
+
+def _batch_norm(image: torch.Tensor) -> Call:
+    """Batch norm of images like this one, (samples, channels, pixels) float32, in training."""
+    channels = [torch.ones(image.shape[1], device=image.device) for _ in range(4)]
+    return lambda x: aten.native_batch_norm.default(x, *channels, True, 0.1, 1e-5)
 
 
 def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
@@ -211,8 +217,9 @@ def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
 
     for rows, into, out in sizes.products:
         flops = matmul_flops((rows, out), into)
-        operands = pool(3 * flops, (rows, into), (out, into), (out,), (rows, out))
-        yield from _probe(f"{Kind.MATMUL}/{name}", flops, operands, _LINEAR_CALLS)
+        layers = pool(3 * flops, (rows, into), (out, into), (out,), (rows, out))
+        turned = [(*layer, layer[1].t(), layer[3].t()) for layer in layers]
+        yield from _probe(f"{Kind.MATMUL}/{name}", flops, turned, _LINEAR_CALLS)
     for batch, into, out, side in sizes.convolutions:
         data, weight, grad = (batch, into, side, side), (out, into, 3, 3), (batch, out, side, side)
         flops = convolution_flops(weight, grad)
@@ -222,7 +229,8 @@ def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
     for batch, heads, length, width in sizes.attentions:
         shape = (batch, heads, length, width)
         forward, backward = (attention_flops(shape, shape, shape, causal=True, backward=one) for one in (False, True))
-        operands = pool(backward, (batch, length, heads, 3 * width))
+        packed = pool(backward, (batch, length, heads, 3 * width))
+        operands = [tuple(one.transpose(1, 2).chunk(3, dim=-1)) for (one,) in packed]
         yield from _probe(f"{Kind.ATTENTION}/{name}", forward, operands, [_attend])
         attended = [_attended(*one) for one in operands]
         yield from _probe(f"{Kind.ATTENTION_BACKWARD}/{name}", backward, attended, [torch.autograd.grad])
@@ -241,9 +249,9 @@ def _cut(memory: torch.Tensor, count: int, *shapes: Sequence[int]) -> list[tuple
 
 
 _LINEAR_CALLS: list[Call] = [
-    lambda data, weight, bias, grad: aten.addmm.default(bias, data, weight.t()),
-    lambda data, weight, bias, grad: aten.mm.default(grad, weight),
-    lambda data, weight, bias, grad: aten.mm.default(grad.t(), data),
+    lambda data, weight, bias, grad, weight_t, grad_t: aten.addmm.default(bias, data, weight_t),
+    lambda data, weight, bias, grad, weight_t, grad_t: aten.mm.default(grad, weight),
+    lambda data, weight, bias, grad, weight_t, grad_t: aten.mm.default(grad_t, data),
 ]
 _CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 """Stride, padding, dilation, transposed, output padding, groups."""
@@ -257,18 +265,17 @@ _CONVOLUTION_GRADIENT_CALLS: list[Call] = [
 ]
 
 
-def _attend(packed: torch.Tensor) -> torch.Tensor:
-    """Causal attention of queries, keys and values that lie side by side, as models have them."""
-    query, key, value = packed.transpose(1, 2).chunk(3, dim=-1)
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention; operands lie side by side, as models have them."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def _attended(packed: torch.Tensor) -> tuple[Any, ...]:
+def _attended(*operands: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of ``torch.autograd.grad`` for the gradients of attention, any number of times."""
-    query, key, value = (one.requires_grad_() for one in packed.transpose(1, 2).chunk(3, dim=-1))
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return out, (query, key, value), torch.ones_like(out), True
+        leaves = [one.detach().requires_grad_() for one in operands]
+        out = _attend(*leaves)
+    return out, leaves, torch.ones_like(out), True
 
 
 def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Sequence[Call]) -> Iterator[Probe]:
