@@ -25,6 +25,7 @@ from wholestep.cost.compute import Kind, attention_flops, convolution_flops, mat
 from wholestep.cost.curve import Curve, fitted
 from wholestep.cost.device import Device, dtype_name
 from wholestep.cost.probe_host import probe_host
+from wholestep.program import meta
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ REPEATS = 5
 MOST_TENSORS = 256
 """How many tensors a probe takes in turn, at most."""
 LARGE_BYTES = 2**21
-"""From here on no second result reuses the memory of an earlier one."""
+"""Of results: from here on none reuses the memory of an earlier one."""
 ROUND_FLOPS = 3e8
 """Arithmetic of the probes that are bound by it, per pass through their tensors."""
 
@@ -162,8 +163,8 @@ def _replayed_us(one_round: Round, device: torch.device) -> float:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """The lower quartile: what disturbs a measurement makes it longer."""
-    return sorted(times)[len(times) // 4]
+    """The median: a step is a sum of such times, of good ones and of bad ones."""
+    return sorted(times)[len(times) // 2]
 
 
 Probe = tuple[str, float, int, Round]
@@ -280,10 +281,11 @@ def _attended(*operands: torch.Tensor) -> tuple[Any, ...]:
 
 def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Sequence[Call]) -> Iterator[Probe]:
     """The probe of `calls` on every entry of `pool` (note *memory as a step finds it*)."""
-    large = pool[0][0].nbytes >= LARGE_BYTES
+    made = [(call, sum(one.nbytes for one in meta.tensors_in(call(*pool[0])))) for call in calls]
+    larges = [(call, num_bytes >= LARGE_BYTES) for call, num_bytes in made]
 
     def one_round() -> None:
-        for call in calls:
+        for call, large in larges:
             kept = []
             for arguments in pool:
                 kept.append(call(*arguments))

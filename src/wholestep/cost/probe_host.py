@@ -26,7 +26,7 @@ from wholestep.program.program import Program, Stage
 aten = torch.ops.aten
 
 LAYERS = 24
-"""How often the program has every call, each time with other tensors."""
+"""How often the program has every layer, each time with other tensors."""
 ROUNDS = 9
 """Runs that are timed, behind one that is not."""
 _CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -39,8 +39,7 @@ def probe_host(device: torch.device) -> tuple[dict[str, float], float]:
     See the note *a step in small*.
     """
     small = _SmallStep(device)
-    for _ in range(LAYERS):
-        small.layer()
+    small.layers()
     small.lists()
     small.graph.output(())
     program = Program(module=fx.GraphModule({}, small.graph), inputs=(), outputs=(), stage=Stage.SCHEDULED)
@@ -99,12 +98,16 @@ class _SmallStep:
         self._rate = self._leaf(0.9)
         self._averages: list[tuple[fx.Node, fx.Node]] = []
 
-    def layer(self) -> None:
-        """Adds a layer."""
-        rows, image, heads = ((8, 16), (2, 16, 4, 4), (2, 2, 4, 16))
-        self._update(self._dense(rows), (rows[1], rows[1]))
-        self._update(self._image(image), (image[1], image[1], 3, 3))
-        self._update(self._attention(heads, rows), rows)
+    def layers(self) -> None:
+        """Adds all layers, then all updates."""
+        rows, image, heads = (8, 16), (2, 16, 4, 4), (2, 2, 4, 16)
+        gradients: list[tuple[fx.Node, Sequence[int]]] = []
+        for _ in range(LAYERS):
+            gradients.append((self._dense(rows), (rows[1], rows[1])))
+            gradients.append((self._image(image), (image[1], image[1], 3, 3)))
+            gradients.append((self._attention(heads, rows), rows))
+        for gradient, shape in gradients:
+            self._update(gradient, shape)
 
     def lists(self) -> None:
         """Adds operators on lists of what the layers have updated, and a bucket that is taken apart."""
