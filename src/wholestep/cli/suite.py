@@ -163,6 +163,9 @@ def _open(kind: Kind, size: LanguageModelSize, world: ws.World) -> _Lane:
     losses = [float(call())]
     first_s = time.perf_counter() - start
     losses += [float(call()) for _ in range(LOSS_STEPS - 1)]
+    if world.rank == 0:
+        told = f"{kind.value}: first call {first_s:.1f} s, loss {losses[-1]:.4f} behind {LOSS_STEPS} steps"
+        Console(stderr=True).print(told, highlight=False)
     _settle(world)
     peak, reserved = (now - then for now, then in zip(_memory(world), before, strict=True))
     figures = LaneFigures(
