@@ -131,9 +131,8 @@ class Guards:
 
     def why_not(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
-        if (found := self._arguments(leaves, spec)) is not None:
-            return found
-        return self._state_why_not(leaves, self._look.moved() if self._look is not None else self._everything)
+        moved = self._look.moved() if self._look is not None else self._everything
+        return self._arguments(leaves, spec) or self._state_why_not(leaves, moved)
 
     def _state_why_not(self, leaves: list[Any], moved: tuple[int, ...]) -> str | None:
         if moved or self._opaque:
