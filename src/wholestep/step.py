@@ -97,7 +97,7 @@ class CompiledStep:
             entry = self._entries[0]
             if (known := entry.captured.guards.leaves_of(args, kwargs)) is not None:
                 self._hits += 1
-                return self._run(entry, known)
+                return entry.executable(known, self._meetings.call) if entry.held is None else self._run(entry, known)
         leaves, spec = tree.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
