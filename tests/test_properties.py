@@ -6,6 +6,7 @@ wait, memory stays within the bound, and the whole gives what eager code gives o
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -24,16 +25,23 @@ from tests.unit.capture.steps import captured
 from wholestep.config import DDP
 from wholestep.cost.memory import peak_bytes
 from wholestep.cost.model import CostModel
-from wholestep.lower import eager
+from wholestep.lower import eager, inductor
 from wholestep.passes.default import default_passes
 from wholestep.passes.pipeline import Pass, pass_name, run_passes
+from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.schedule import SLACK
+from wholestep.passes.segments import form_segments
 from wholestep.passes.tasks import tasks_of
 from wholestep.place.strategies import place
 from wholestep.program import meta, ops, show
 from wholestep.program.program import MeshAxis, OutputKind, Program, Stage
 from wholestep.program.spec import verify
 
+SEGMENTS = [
+    partial(pack_scalars, reads=inductor.reads_packed),
+    partial(form_segments, compiles=inductor.compiles),
+]
+"""Passes of a backend that compiles, as far as they keep the bits; the segments run node by node here."""
 COSTS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
 seeds = st.integers(0, 10**6)
 many = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -61,13 +69,15 @@ def results(program: Program, inputs: list[Any]) -> list[Any]:
 
 
 @many
-@given(seeds, st.sampled_from(COSTS), st.booleans())
-def test_every_pass_keeps_the_bits_and_its_promises(seed: int, cost: CostModel, hold_updates: bool) -> None:
+@given(seeds, st.sampled_from(COSTS), st.booleans(), st.sampled_from([[], SEGMENTS]))
+def test_every_pass_keeps_the_bits_and_its_promises(
+    seed: int, cost: CostModel, hold_updates: bool, lowering: list[Pass]
+) -> None:
     step = random_step(seed)
     program, inputs = placed(step)
     before_all, wanted = program, results(program, inputs)
     gradients = sorted(names_reduced(program))
-    passes = default_passes(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates)
+    passes = default_passes(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates, lowering=lowering)
     for one in passes:
         before = program
         program = run_passes(before, [one])  # verifies the stage: among others, nothing is read before its wait
