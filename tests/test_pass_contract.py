@@ -12,13 +12,17 @@ from torch.optim.adamw import adamw
 from tests.unit import builders
 from tests.unit.builders import c10d, gradient
 from wholestep.cost.model import CostModel
+from wholestep.lower import inductor
 from wholestep.passes.bucket import bucket
 from wholestep.passes.cleanup import cleanup
+from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
+from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.schedule import schedule
+from wholestep.passes.segments import form_segments
 from wholestep.passes.update import split_updates
 from wholestep.program import ops, show
 from wholestep.program.program import Program, Stage
@@ -26,19 +30,30 @@ from wholestep.program.spec import verify
 
 CAP_BYTES = 100
 COST = CostModel.default("cpu+gloo")
+PACK: Pass = partial(pack_scalars, reads=inductor.reads_packed)
+SEGMENTS: Pass = partial(form_segments, compiles=inductor.compiles)
 PASSES: dict[str, list[Pass]] = {
     "cleanup": [cleanup],
     "dedupe": [dedupe],
     "bucket": [partial(bucket, cost=COST, bucket_bytes=CAP_BYTES)],
     "split_updates": [split_updates],
     "schedule": [partial(schedule, cost=COST)],
+    "lean_cross_entropy": [lean_cross_entropy],
+    "pack_scalars": [PACK],
+    "form_segments": [SEGMENTS],
     "reinplace": [reinplace],
+<<<<<<< HEAD
     "default": passes_of(cost=COST, bucket_bytes=CAP_BYTES),
+=======
+    "default": default_passes(cost=COST, bucket_bytes=CAP_BYTES),
+    "segments": default_passes(cost=COST, bucket_bytes=CAP_BYTES, lowering=[PACK, SEGMENTS]),
+>>>>>>> speedtests
 }
+WHOLE_LISTS = {"default", "segments"}
 NUM_COLLECTIVES = {
-    "foreach": {"placed": 3, "bucket": 2, "default": 2},
-    "single": {"placed": 3, "bucket": 2, "default": 2},
-    "statistics": {"placed": 3, "dedupe": 2, "default": 2},
+    "foreach": {"placed": 3, "bucket": 2, "default": 2, "segments": 2},
+    "single": {"placed": 3, "bucket": 2, "default": 2, "segments": 2},
+    "statistics": {"placed": 3, "dedupe": 2, "default": 2, "segments": 2},
 }
 """Collectives of a step as it is placed, and behind the passes that declare to leave fewer."""
 
@@ -120,7 +135,7 @@ def test_the_bits_stay_the_same(name, placed):
     assert builders.same(run(run_passes(program, PASSES[name]), tensors), run(program, tensors))
 
 
-@pytest.mark.parametrize("name", sorted(PASSES.keys() - {"default"}))
+@pytest.mark.parametrize("name", sorted(PASSES.keys() - WHOLE_LISTS))
 def test_a_second_time_changes_nothing(name, placed):
     once = run_passes(placed[0], PASSES[name])
     assert show.diff(once, run_passes(once, PASSES[name])) == ""

@@ -6,6 +6,7 @@ wait, memory stays within the bound, and the whole gives what eager code gives o
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -24,16 +25,28 @@ from tests.unit.capture.steps import captured
 from wholestep.config import DDP
 from wholestep.cost.memory import peak_bytes
 from wholestep.cost.model import CostModel
+<<<<<<< HEAD
 from wholestep.lower import eager
 from wholestep.passes.default import passes_of
+=======
+from wholestep.lower import eager, inductor
+from wholestep.passes.default import default_passes
+>>>>>>> speedtests
 from wholestep.passes.pipeline import Pass, pass_name, run_passes
+from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.schedule import SLACK
+from wholestep.passes.segments import form_segments
 from wholestep.passes.tasks import tasks_of
 from wholestep.place.strategies import place
 from wholestep.program import meta, ops, show
 from wholestep.program.program import MeshAxis, OutputKind, Program, Stage
 from wholestep.program.spec import verify
 
+SEGMENTS = [
+    partial(pack_scalars, reads=inductor.reads_packed),
+    partial(form_segments, compiles=inductor.compiles),
+]
+"""Passes of a backend that compiles, as far as they keep the bits; the segments run node by node here."""
 COSTS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
 PARTS = 4
 """Of one property, so that several workers can have a part: those seeds that leave the part's number as a remainder."""
@@ -64,6 +77,7 @@ def results(program: Program, inputs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @many
+<<<<<<< HEAD
 @given(draw=draws, cost=st.sampled_from(COSTS), hold_updates=st.booleans())
 def test_every_pass_keeps_the_bits_and_its_promises(part: int, draw: int, cost: CostModel, hold_updates: bool) -> None:
     step = random_step(PARTS * draw + part)
@@ -71,6 +85,17 @@ def test_every_pass_keeps_the_bits_and_its_promises(part: int, draw: int, cost: 
     before_all, wanted = program, results(program, inputs)
     gradients = sorted(names_reduced(program))
     passes = passes_of(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates)
+=======
+@given(seeds, st.sampled_from(COSTS), st.booleans(), st.sampled_from([[], SEGMENTS]))
+def test_every_pass_keeps_the_bits_and_its_promises(
+    seed: int, cost: CostModel, hold_updates: bool, lowering: list[Pass]
+) -> None:
+    step = random_step(seed)
+    program, inputs = placed(step)
+    before_all, wanted = program, results(program, inputs)
+    gradients = sorted(names_reduced(program))
+    passes = default_passes(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates, lowering=lowering)
+>>>>>>> speedtests
     for one in passes:
         before = program
         program = run_passes(before, [one])  # verifies the stage: among others, nothing is read before its wait

@@ -136,8 +136,8 @@ class CompiledStep:
             lowering = self._lowering(world)
             scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes()))
             held = comm.hold(scheduled) if comm is not None else None
-            # Rank 0 compiles before it meets the others, who find its kernels in the cache.
-            runner = lowering.lower(scheduled) if world.rank == 0 else None
+            # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
+            runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
         except Exception as error:
             self._meetings.abandon(error, world)
             raise

@@ -24,6 +24,8 @@ class Eager:
     """Runs the graph's own text, node by node."""
 
     name = "eager"
+    shares_kernels = False
+    """Whether a rank can use what another one has compiled."""
 
     def passes(self) -> list[Pass]:
         """Passes before the one that lets operators write in place."""
@@ -39,6 +41,8 @@ class Inductor:
 
     def __init__(self, options: InductorOptions, device: torch.device) -> None:
         self._options, self._on_gpu = options, device.type == "cuda"
+        # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
+        self.shares_kernels = not self._on_gpu
         self._inductor = inductor.Inductor()
         self._pool: Any = None
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"

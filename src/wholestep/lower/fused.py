@@ -27,11 +27,23 @@ _in_memory = torch.ops.wholestep.in_memory.default
 _TWIN = "wholestep_functional::aten___fused_"
 
 
+def _computing_dtype(param: Tensor) -> torch.dtype:
+    """What a kernel computes in for a parameter: its own type, but float32 for those of half the size."""
+    return torch.float64 if param.dtype is torch.float64 else torch.float32
+
+
 def _table(columns: Sequence[Any], like: Tensor) -> list[Tensor]:
+<<<<<<< HEAD
     """Numbers and vectors of one length, in memory and in the type that is computed in; each comes back as a vector."""
     length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
     rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
     held = _in_memory(torch.stack(rows).to(_computed_in(like)))
+=======
+    """Numbers and vectors of the same length as columns in memory; each comes back as a vector or a number."""
+    length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
+    rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
+    held = _in_memory(torch.stack(rows).to(_computing_dtype(like)))
+>>>>>>> speedtests
     return list(held.unbind(0))
 
 
@@ -59,8 +71,14 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
         decay = 1 - lr * weight_decay if decoupled else weight_decay
         rates, roots, decays, keeps1, keeps2, epsilons = _table([rate, root, decay, beta1, beta2, eps], params[0])
         done: list[list[Tensor]] = [[], [], [], [], []]
+<<<<<<< HEAD
         for index, (param, given, mean, square) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
             weight, grad = _raised(param, given, maximize)
+=======
+        for index, old in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+            weight, given, mean, square = (one.to(_computing_dtype(params[0])) for one in old)
+            grad = -given if maximize else given
+>>>>>>> speedtests
             if decoupled:
                 weight = weight * decays[index]
             else:
@@ -71,8 +89,8 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
             largest = torch.maximum(max_exp_avg_sqs[index], square_) if amsgrad else square_
             weight = weight - rates[index] * mean_ / (torch.sqrt(largest) / roots[index] + epsilons[index])
             new = (weight, given, mean_, square_, *((largest,) if amsgrad else ()))
-            for place, (one, old) in enumerate(zip(new, (param, given, mean, square, mean), strict=False)):
-                done[place].append(one.to(old.dtype))
+            for place, (one, before) in enumerate(zip(new, (*old, old[-1]), strict=False)):
+                done[place].append(one.to(before.dtype))
         return done
 
     return update
@@ -86,10 +104,15 @@ def _sgd(
     decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
     done: list[list[Tensor]] = [[], [], []]
     for index, (param, given) in enumerate(zip(params, grads, strict=True)):
+<<<<<<< HEAD
         weight, grad = _raised(param, given, maximize)
+=======
+        dtype = _computing_dtype(params[0])
+        weight, grad = param.to(dtype), -given.to(dtype) if maximize else given.to(dtype)
+>>>>>>> speedtests
         grad = grad + decays[0] * weight
         if buffers:
-            buffer = grad if is_first_step else momenta[0] * buffers[index] + shares[0] * grad
+            buffer = grad if is_first_step else momenta[0] * buffers[index].to(dtype) + shares[0] * grad
             done[2].append(buffer.to(buffers[index].dtype))
             grad = grad + momenta[0] * buffer if nesterov else buffer
         done[0].append((weight - rates[0] * grad).to(param.dtype))

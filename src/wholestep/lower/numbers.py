@@ -44,15 +44,20 @@ def _lerp(a: Tensor, b: Tensor, weight: Number) -> Tensor:
 
 
 def _clamp(a: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
-    a = a if min is None else torch.maximum(a, torch.as_tensor(min, dtype=a.dtype, device=a.device))
-    return a if max is None else torch.minimum(a, torch.as_tensor(max, dtype=a.dtype, device=a.device))
+    a = a if min is None else torch.maximum(a, _limit(min, a))
+    return a if max is None else torch.minimum(a, _limit(max, a))
+
+
+def _limit(number: Number, like: Tensor) -> Tensor:
+    # A float64 tensor of no dimensions counts as the number would: integers become float32, and float32 stays.
+    return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.float64, device=like.device)
 
 
 _RULES: dict[str, Callable[..., Tensor]] = {
     "add": _add,
     "sub": _sub,
     "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
+    "div": lambda a, b, rounding_mode=None: torch.div(a, b, rounding_mode=rounding_mode),
     "pow": torch.pow,
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,

@@ -56,6 +56,7 @@ def form_segments(program: Program, *, compiles: Compiles) -> Program:
     for number, run in enumerate(runs):
         _enclose(graph, run, number)
     edit.sort_topologically(graph)
+    _bring_items_up(graph)
     edit.remove_dead_code(graph)
     inside = sum(len(run) for run in runs)
     return program.with_notes(f"{inside} calls in {len(runs)} segments, {_left_out(graph)}")
