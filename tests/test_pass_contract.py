@@ -42,12 +42,8 @@ PASSES: dict[str, list[Pass]] = {
     "pack_scalars": [PACK],
     "form_segments": [SEGMENTS],
     "reinplace": [reinplace],
-<<<<<<< HEAD
     "default": passes_of(cost=COST, bucket_bytes=CAP_BYTES),
-=======
-    "default": default_passes(cost=COST, bucket_bytes=CAP_BYTES),
-    "segments": default_passes(cost=COST, bucket_bytes=CAP_BYTES, lowering=[PACK, SEGMENTS]),
->>>>>>> speedtests
+    "segments": passes_of(cost=COST, bucket_bytes=CAP_BYTES, lowering=[PACK, SEGMENTS]),
 }
 WHOLE_LISTS = {"default", "segments"}
 NUM_COLLECTIVES = {

@@ -25,13 +25,8 @@ from tests.unit.capture.steps import captured
 from wholestep.config import DDP
 from wholestep.cost.memory import peak_bytes
 from wholestep.cost.model import CostModel
-<<<<<<< HEAD
-from wholestep.lower import eager
-from wholestep.passes.default import passes_of
-=======
 from wholestep.lower import eager, inductor
-from wholestep.passes.default import default_passes
->>>>>>> speedtests
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, pass_name, run_passes
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.schedule import SLACK
@@ -77,25 +72,15 @@ def results(program: Program, inputs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @many
-<<<<<<< HEAD
-@given(draw=draws, cost=st.sampled_from(COSTS), hold_updates=st.booleans())
-def test_every_pass_keeps_the_bits_and_its_promises(part: int, draw: int, cost: CostModel, hold_updates: bool) -> None:
+@given(draw=draws, cost=st.sampled_from(COSTS), hold_updates=st.booleans(), lowering=st.sampled_from([[], SEGMENTS]))
+def test_every_pass_keeps_the_bits_and_its_promises(
+    part: int, draw: int, cost: CostModel, hold_updates: bool, lowering: list[Pass]
+) -> None:
     step = random_step(PARTS * draw + part)
     program, inputs = placed(step)
     before_all, wanted = program, results(program, inputs)
     gradients = sorted(names_reduced(program))
-    passes = passes_of(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates)
-=======
-@given(seeds, st.sampled_from(COSTS), st.booleans(), st.sampled_from([[], SEGMENTS]))
-def test_every_pass_keeps_the_bits_and_its_promises(
-    seed: int, cost: CostModel, hold_updates: bool, lowering: list[Pass]
-) -> None:
-    step = random_step(seed)
-    program, inputs = placed(step)
-    before_all, wanted = program, results(program, inputs)
-    gradients = sorted(names_reduced(program))
-    passes = default_passes(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates, lowering=lowering)
->>>>>>> speedtests
+    passes = passes_of(cost=cost, bucket_bytes=step.bucket_bytes, hold_updates=hold_updates, lowering=lowering)
     for one in passes:
         before = program
         program = run_passes(before, [one])  # verifies the stage: among others, nothing is read before its wait

@@ -27,36 +27,17 @@ _in_memory = torch.ops.wholestep.in_memory.default
 _TWIN = "wholestep_functional::aten___fused_"
 
 
-def _computing_dtype(param: Tensor) -> torch.dtype:
-    """What a kernel computes in for a parameter: its own type, but float32 for those of half the size."""
-    return torch.float64 if param.dtype is torch.float64 else torch.float32
-
-
 def _table(columns: Sequence[Any], like: Tensor) -> list[Tensor]:
-<<<<<<< HEAD
     """Numbers and vectors of one length, in memory and in the type that is computed in; each comes back as a vector."""
     length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
     rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
     held = _in_memory(torch.stack(rows).to(_computed_in(like)))
-=======
-    """Numbers and vectors of the same length as columns in memory; each comes back as a vector or a number."""
-    length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
-    rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
-    held = _in_memory(torch.stack(rows).to(_computing_dtype(like)))
->>>>>>> speedtests
     return list(held.unbind(0))
 
 
 def _computed_in(param: Tensor) -> torch.dtype:
     """What torch's kernels compute in for parameters of this type."""
     return torch.float64 if param.dtype is torch.float64 else torch.float32
-
-
-def _raised(param: Tensor, given: Tensor, maximize: bool) -> tuple[Tensor, Tensor]:
-    """Weight and gradient in the type that is computed in."""
-    dtype = _computed_in(param)
-    grad = given.to(dtype)
-    return param.to(dtype), -grad if maximize else grad
 
 
 def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
@@ -71,14 +52,9 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
         decay = 1 - lr * weight_decay if decoupled else weight_decay
         rates, roots, decays, keeps1, keeps2, epsilons = _table([rate, root, decay, beta1, beta2, eps], params[0])
         done: list[list[Tensor]] = [[], [], [], [], []]
-<<<<<<< HEAD
-        for index, (param, given, mean, square) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-            weight, grad = _raised(param, given, maximize)
-=======
         for index, old in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-            weight, given, mean, square = (one.to(_computing_dtype(params[0])) for one in old)
+            weight, given, mean, square = (one.to(_computed_in(params[0])) for one in old)
             grad = -given if maximize else given
->>>>>>> speedtests
             if decoupled:
                 weight = weight * decays[index]
             else:
@@ -104,12 +80,8 @@ def _sgd(
     decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
     done: list[list[Tensor]] = [[], [], []]
     for index, (param, given) in enumerate(zip(params, grads, strict=True)):
-<<<<<<< HEAD
-        weight, grad = _raised(param, given, maximize)
-=======
-        dtype = _computing_dtype(params[0])
+        dtype = _computed_in(params[0])
         weight, grad = param.to(dtype), -given.to(dtype) if maximize else given.to(dtype)
->>>>>>> speedtests
         grad = grad + decays[0] * weight
         if buffers:
             buffer = grad if is_first_step else momenta[0] * buffers[index].to(dtype) + shares[0] * grad

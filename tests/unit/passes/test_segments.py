@@ -21,7 +21,7 @@ from tests.unit.capture.steps import captured
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.lower import eager, inductor
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
@@ -136,7 +136,7 @@ def training(make: Callable[[Any], torch.optim.Optimizer], *, ranks: int = 2) ->
     found = captured(step, *batch)
     axis = MeshAxis(name="data", size=ranks, group=builders.world_group())
     program = place(found.program, DDP(), axis)
-    planned = run_passes(program, default_passes(cost=COST, bucket_bytes=100)[:-2])
+    planned = run_passes(program, passes_of(cost=COST, bucket_bytes=100)[:-2])
     return planned, [*found.binding.inputs(list(batch))]
 
 
