@@ -19,7 +19,8 @@ pytest_plugins = ["tests.pools"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the session an empty cache, as a calibration of the user changes plans. The native look is kept."""
+    """Gives the session empty caches: a calibration changes plans, kernels that are there are not compiled. The native
+    look is kept."""
     built = native.folder()
     built.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache = tempfile.TemporaryDirectory(prefix="wholestep-tests-")
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     (Path(cache.name) / "wholestep").mkdir()
     (Path(cache.name) / "wholestep" / "native").symlink_to(built)
     os.environ["XDG_CACHE_HOME"] = cache.name  # workers of pytest and ranks inherit it
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache.name) / "inductor")
 
 
 def pytest_collection_finish() -> None:

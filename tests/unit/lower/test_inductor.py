@@ -29,17 +29,20 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tenso
     return loss.detach()
 
 
-def train(step: Callable[..., Tensor]) -> tuple[Tensor, nn.Module, list[int]]:
-    """Losses, the model, and where its parameters lay before."""
+def train(
+    step: Callable[..., Tensor], *, rank: int = 0, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> tuple[Tensor, nn.Module, list[int]]:
+    """Losses, the model, and where its parameters lay before. What `wrap` makes of the model is trained."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)).double()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     schedule = OneCycleLR(opt, 3e-2, total_steps=STEPS + 1)  # moves the rate and the first beta
+    wrapped = wrap(model)
     before, losses = [param.data_ptr() for param in model.parameters()], []
     for number in range(STEPS):
-        draw = torch.Generator().manual_seed(number)
+        draw = torch.Generator().manual_seed(number + 1000 * rank)
         x = torch.randn(8, 6, generator=draw, dtype=torch.float64)
-        losses.append(step(model, opt, x, torch.randint(5, (8,), generator=draw)))
+        losses.append(step(wrapped, opt, x, torch.randint(5, (8,), generator=draw)))
         schedule.step()
     return torch.stack(losses), model, before
 
