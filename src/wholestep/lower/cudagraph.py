@@ -83,9 +83,15 @@ def _host_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if all(_is_host(arg, found) for arg in node.all_input_nodes) and (node.all_input_nodes or node.target is pack):
+        if all(_is_host(arg, found) for arg in node.all_input_nodes) and (node.all_input_nodes or _is_made_here(node)):
             found[node] = None
     return found
+
+
+def _is_made_here(node: fx.Node) -> bool:
+    """Whether a call that takes no values is the host's: it packs constants, or makes a tensor on the CPU."""
+    on_cpu = not any(one.is_cuda for one in meta.tensors(node)) and not ops.needs_peers(node.target)
+    return node.target is pack or on_cpu
 
 
 def _is_host(node: fx.Node, host: dict[fx.Node, None]) -> bool:
@@ -96,14 +102,14 @@ def _is_host(node: fx.Node, host: dict[fx.Node, None]) -> bool:
 
 def _reason(node: fx.Node, host: dict[fx.Node, None]) -> str | None:
     """Why a graph with this node cannot be captured; None if it can."""
-    if node.op != "call_function" or node in host:
-        return None
     where = meta.origin(node).source
     name = f"{node.target}{f' of {where}' if where else ''}"
+    if _handles_generator(node) and (node not in host or str(node.args[-1]).startswith("cuda")):
+        return f"{name} reads or sets the state of a random generator on the host"
+    if node.op != "call_function" or node in host:
+        return None
     if not all(isinstance(size, int) for one in meta.tensors(node) for size in one.shape):
         return f"the size of what {name} gives depends on data"
-    if ops.is_op(node) and node.target.namespace == "wholestep" and "rng" in str(node.target):  # type: ignore[union-attr]
-        return f"{name} reads or sets the state of a random generator on the host"
     if any(not one.is_cuda for one in meta.tensors(node)):
         return f"{name} gives a tensor on the CPU that depends on the GPU"
     for arg in node.all_input_nodes:
@@ -111,6 +117,11 @@ def _reason(node: fx.Node, host: dict[fx.Node, None]) -> str | None:
         if frozen and not any(one.is_cuda for one in meta.tensors(arg)):
             return f"{name} takes {arg.name}, which the host computes for every call"
     return None
+
+
+def _handles_generator(node: fx.Node) -> bool:
+    """Whether the call reads or sets the state of a generator, of the device that its last argument names."""
+    return ops.is_op(node) and node.target._schema.name.startswith("wholestep::rng_")  # type: ignore[union-attr]
 
 
 def _outer_reason(program: Program) -> str | None:

@@ -11,8 +11,8 @@ Before and after::
                                                  join_beside([wait, ...])
 
 The main stream then never waits for communication that only updates need. What runs beside starts behind all that
-stands before it, and nothing on the main stream touches what it writes until both meet at the end; what it reads is
-held until then, so that no later kernel of the main stream gets its memory.
+stands before it, and nothing on the main stream touches what it writes, or writes to what it reads, until both meet at
+the end; what it reads is held until then, so that no later kernel of the main stream gets its memory.
 """
 
 from __future__ import annotations
@@ -87,20 +87,27 @@ def updates_beside(graph: fx.Graph) -> set[fx.Node]:
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     chosen: set[fx.Node] = set()
     touched: set[int] = set()
+    rewritten: set[int] = set()
     computes = False
     for node in reversed(nodes):
         alone = bool(node.users) and all(user in chosen for user in node.users)
         feeds = alone and (node.target is ops.WAIT or is_view(node))
-        if feeds or (computes and _is_update(node) and touched.isdisjoint(_written(node))):
+        free = touched.isdisjoint(_written(node)) and rewritten.isdisjoint(_read(node))
+        if feeds or (computes and _is_update(node) and free):
             chosen.add(node)
             continue
-        touched.update(span_of(one).storage for arg in node.all_input_nodes for one in meta.tensors(arg))
+        touched.update(_read(node))
+        rewritten.update(_written(node))
         computes |= not is_view(node) and not ops.needs_peers(node.target)
     return chosen
 
 
 def _is_update(node: fx.Node) -> bool:
     return not node.users and meta.origin(node).region is Region.OPTIMIZER and any(True for _ in _written(node))
+
+
+def _read(node: fx.Node) -> Iterator[int]:
+    return (span_of(one).storage for arg in node.all_input_nodes for one in meta.tensors(arg))
 
 
 def _written(node: fx.Node) -> Iterator[int]:
