@@ -23,9 +23,7 @@ Columns, microseconds per call, medians:
   state          of `beyond`: torch's modes, attributes, containers, hooks, groups of the optimizer; and dtype, shape,
                  strides, device, requires_grad and .grad of every tensor
   branches       of `beyond`: conditions of the optimizer over its numbers
-  inputs         of `beyond`: the flat list of inputs, with rates as they are now
-  finish         of `beyond`: gradients and results put back
-  other          what is left of `beyond`
+  other          what is left of `beyond`: the list of inputs filled in, results put back, and Python on the way
   code           the generated code: operators, called one after another
   eager          the same step without wholestep: all of it is host time, and its operators cannot be told apart
   zero_grad      of `eager`: optimizer.zero_grad() alone, as a measure of what looking at every parameter costs
@@ -61,7 +59,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
 }
-PARTS = ("arguments", "state", "branches", "inputs", "finish")
+PARTS = ("arguments", "state", "branches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +168,12 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
                 clocks.append(spent - clock.read()["code"])
             take_off()
             alone = [seconds(lambda inputs=inputs: executable._runner(inputs)) for _ in range(BLOCK)]
-        executable.binding.free.append(inputs)
         difference.append(statistics.median(mine[1:]) - statistics.median(alone[1:]))
         for _ in range(BLOCK):
             whole.append(seconds(lambda: eager(x)))
             zero_grad.append(seconds(eager_opt.zero_grad))
 
-    undo = [clock.wrap(type(executable.binding), name, name) for name in ("inputs", "finish")]
-    undo.append(clock.wrap(guards, "_branches", "branches"))
+    undo = [clock.wrap(guards, "_branches", "branches")]
     if native.module() is not None:
         undo.append(clock.wrap_in(guards, "_match", "match", "arguments"))
         undo.append(clock.wrap_in(guards, "_look", "moved", "state"))

@@ -1,16 +1,37 @@
-"""Defaults of every test: one thread per process, because the ranks of a test share the cores."""
+"""Defaults of every test: one thread per process, because the ranks of a test share the cores; caches of its own."""
 
 import os
 
 # Before torch is imported by any test: OpenMP reads it once. Spawned ranks inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from wholestep.capture import native
+
 pytest_plugins = ["tests.pools"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the session an empty cache, as a calibration of the user changes plans. The native look is kept."""
+    built = native.folder()
+    built.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache = tempfile.TemporaryDirectory(prefix="wholestep-tests-")
+    config.add_cleanup(cache.cleanup)
+    (Path(cache.name) / "wholestep").mkdir()
+    (Path(cache.name) / "wholestep" / "native").symlink_to(built)
+    os.environ["XDG_CACHE_HOME"] = cache.name  # workers of pytest and ranks inherit it
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -71,7 +71,7 @@ MUTATIONS = (
         name="guards_off",
         what="every call uses the first trace",
         file="capture/guards.py",
-        old="return self._arguments(leaves, spec) or self._state_why_not(leaves)",
+        old="return self._arguments(leaves, spec) or self._state_why_not(leaves, moved)",
         new="return None",
         tests=(f"{STEPS}[train_and_eval_flips]", f"{STEPS}[module_number_changed]", f"{STEPS}[last_batch_is_smaller]"),
     ),

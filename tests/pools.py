@@ -127,9 +127,9 @@ def pool4() -> Iterator[Pool]:
     yield from opened(4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool8() -> Iterator[Pool]:
-    """Eight ranks, which end with their module: they take much memory."""
+    """Eight ranks."""
     yield from opened(8)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +80,8 @@ class RandomStep:
     """None: as planned."""
     forward: list[Callable[[Tensor], Tensor]]
     """What the step calls: the model, or what a test wraps around it."""
-    exact: bool
-    """Whether eager DDP adds up gradients in the order in which the compiled step does."""
+    accumulate: list[Callable[[], AbstractContextManager[Any]]]
+    """What stands around all but the last backward: nothing, or ``no_sync`` of eager DDP."""
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
         """Rows of one rank and call."""
@@ -107,13 +108,15 @@ def random_step(seed: int, *, dropout: bool = True) -> RandomStep:
     else:
         opt = OPTIMIZERS[kind](list(model.parameters()))
     forward: list[Callable[[Tensor], Tensor]] = [model]
+    accumulate: list[Callable[[], AbstractContextManager[Any]]] = [nullcontext]
     clip, keep, twice = rng.random() < 0.4, rng.random() < 0.2, rng.random() < 0.2
 
     def run(x: Tensor, y: Tensor) -> Tensor:
+        if twice:
+            with accumulate[0]():
+                nn.functional.cross_entropy(forward[0](x * 0.5), y).backward()
         loss = nn.functional.cross_entropy(forward[0](x), y)
         loss.backward()
-        if twice:
-            nn.functional.cross_entropy(forward[0](x * 0.5), y).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         opt.step()
@@ -123,4 +126,4 @@ def random_step(seed: int, *, dropout: bool = True) -> RandomStep:
 
     limit = rng.choice([None, None, 1, 60, 200, 1000])
     rows = rng.choice([1, 4, 16])
-    return RandomStep(model, opt, run, rows, limit, forward, exact=not twice)
+    return RandomStep(model, opt, run, rows, limit, forward, accumulate)

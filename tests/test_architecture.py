@@ -70,8 +70,10 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C.TensorBase": "the counter itself, where the attribute is replaced",
     },
     "lower/inductor.py": {
+        "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
+        "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
     "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
     "program/collectives.py": {

@@ -17,7 +17,7 @@ from wholestep.passes.bucket import bucket
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.dedupe import dedupe
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
@@ -42,8 +42,8 @@ PASSES: dict[str, list[Pass]] = {
     "pack_scalars": [PACK],
     "form_segments": [SEGMENTS],
     "reinplace": [reinplace],
-    "default": default_passes(cost=COST, bucket_bytes=CAP_BYTES),
-    "segments": default_passes(cost=COST, bucket_bytes=CAP_BYTES, lowering=[PACK, SEGMENTS]),
+    "default": passes_of(cost=COST, bucket_bytes=CAP_BYTES),
+    "segments": passes_of(cost=COST, bucket_bytes=CAP_BYTES, lowering=[PACK, SEGMENTS]),
 }
 WHOLE_LISTS = {"default", "segments"}
 NUM_COLLECTIVES = {
@@ -172,7 +172,7 @@ def test_the_same_program_gives_the_same_text(name, placed):
 
 
 def test_the_default_list_ends_scheduled(placed):
-    after = run_passes(placed[0], default_passes(cost=COST, bucket_bytes=CAP_BYTES))
+    after = run_passes(placed[0], passes_of(cost=COST, bucket_bytes=CAP_BYTES))
     assert after.stage is Stage.SCHEDULED
     names = ["cleanup", "dedupe", "bucket", "split_updates", "schedule", "reinplace", "fill_buckets"]
     assert [record.name for record in after.history] == names

@@ -149,8 +149,6 @@ class Inductor:
 
     cuda_graph: bool | Literal["auto"] = "auto"
     """Whether a step on a GPU runs as one CUDA graph; "auto": where it can be captured."""
-    updates_beside: bool = True
-    """Whether updates run on a stream of their own beside the backward, where there is a CUDA graph."""
 
     def __post_init__(self) -> None:
         if self.cuda_graph not in (True, False, "auto"):

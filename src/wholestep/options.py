@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.config import DDP, Inductor, Strategy
 from wholestep.errors import ConfigError
+from wholestep.passes.default import DefaultPasses, as_passes
 from wholestep.passes.pipeline import Pass
 from wholestep.program.program import MeshAxis
 from wholestep.run.world import World
 
 Backend = Literal["auto", "eager", "inductor"] | Inductor
-Passes = Pass | Sequence[Pass] | None
+Passes = DefaultPasses | Pass | Sequence[Pass] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Options:
     strategy: Strategy | None
     mesh: DeviceMesh | None
     backend: Backend
-    passes: tuple[Pass, ...]
+    passes: DefaultPasses
     max_retraces: int
 
 
@@ -39,16 +40,12 @@ def checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_ret
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
-    if (
-        passes is not None
-        and not callable(passes)
-        and not (isinstance(passes, Sequence) and all(map(callable, passes)))
-    ):
-        raise ConfigError(f"wholestep.compile(passes=...) wants functions Program -> Program, got {passes!r}.")
+    if not isinstance(passes, DefaultPasses):
+        extra = () if passes is None else as_passes(passes, "wholestep.compile(passes=...)")
+        passes = DefaultPasses(extra=extra)
     if max_retraces < 0:
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
-    extra = () if passes is None else (passes,) if callable(passes) else tuple(passes)
-    return Options(strategy=strategy, mesh=mesh, backend=backend, passes=extra, max_retraces=max_retraces)
+    return Options(strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces)
 
 
 def data_axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:

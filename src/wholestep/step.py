@@ -30,7 +30,7 @@ from wholestep.lower.backend import backend_for
 from wholestep.options import Backend, Options, Passes, checked_options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.place.strategies import place
 from wholestep.program.program import MeshAxis, Program, Stage
@@ -97,7 +97,7 @@ class CompiledStep:
             entry = self._entries[0]
             if (known := entry.captured.guards.leaves_of(args, kwargs)) is not None:
                 self._hits += 1
-                return self._run(entry, known)
+                return entry.executable(known, self._meetings.call) if entry.held is None else self._run(entry, known)
         leaves, spec = tree.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
@@ -133,9 +133,11 @@ class CompiledStep:
         axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
         try:
             placed = place(captured.program, strategy, axis)
-            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, self._lowering(world).passes()))
+            lowering = self._lowering(world)
+            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes()))
             held = comm.hold(scheduled) if comm is not None else None
-            runner = self._lowering(world).lower(scheduled)
+            # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
+            runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
@@ -144,7 +146,7 @@ class CompiledStep:
         self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
         buffers = self._meet(captured, strategy, axis, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
-        executable = Executable(scheduled, binding, runner, world, buffers)
+        executable = Executable(scheduled, binding, runner or lowering.lower(scheduled), world, buffers)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held)
 
@@ -213,9 +215,9 @@ class CompiledStep:
     ) -> list[Pass]:
         strategy = self._options.strategy or DDP()
         compress = comm.as_pass() if comm is not None else None
-        return default_passes(
-            cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
-            hold_updates=strategy.hold_updates, choose=choose, extra=self._options.passes, lowering=lowering,
+        return passes_of(
+            self._options.passes, cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
+            hold_updates=strategy.hold_updates, choose=choose, lowering=lowering,
         )  # fmt: skip
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
@@ -349,9 +351,10 @@ def compile(
         mesh: a DeviceMesh with one axis; by default one axis over the world.
         backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
-            eager on the CPU and inductor on a GPU.
+            "eager" so far.
         passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
-            graph; only the pass that lets operations run in place comes after them.
+            graph; only the passes that let operations run in place come after them. Or the default passes with
+            options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
         max_retraces: how many new signatures may be captured after the first.
 
     Raises:

@@ -15,4 +15,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption("--record"):
+        if config.getoption("numprocesses", None):
+            raise pytest.UsageError("--record writes what one process has seen: leave out -n, or give -n0.")
         config.pluginmanager.register(Recorder(file))

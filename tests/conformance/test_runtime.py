@@ -55,7 +55,7 @@ def test_a_read_of_a_missing_key_gives_up_in_time(kind: str, tmp_path: Path) -> 
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         store.get("not there")
-    assert 0.9 * PATIENCE_S < time.monotonic() - started < 3
+    assert 0.9 * PATIENCE_S < time.monotonic() - started < 20  # torch's own would be five minutes
 
 
 @row("S8", "store_timeout")
@@ -67,7 +67,7 @@ def test_the_store_of_the_default_group_takes_the_timeout_of_the_group(method: s
         started = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?i)timeout"):
             c10d._get_default_store().get("not there")
-        assert 0.9 < time.monotonic() - started < 3
+        assert 0.9 < time.monotonic() - started < 20
     finally:
         dist.destroy_process_group()
 

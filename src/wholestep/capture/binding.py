@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from wholestep.capture import tree
+from wholestep.capture import quick, tree
 from wholestep.capture.hyper import Hyper
 from wholestep.program.program import InputKind, OutputKind, Program
 
@@ -44,41 +44,24 @@ class Binding:
     slices: tuple[int, int, int] = field(default=(0, 0, 0))
     """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
 
-    free: list[list[Any]] = field(default_factory=list)
-    """Flat inputs of earlier calls, for the next one: filling in and dropping thousands of entries costs more than the
-    checks of a small step. At most one, unless calls overlap (threads)."""
-
-    _plain: bool = field(init=False, default=False)
-    """Whether all that a call leaves to do is to return its one tensor."""
+    is_plain: bool = field(init=False, default=False)
+    """Whether all that a call leaves to do is to return its one tensor. Known once `finish` has run."""
 
     def with_tensors(self, more: list[torch.Tensor]) -> Binding:
         """The same binding for a program with `more` inputs at the end, which live between calls."""
-        return replace(self, tensors=[*self.tensors, *more], free=[])
+        return replace(self, tensors=[*self.tensors, *more])
 
     def inputs(self, leaves: list[Any]) -> list[Any]:
-        """The flat inputs of one call. They go to `free` after it, without those of `passing`."""
-        try:
-            flat: list[Any] = self.free.pop()
-        except IndexError:
-            flat = self.tensors.copy()
-        # As `Hyper.read`, without a call for each: what a function costs whose code is no longer in the cache.
-        for index, hyper in self.hypers:
-            held = hyper.group[hyper.key]
-            flat[index] = float(held if hyper.position is None else held[hyper.position])
-        for index, leaf in self.user:
-            flat[index] = leaves[leaf]
-        for index, param in self.entry_grads:
-            flat[index] = param.grad
-        return flat
+        """The flat inputs of one call."""
+        return self.source().filled(leaves)
 
-    def passing(self) -> tuple[int, ...]:
-        """The inputs that belong to one call alone, and are let go after it: arguments and gradients at entry."""
-        return tuple(index for index, _ in (*self.user, *self.entry_grads))
+    def source(self) -> quick.PlainInputs:
+        """What fills in the flat inputs of calls."""
+        numbers = [(index, hyper.group, hyper.key, hyper.position) for index, hyper in self.hypers]
+        return quick.PlainInputs(self.tensors, numbers, self.user, self.entry_grads)
 
     def finish(self, outputs: tuple[Any, ...]) -> Any:
         """Puts gradients and new state back and returns what the step returns."""
-        if self._plain:
-            return outputs[0]
         user_end, grad_end, state_end = self.slices
         for param in self.cleared:
             param.grad = None
@@ -91,7 +74,7 @@ class Binding:
         while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
             self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
         if self.result_spec.type is None and user_end:  # the usual result: one tensor
-            self._plain = not self.cleared and state_end == user_end
+            self.is_plain = not self.cleared and state_end == user_end
             return outputs[0]
         results = self.results.copy()
         for number, place in enumerate(self.result_places):

@@ -122,15 +122,19 @@ class Guards:
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call for which this trace holds, the quick way. None means that `why_not` has to look."""
-        leaves = self._match.match((args, kwargs)) if self._match is not None else None
-        return leaves if leaves is not None and self._state_why_not(leaves) is None else None
+        if self._match is None or (leaves := self._match.match((args, kwargs))) is None:
+            return None
+        moved = self._look.moved() if self._look is not None else self._everything
+        if moved or self._opaque or self.predicates is not None or self.storages is not None:
+            return leaves if self._state_why_not(leaves, moved) is None else None
+        return leaves
 
     def why_not(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
-        return self._arguments(leaves, spec) or self._state_why_not(leaves)
-
-    def _state_why_not(self, leaves: list[Any]) -> str | None:
         moved = self._look.moved() if self._look is not None else self._everything
+        return self._arguments(leaves, spec) or self._state_why_not(leaves, moved)
+
+    def _state_why_not(self, leaves: list[Any], moved: tuple[int, ...]) -> str | None:
         if moved or self._opaque:
             if (why_not := self._compare(moved)) is not None:
                 return why_not

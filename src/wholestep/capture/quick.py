@@ -91,19 +91,67 @@ def match(
     return made
 
 
-Run = Callable[[Callable[[list[Any]], Any], list[Any], tuple[int, ...]], Any]
-"""``run(function, inputs, places)``: ``function(inputs)`` with gradients off. Then None stands at the places."""
+class Inputs(Protocol):
+    """The flat inputs of calls."""
+
+    def run(self, function: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """``function(inputs)`` with gradients off. Then nothing of the call lives on."""
 
 
-def run() -> Run:
-    """What runs a step's function: natively if the library is there by now."""
-    module = native.module()
-    return _run if module is None else module.run
+Number = tuple[int, dict[str, Any], str, int | None]
+"""Where a number of a parameter group goes and is: input, group, key, and the place in a tuple such as ``betas``."""
 
 
-def _run(function: Callable[[list[Any]], Any], inputs: list[Any], places: tuple[int, ...]) -> Any:
-    with torch.no_grad():
-        found = function(inputs)
-    for place in places:
-        inputs[place] = None
-    return found
+class PlainInputs:
+    """The flat inputs of calls, in Python.
+
+    Args:
+        tensors: per input what lives between calls, or None where a call supplies it.
+        user: pairs (input, argument leaf).
+        grads: pairs (input, parameter): the input is the parameter's gradient at entry.
+    """
+
+    def __init__(
+        self,
+        tensors: list[Any],
+        numbers: Sequence[Number],
+        user: Sequence[tuple[int, int]],
+        grads: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        self._tensors, self._numbers, self._user, self._grads = tensors, numbers, user, grads
+        # Lists of earlier calls, for the next one: filling in and dropping thousands of entries costs more than the
+        # checks of a small step. At most one, unless calls overlap (threads).
+        self._free: list[list[Any]] = []
+
+    def filled(self, leaves: list[Any]) -> list[Any]:
+        """The inputs of one call."""
+        try:
+            flat = self._free.pop()
+        except IndexError:
+            flat = self._tensors.copy()
+        for index, group, key, position in self._numbers:
+            flat[index] = float(group[key] if position is None else group[key][position])
+        for index, leaf in self._user:
+            flat[index] = leaves[leaf]
+        for index, param in self._grads:
+            flat[index] = param.grad
+        return flat
+
+    def run(self, function: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """``function(inputs)`` with gradients off. Then nothing of the call lives on."""
+        flat = self.filled(leaves)
+        with torch.no_grad():
+            found = function(flat)
+        for index, _ in (*self._user, *self._grads):
+            flat[index] = None
+        self._free.append(flat)
+        return found
+
+    def native(self) -> Inputs:
+        """The same natively, if the library is there by now."""
+        if (module := native.module()) is None:
+            return self
+        made: Inputs = module.Inputs(
+            self._tensors, tuple(self._numbers), tuple(self._user), tuple(self._grads), self._free
+        )
+        return made

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +26,7 @@ from wholestep.cli.demo import DemoSettings, demo_batches
 from wholestep.cli.gpt import GPT, GPTConfig, train_step
 from wholestep.cli.lanes import (
     Batch,
+    Lane,
     LaneKind,
     Ratio,
     Recipe,
@@ -40,6 +44,10 @@ from wholestep.report.prediction import Prediction
 
 BLOCK_STEPS = 10
 """Steps of one lane before the next takes over."""
+FIRST_BLOCKS = 4
+"""Blocks that are run in any case, and say how long a step takes."""
+MOST_STEPS = 2000
+"""Steps of a lane, however short they are."""
 
 
 class WorkloadName(StrEnum):
@@ -58,12 +66,17 @@ class BenchSettings:
     """What is measured."""
 
     workload: WorkloadName = WorkloadName.MLP
-    steps: int = 200
+    seconds: float = 20.0
+    """About how long all lanes take together, first calls apart. Short steps are many, so that their median is firm."""
+    steps: int | None = None
+    """Steps of each lane, if that is to be decided by the number and not by the time."""
     lanes: tuple[LaneKind, ...] = (LaneKind.WHOLESTEP, LaneKind.EAGER_DDP)
 
     def __post_init__(self) -> None:
-        if self.steps < 2:
+        if self.steps is not None and self.steps < 2:
             raise ConfigError(f"--steps wants at least 2 (the first one compiles and is not timed), got {self.steps}.")
+        if not 0 < self.seconds < math.inf:
+            raise ConfigError(f"--seconds wants a time above 0, got {self.seconds}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +93,8 @@ class BenchReport:
     """Step times of every lane, over all ranks."""
 
     settings: BenchSettings
+    steps: int
+    """Steps that each lane ran."""
     nproc: int
     device: str
     torch_version: str
@@ -98,7 +113,7 @@ class BenchReport:
         """The same as plain values."""
         return {
             "workload": self.settings.workload.value,
-            "steps": self.settings.steps,
+            "steps": self.steps,
             "nproc": self.nproc,
             "device": self.device,
             "torch": self.torch_version,
@@ -113,7 +128,7 @@ class BenchReport:
         }
 
     def __rich__(self) -> Table:
-        title = f"{self.settings.workload.value}: {self.settings.steps} steps, {self.nproc} ranks, {self.device}"
+        title = f"{self.settings.workload.value}: {self.steps} steps, {self.nproc} ranks, {self.device}"
         caption = (
             f"torch {self.torch_version}, {self.machine}; blocks of {BLOCK_STEPS} steps in turn; ms per step; "
             f"ratios block by block: median (10% to 90%). Costs of the prediction: {self.cost_source}"
@@ -226,6 +241,7 @@ def run_bench(settings: BenchSettings, *, nproc: int) -> BenchReport:
     eager_ms = times_ms[LaneKind.EAGER_DDP]
     return BenchReport(
         settings=settings,
+        steps=len(eager_ms[0]),
         nproc=nproc,
         device=ranks[0].device,
         torch_version=torch.__version__,
@@ -243,11 +259,14 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
     world = ws.init()
     torch.set_num_threads(threads_per_rank(nproc))
     workload = WORKLOADS[settings.workload]
-    recipe = Recipe(build=workload.build, step=workload.step, num_steps=settings.steps, learning_rate=1e-3)
+    most = settings.steps or MOST_STEPS
+    recipe = Recipe(build=workload.build, step=workload.step, num_steps=most, learning_rate=1e-3)
     lanes = {kind: open_lane(kind, recipe, world) for kind in settings.lanes}
-    batches = (
-        (x.to(world.device), y.to(world.device)) for x, y in workload.batches(steps=settings.steps, rank=world.rank)
-    )
+    drawn = workload.batches(steps=most, rank=world.rank)
+    batches: Iterator[Batch] = ((x.to(world.device), y.to(world.device)) for x, y in drawn)
+    if settings.steps is None:
+        race(list(lanes.values()), islice(batches, FIRST_BLOCKS * BLOCK_STEPS), block_steps=BLOCK_STEPS)
+        batches = islice(batches, _steps_left(settings.seconds, lanes.values(), world))
     race(list(lanes.values()), batches, block_steps=BLOCK_STEPS)
     return _RankResult(
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else str(world.device),
@@ -256,13 +275,24 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
     )
 
 
+def _steps_left(seconds: float, lanes: Iterable[Lane], world: ws.World) -> int:
+    """How many steps of each lane fill the rest of the time, in whole blocks; the same on every rank."""
+    typical_ms = sum(statistics.median(lane.times_ms) for lane in lanes)
+    blocks = min(MOST_STEPS, int(1e3 * seconds / typical_ms)) // BLOCK_STEPS - FIRST_BLOCKS
+    found = torch.tensor(max(0, blocks) * BLOCK_STEPS, device=world.device)
+    if world.size > 1:
+        dist.broadcast(found, 0)
+    return int(found)
+
+
 def command(
     *,
     workload: Annotated[
         list[WorkloadName] | None,
         typer.Option(help="mlp: mostly launches; gpt: mostly arithmetic; conv: batch norm. Default: all, in turn."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each lane.")] = BenchSettings().steps,
+    seconds: Annotated[float, typer.Option(help="About how long each training is timed.")] = BenchSettings().seconds,
+    steps: Annotated[int | None, typer.Option(help="Steps of each lane, in place of a time.")] = None,
     torch_compile: Annotated[bool, typer.Option("--torch-compile", help="A third lane: torch.compile + DDP.")] = False,
     nproc: Nproc = None,
     as_json: AsJson = False,
@@ -274,7 +304,8 @@ def command(
     lanes = BenchSettings().lanes + ((LaneKind.TORCH_COMPILE_DDP,) if torch_compile else ())
     reports = []
     for name in workload or WorkloadName:
-        report = run_bench(BenchSettings(workload=name, steps=steps, lanes=lanes), nproc=choose_nproc(nproc))
+        settings = BenchSettings(workload=name, seconds=seconds, steps=steps, lanes=lanes)
+        report = run_bench(settings, nproc=choose_nproc(nproc))
         reports.append(report.to_json())
         if not as_json:
             Console().print(report)

@@ -62,16 +62,17 @@ class CalibrationReport:
 
     def _host_line(self) -> Text:
         device = self.model.device
+        calls = ", ".join(f"{us:.2f} for {kind}" for kind, us in device.calls_us.items())
         return Text(
-            f"The host pays {device.host_us_per_op:.2f} us for an operator, {device.host_us_per_view:.2f} for a view, "
-            f"{device.host_us_per_number:.2f} for a number; matmul, convolution and attention count FLOPs, pointwise, "
-            "in_place and reduction bytes, the others elements.\n"
+            "Amounts are FLOPs of matmul, convolution and attention, bytes of pointwise, in_place and reduction, and "
+            f"elements of the others.\nA call costs the host, in us, besides its kernel: {calls}; of other kinds as "
+            f"much as of pointwise. Each tensor in a list: {device.us_per_listed_tensor:.2f}.\n"
         )
 
     def _overlap_line(self) -> Text:
         links = self.model.links
         return Text(
-            f"Starting a collective takes the host {links.launch_us:.1f} us; while one is in flight compute takes "
+            f"A collective costs the host {links.launch_us:.1f} us, however short. While one is in flight compute is "
             f"{links.compute_slowdown:.2f} times as long, and the collective {links.collective_slowdown:.2f} times.\n"
         )
 

@@ -24,7 +24,7 @@ from wholestep.cost.probe_links import probe_links
 
 log = logging.getLogger("wholestep")
 
-VERSION = 1
+VERSION = 2
 """Of the file and of what is measured; a file of another version is not used."""
 
 Fingerprint = Mapping[str, str | int]

@@ -26,6 +26,11 @@ from wholestep.program.segment import Segment
 Shape = Sequence[int]
 
 
+CHANNELS = 16
+"""Kernels of convolutions compute channels in blocks: those that fill a vector register of 64 bytes on a CPU, a tile of
+a tensor core on a GPU. A convolution of 3 channels takes as long as one of 16."""
+
+
 class Kind(StrEnum):
     """Kinds of kernels, each with its own ceiling. The amount of work that the ceiling is a function of:"""
 
@@ -44,7 +49,7 @@ class Kind(StrEnum):
     POINTWISE = "pointwise"  # bytes read and written; results in new memory
     IN_PLACE = "in_place"  # bytes read and written
     VIEW = "view"  # none: only the host works
-    NUMBER = "number"  # none: arithmetic of Python
+    NUMBER = "number"  # none: arithmetic of Python, and the number in a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +71,15 @@ def matmul_flops(out: Shape, inner: int) -> float:
 
 
 def convolution_flops(weight: Shape, data: Shape, groups_of: int = 1) -> float:
-    """FLOPs of a convolution or of one of its two gradients.
+    """FLOPs that a convolution or one of its two gradients takes, channels in whole blocks (`CHANNELS`).
 
     Args:
         weight: (out channels, in channels / groups, *kernel); of a transposed convolution the channels change places.
         data: what the kernel is applied at: the output, or the input of a transposed convolution.
         groups_of: how many such results there are.
     """
-    return 2.0 * groups_of * math.prod(data) * math.prod(weight[1:])
+    channels, inner = (CHANNELS * math.ceil(one / CHANNELS) for one in (data[1], weight[1]))
+    return 2.0 * groups_of * data[0] * channels * math.prod(data[2:]) * inner * math.prod(weight[2:])
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, *, causal: bool, backward: bool) -> float:
@@ -119,9 +125,8 @@ _ELEMENTWISE: Mapping[str, Kind] = {
 _REDUCTIONS = frozenset("""all amax amin any argmax argmin aminmax linalg_vector_norm max mean min mse_loss nansum norm
     prod std std_mean sum var var_mean _foreach_norm _foreach_max""".split())  # fmt: skip
 
-_ALLOCATIONS = frozenset("""empty empty_like empty_strided new_empty new_empty_strided empty_permuted
-    _local_scalar_dense""".split())  # fmt: skip
-"""Operators that touch no memory, or one number of it."""
+_ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
+"""Operators that touch no memory."""
 
 _ROWS = frozenset("embedding index index_select gather nll_loss_forward take".split())
 """Operators that read of their first tensor no more than they write."""
@@ -143,6 +148,8 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     if not ops.is_op(node):
         return (Work(kind=Kind.NUMBER),)
     name = base_name(node.target)
+    if name == "_local_scalar_dense":
+        return (Work(kind=Kind.NUMBER),)
     if name in _ALLOCATIONS or (ops.viewed_args(node.target) and not ops.mutated_args(node.target)):
         return (Work(kind=Kind.VIEW),)
     if name in _PRODUCTS:
@@ -154,6 +161,14 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     if "dot_product" in name or "_attention_" in name:
         return (_attention(node, backward=name.endswith("backward")),)
     return tuple(_streamed(node, name))
+
+
+def num_listed(node: fx.Node) -> int:
+    """How many tensors there are in the longest list that a node is given, or gives as its only result; 0 without."""
+    lists = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (list, tuple))]
+    if ops.is_op(node) and [str(one.type) for one in node.target._schema.returns] == ["List[Tensor]"]:  # type: ignore[union-attr]
+        lists.append(meta.value(node))
+    return max((sum(isinstance(_values(one), torch.Tensor) for one in items) for items in lists), default=0)
 
 
 _TWIN = re.compile(r"aten__(.+)__[A-Za-z]\w*?(?:__\d+)*")
@@ -192,10 +207,11 @@ def _convolution(node: fx.Node) -> Work:
 
 def _convolution_backward(node: fx.Node) -> Work:
     grad, data, weight = (_values(_argument(node, name)) for name in ("grad_output", "input", "weight"))
+    at = data if _argument(node, "transposed") else grad
     wanted = sum(map(bool, _argument(node, "output_mask")[:2]))
     return Work(
         kind=Kind.CONVOLUTION_BACKWARD,
-        amount=convolution_flops(_sizes(weight), _sizes(data if _argument(node, "transposed") else grad), wanted),
+        amount=convolution_flops(_sizes(weight), _sizes(at), wanted),
         num_bytes=_moved_bytes(node),
         dtype=weight.dtype,
     )

@@ -28,7 +28,8 @@ def _gpu(*, flops_per_us: Mapping[str, float], bytes_per_us: float, floor_us: fl
         curves[f"matmul/{dtype}"] = Curve(points=tuple((rate * ideal_us, us) for ideal_us, us in _PRODUCT_US))
         for kind, share in _SHARES.items():
             curves[f"{kind}/{dtype}"] = straight(floor_us=floor_us, per_us=share * rate)
-    return Device(curves=curves, host_us_per_op=6.0, host_us_per_view=2.5, host_us_per_number=0.3, host_is_device=False)
+    calls_us = {"pointwise": 6.0, "view": 2.5, "number": 0.3}
+    return Device(curves=curves, calls_us=calls_us, us_per_listed_tensor=0.2, host_is_device=False)
 
 
 DEVICES: Mapping[str, Device] = {
@@ -50,11 +51,9 @@ DEVICES: Mapping[str, Device] = {
             "in_place": straight(floor_us=0.1, per_us=5.0e4),
             "pointwise": straight(floor_us=0.1, per_us=1.9e4),
         },
-        host_us_per_op=2.3,
-        host_us_per_view=1.5,
-        host_us_per_number=0.05,
-        host_is_device=True,
+        calls_us={"pointwise": 3.3, "in_place": 2.8, "view": 2.7, "number": 0.1},
         us_per_listed_tensor=1.1,
+        host_is_device=True,
     ),
     # Measured ceilings: 790 TFLOP/s bf16 products, 4.3 TB/s device copy.
     "h200": _gpu(

@@ -22,42 +22,27 @@ class Device:
     """Time of one kernel by its amount of work (see `Kind`), under the name of its kind, or ``kind/dtype`` where the
     dtype decides. "pointwise" must be there: it is the ceiling of memory, in bytes. A kind without a curve is bound
     by memory alone. The first point of a curve is the floor of its kernels."""
-    host_us_per_op: float
-    """What the eager backend pays for a call of an operator, in Python and the dispatcher."""
-    host_us_per_view: float
-    """The same for an operator that computes nothing."""
-    host_us_per_number: float
-    """The same for arithmetic of Python and for picking one result out of several."""
+    calls_us: Mapping[str, float]
+    """What the eager backend pays on the host for a call, in Python, the dispatcher and the launch, under the name of
+    the kind. "pointwise", "view" and "number" must be there; a kind without one costs as much as "pointwise"."""
+    us_per_listed_tensor: float
+    """What each tensor of a list costs the host besides."""
     host_is_device: bool
-    """Host and device are one thread (the CPU), so their times add up; else the host runs ahead."""
-    us_per_listed_tensor: float = 0.0
-    """What each tensor of a list costs beyond its bytes, where a list is a loop (the CPU). 0 where a list is one
-    kernel."""
+    """Host and device are one thread (the CPU), so their times add up, and an operator on lists of tensors takes them
+    one by one; else the host runs ahead, and a list is one kernel."""
 
-    @property
-    def lists_are_loops(self) -> bool:
-        """Whether an operator on lists of tensors takes them one by one."""
-        return self.us_per_listed_tensor > 0
-
-    def host_us(self, kinds: Sequence[Work]) -> float:
-        """Time on the host for a node of these kernels."""
-        if not kinds:
+    def host_us(self, kernels: Sequence[Work], num_listed: int = 0) -> float:
+        """Time on the host for a node of these kernels, with so many tensors in its longest list."""
+        if not kernels:
             return 0.0
-        match kinds[0].kind:
-            case Kind.NUMBER:
-                return self.host_us_per_number
-            case Kind.VIEW:
-                return self.host_us_per_view
-            case _:
-                return self.host_us_per_op
+        call_us = self.calls_us.get(kernels[0].kind, self.calls_us[Kind.POINTWISE])
+        return call_us + num_listed * self.us_per_listed_tensor
 
     def device_us(self, kernels: Sequence[Work]) -> float:
         """Time on the device for a node of these kernels."""
         busy = [work for work in kernels if work.kind not in _HOST_ONLY]
-        if len(busy) < 2:
+        if len(busy) < 2 or self.host_is_device:
             return sum(map(self.kernel_us, busy))
-        if self.lists_are_loops:
-            return sum(self.us_per_listed_tensor + self.kernel_us(work) for work in busy)
         return self.kernel_us(
             replace(busy[0], amount=sum(w.amount for w in busy), num_bytes=sum(w.num_bytes for w in busy))
         )

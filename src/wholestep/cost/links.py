@@ -48,8 +48,8 @@ class Links:
     """Operation -> number of ranks -> us by bytes. "all_reduce" must be there; an operation without a table is taken
     to be as fast as an all-reduce, less what its algorithm saves."""
     launch_us: float
-    """What starting one collective costs, however short it is: on a GPU time of the host, while the transfer goes on by
-    itself; on the CPU time of the computation, as the threads of the backend need the cores that ranks compute on."""
+    """What one collective costs, however short it is: on a GPU time of the host, to start it and to let the stream wait
+    for it; on the CPU time of the computation, as the threads of the backend need the cores that ranks compute on."""
     compute_slowdown: float = 1.0
     """Factor on the time of compute while a collective is in flight: they share cores or memory. At least 1."""
     collective_slowdown: float = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from wholestep.cost import defaults
-from wholestep.cost.compute import works
+from wholestep.cost.compute import Kind, num_listed, works
 from wholestep.cost.device import Device
 from wholestep.cost.links import Links
 from wholestep.errors import ConfigError
@@ -31,12 +31,11 @@ class CostModel:
         devices views, picking a result and arithmetic of Python are 0.0. Collectives and waits are 0.0 everywhere: see
         `collective_us` and `launch_us`.
         """
-        kernels = works(node)
-        return self.device.device_us(kernels) + (self.device.host_us(kernels) if self.device.host_is_device else 0.0)
+        return self.device.device_us(works(node)) + (self.host_us(node) if self.device.host_is_device else 0.0)
 
     def host_us(self, node: fx.Node) -> float:
         """Time of the eager backend on the host for one node, in microseconds: what bounds a step of small kernels."""
-        return self.device.host_us(works(node))
+        return self.device.host_us(works(node), num_listed(node))
 
     def collective_us(self, op: str, num_bytes: int, ranks: int) -> float:
         """Time of a collective on `ranks` ranks from its start to its end, in microseconds; see `Links.us`.
@@ -47,8 +46,16 @@ class CostModel:
         return self.links.us(op, num_bytes, ranks)
 
     @property
+    def call_us(self) -> float:
+        """Time of one more call of an operator, however small its tensors are, in microseconds; as `node_us` counts."""
+        device = self.device
+        return device.curves[Kind.POINTWISE].floor_us + (
+            device.calls_us[Kind.POINTWISE] if device.host_is_device else 0.0
+        )
+
+    @property
     def launch_us(self) -> float:
-        """What starting one collective costs the host, however short it is (`Links.launch_us`)."""
+        """What one collective costs the host, however short it is (`Links.launch_us`)."""
         return self.links.launch_us
 
     @property

@@ -1,4 +1,4 @@
-"""Micro-benchmarks of a device: the ceiling of every kind of kernel, and what the eager backend pays per node.
+"""Micro-benchmarks of a device: the ceiling of every kind of kernel.
 
 [Note: memory as a step finds it]
 What a kernel reads is sometimes in a cache, because it was just written, and sometimes not; and what it writes is
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,8 +22,10 @@ import torch
 from torch.nn import functional as F
 
 from wholestep.cost.compute import Kind, attention_flops, convolution_flops, matmul_flops
-from wholestep.cost.curve import fitted
+from wholestep.cost.curve import Curve, fitted
 from wholestep.cost.device import Device, dtype_name
+from wholestep.cost.probe_host import probe_host
+from wholestep.program import meta
 
 aten = torch.ops.aten
 
@@ -33,9 +34,12 @@ REPEATS = 5
 MOST_TENSORS = 256
 """How many tensors a probe takes in turn, at most."""
 LARGE_BYTES = 2**21
-"""From here on no second result reuses the memory of an earlier one."""
+"""Of results: from here on none reuses the memory of an earlier one."""
 ROUND_FLOPS = 3e8
 """Arithmetic of the probes that are bound by it, per pass through their tensors."""
+
+_CALLS = (Kind.POINTWISE, Kind.IN_PLACE, Kind.VIEW, Kind.NUMBER)
+"""What takes the CPU no time but that of the call, where there are few numbers."""
 
 Round = Callable[[], object]
 Call = Callable[..., Any]
@@ -50,7 +54,7 @@ class Sizes:
     products: Sequence[tuple[int, int, int]]
     """Linear layers: (rows of the batch, features in, features out)."""
     convolutions: Sequence[tuple[int, int, int, int]]
-    """(batch, in channels, out channels, height and width), kernels of 3 x 3."""
+    """(batch, in channels, out channels, height and width), kernels of 3 x 3; channels in whole blocks."""
     attentions: Sequence[tuple[int, int, int, int]]
     """(batch, heads, length, width)."""
     dtypes: Sequence[torch.dtype]
@@ -64,7 +68,7 @@ class Sizes:
 CPU_SIZES = Sizes(
     elements=(64, 1024, 4096, 16384, 65536, 262144, 1048576),
     products=((8, 8, 8), (32, 32, 32), (32, 64, 64), (128, 64, 128), (512, 128, 256), (1024, 256, 1024)),
-    convolutions=((4, 8, 8, 8), (16, 3, 16, 32), (16, 16, 32, 16), (16, 32, 32, 16), (8, 64, 64, 16)),
+    convolutions=((1, 16, 16, 8), (4, 16, 16, 8), (4, 32, 32, 8), (16, 16, 32, 16), (8, 64, 64, 16)),
     attentions=((1, 1, 16, 16), (2, 2, 64, 32), (4, 4, 128, 56), (4, 4, 256, 64)),
     dtypes=(torch.float32, torch.bfloat16),
     pool_bytes=2**26,
@@ -96,24 +100,29 @@ def probe_device(device: torch.device, sizes: Sizes, tell: Callable[[str], None]
     host_is_device = device.type == "cpu"
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _stream(device):
         tell("the host")
-        per_op, per_view, per_number = _host_us(device)
-        paid = per_op if host_is_device else 0.0
+        calls_us, listed_us = probe_host(device)
         points: dict[str, list[tuple[float, float]]] = {}
         memory = torch.randn(sizes.pool_bytes // 4, device=device)
         products = (_products(memory.to(dtype), sizes) for dtype in sizes.dtypes)
         for name, amount, calls, one_round in chain(_streams(memory, sizes), *products):
             tell(f"{name}, {amount:.2g}")
             points.setdefault(name, []).append((amount, _round_us(one_round, device) / calls))
-        tell("lists of tensors")
-        listed_us = _listed_us(device) if host_is_device else 0.0
-    return Device(
-        curves={name: fitted(measured).less(paid) for name, measured in points.items()},
-        host_us_per_op=per_op,
-        host_us_per_view=per_view,
-        host_us_per_number=per_number,
-        host_is_device=host_is_device,
-        us_per_listed_tensor=listed_us,
-    )
+    curves = {name: fitted(measured) for name, measured in points.items()}
+    if host_is_device:
+        curves, calls_us = _without_calls(curves, calls_us)
+    return Device(curves=curves, calls_us=calls_us, us_per_listed_tensor=listed_us, host_is_device=host_is_device)
+
+
+def _without_calls(
+    curves: Mapping[str, Curve], calls_us: Mapping[str, float]
+) -> tuple[dict[str, Curve], dict[str, float]]:
+    """Where the host is the device its time is in both: what the probes of kernels have of it is taken off theirs.
+
+    Operators that do next to nothing to a few numbers say what it is, and the others are called at the same price.
+    """
+    kept = {kind: us for kind, us in calls_us.items() if kind in _CALLS}
+    paid = {name: curve.floor_us for name, curve in curves.items()}
+    return {name: curve.less(paid[name if name in kept else Kind.POINTWISE]) for name, curve in curves.items()}, kept
 
 
 def _round_us(one_round: Round, device: torch.device) -> float:
@@ -154,8 +163,8 @@ def _replayed_us(one_round: Round, device: torch.device) -> float:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """The lower quartile: what disturbs a measurement makes it longer."""
-    return sorted(times)[len(times) // 4]
+    """The median: a step is a sum of such times, of good ones and of bad ones."""
+    return sorted(times)[len(times) // 2]
 
 
 Probe = tuple[str, float, int, Round]
@@ -169,13 +178,14 @@ def _streams(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
         pool = _cut(memory, count, (max(1, elements // 256), min(256, elements)))
         for kind, (unit, calls) in _stream_calls(*pool[-1]).items():
             yield from _probe(kind, unit * elements, pool, calls)
+        images = [(one.view((4, 16, -1) if elements < 2**16 else (16, 64, -1)),) for (one,) in pool]
+        yield from _probe(Kind.BATCH_NORM, elements, images, [_batch_norm(*images[-1])])
 
 
 def _stream_calls(other: torch.Tensor) -> dict[Kind, tuple[float, list[Call]]]:
     """Amount of work per element, and calls that do it to a tensor like `other`, (rows, width) float32."""
-    width, image = other.shape[1], (4, 16, -1) if other.numel() < 2**16 else (16, 64, -1)
+    width = other.shape[1]
     weight, bias = (torch.ones(width, device=other.device) for _ in range(2))
-    channels = [torch.ones(image[1], device=other.device) for _ in range(4)]
     _, mean, inverse = aten.native_layer_norm.default(other, [width], weight, bias, 1e-5)
     soft = aten._log_softmax.default(other, 1, False)
     norm_gradients, soft_gradients = aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default
@@ -187,10 +197,15 @@ def _stream_calls(other: torch.Tensor) -> dict[Kind, tuple[float, list[Call]]]:
         Kind.NORM: (1.0, [lambda x: aten.native_layer_norm.default(x, [width], weight, bias, 1e-5)]),
         Kind.NORM_BACKWARD: (1.0, [
             lambda x: norm_gradients(x, other, [width], mean, inverse, weight, bias, [True] * 3)]),
-        Kind.BATCH_NORM: (1.0, [lambda x: aten.native_batch_norm.default(x.view(image), *channels, True, 0.1, 1e-5)]),
         Kind.SOFTMAX: (1.0, [lambda x: aten._log_softmax.default(x, 1, False)]),
         Kind.SOFTMAX_BACKWARD: (1.0, [lambda x: soft_gradients(x, soft, 1, x.dtype)]),
     }  # fmt: skip
+
+
+def _batch_norm(image: torch.Tensor) -> Call:
+    """Batch norm of images like this one, (samples, channels, pixels) float32, in training."""
+    channels = [torch.ones(image.shape[1], device=image.device) for _ in range(4)]
+    return lambda x: aten.native_batch_norm.default(x, *channels, True, 0.1, 1e-5)
 
 
 def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
@@ -203,8 +218,9 @@ def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
 
     for rows, into, out in sizes.products:
         flops = matmul_flops((rows, out), into)
-        operands = pool(3 * flops, (rows, into), (out, into), (out,), (rows, out))
-        yield from _probe(f"{Kind.MATMUL}/{name}", flops, operands, _LINEAR_CALLS)
+        layers = pool(3 * flops, (rows, into), (out, into), (out,), (rows, out))
+        turned = [(*layer, layer[1].t(), layer[3].t()) for layer in layers]
+        yield from _probe(f"{Kind.MATMUL}/{name}", flops, turned, _LINEAR_CALLS)
     for batch, into, out, side in sizes.convolutions:
         data, weight, grad = (batch, into, side, side), (out, into, 3, 3), (batch, out, side, side)
         flops = convolution_flops(weight, grad)
@@ -214,7 +230,8 @@ def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
     for batch, heads, length, width in sizes.attentions:
         shape = (batch, heads, length, width)
         forward, backward = (attention_flops(shape, shape, shape, causal=True, backward=one) for one in (False, True))
-        operands = pool(backward, (batch, length, heads, 3 * width))
+        packed = pool(backward, (batch, length, heads, 3 * width))
+        operands = [tuple(one.transpose(1, 2).chunk(3, dim=-1)) for (one,) in packed]
         yield from _probe(f"{Kind.ATTENTION}/{name}", forward, operands, [_attend])
         attended = [_attended(*one) for one in operands]
         yield from _probe(f"{Kind.ATTENTION_BACKWARD}/{name}", backward, attended, [torch.autograd.grad])
@@ -233,9 +250,9 @@ def _cut(memory: torch.Tensor, count: int, *shapes: Sequence[int]) -> list[tuple
 
 
 _LINEAR_CALLS: list[Call] = [
-    lambda data, weight, bias, grad: aten.addmm.default(bias, data, weight.t()),
-    lambda data, weight, bias, grad: aten.mm.default(grad, weight),
-    lambda data, weight, bias, grad: aten.mm.default(grad.t(), data),
+    lambda data, weight, bias, grad, weight_t, grad_t: aten.addmm.default(bias, data, weight_t),
+    lambda data, weight, bias, grad, weight_t, grad_t: aten.mm.default(grad, weight),
+    lambda data, weight, bias, grad, weight_t, grad_t: aten.mm.default(grad_t, data),
 ]
 _CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 """Stride, padding, dilation, transposed, output padding, groups."""
@@ -249,26 +266,26 @@ _CONVOLUTION_GRADIENT_CALLS: list[Call] = [
 ]
 
 
-def _attend(packed: torch.Tensor) -> torch.Tensor:
-    """Causal attention of queries, keys and values that lie side by side, as models have them."""
-    query, key, value = packed.transpose(1, 2).chunk(3, dim=-1)
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention; operands lie side by side, as models have them."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def _attended(packed: torch.Tensor) -> tuple[Any, ...]:
+def _attended(*operands: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of ``torch.autograd.grad`` for the gradients of attention, any number of times."""
-    query, key, value = (one.requires_grad_() for one in packed.transpose(1, 2).chunk(3, dim=-1))
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return out, (query, key, value), torch.ones_like(out), True
+        leaves = [one.detach().requires_grad_() for one in operands]
+        out = _attend(*leaves)
+    return out, leaves, torch.ones_like(out), True
 
 
 def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Sequence[Call]) -> Iterator[Probe]:
     """The probe of `calls` on every entry of `pool` (note *memory as a step finds it*)."""
-    large = pool[0][0].nbytes >= LARGE_BYTES
+    made = [(call, sum(one.nbytes for one in meta.tensors_in(call(*pool[0])))) for call in calls]
+    larges = [(call, num_bytes >= LARGE_BYTES) for call, num_bytes in made]
 
     def one_round() -> None:
-        for call in calls:
+        for call, large in larges:
             kept = []
             for arguments in pool:
                 kept.append(call(*arguments))
@@ -277,46 +294,3 @@ def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Seq
                     kept.append(again)
 
     yield name, amount, 2 * len(pool) * len(calls), one_round
-
-
-def _host_us(device: torch.device) -> tuple[float, float, float]:
-    """What the eager backend pays for an operator, for a view, and for arithmetic of Python."""
-    x, y = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device)
-    operators: list[Callable[[], Any]] = [
-        lambda: aten.add.Tensor(x, y),
-        lambda: aten.mul_.Tensor(x, 0.5),
-        lambda: aten.addcmul_.default(x, y, y, value=0.5),
-        lambda: aten.lerp_.Scalar(x, y, 0.5),
-        lambda: aten.div_.Tensor(x, 1.5),
-        lambda: aten.sum.dim_IntList(x, [0], True),
-        lambda: aten.sqrt.default(y),
-        lambda: aten.tanh_backward.default(x, y),
-    ]
-    views: list[Callable[[], Any]] = [
-        lambda: aten.t.default(x),
-        lambda: aten.view.default(x, [64]),
-        lambda: aten.transpose.int(x, 0, 1),
-        lambda: aten.unsqueeze.default(x, 0),
-    ]
-    calls, rate = 200, 0.9
-    numbers: list[Callable[[], Any]] = [lambda: rate**calls, lambda: 1.0 - rate, lambda: -rate, lambda: views[1]]
-    found = []
-    for group in (operators, views, numbers):
-        times = []
-        for _ in range(REPEATS):
-            start = time.thread_time()
-            for _ in range(calls):
-                for one in group:
-                    one()
-            times.append(1e6 * (time.thread_time() - start) / calls / len(group))
-        found.append(_typical(times))
-    return found[0], found[1], found[2]
-
-
-def _listed_us(device: torch.device) -> float:
-    """What one more tensor in a list costs, tensors being tiny."""
-    times = []
-    for length in (50, 250):
-        tensors = [torch.ones(8, device=device) for _ in range(length)]
-        times.append(_round_us(partial(aten._foreach_mul_.Scalar, tensors, 0.5), device))
-    return max(0.01, (times[1] - times[0]) / 200)

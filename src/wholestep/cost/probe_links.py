@@ -147,16 +147,16 @@ def _us_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
 def _launch_us(clock: _Clock, call: Call) -> float:
     """What one collective more costs the computation, however short it is.
 
-    On a GPU the time until the call comes back. On the CPU the threads of the backend need a core, which the ranks
-    have: so small messages are sent between pieces of computation, and what those take longer for it is the price.
+    On a GPU the time of the host for its start and its wait, which comes back at once. On the CPU the threads of the
+    backend need a core, which the ranks have: so small messages are sent between pieces of computation, and what those
+    take longer for it is the price.
     """
     times = []
     if clock.device.type == "cuda":
         for _ in range(MOST_CALLS):
             start = time.perf_counter()
-            result = call()
+            c10d.wait_tensor.default(call())
             times.append(1e6 * (time.perf_counter() - start))
-            c10d.wait_tensor.default(result)
             clock.finish()
         return clock.slowest(_median(times))
     for _ in range(ROUNDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import cudagraph, eager, inductor
-from wholestep.lower.streams import run_updates_beside
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
@@ -26,6 +24,8 @@ class Eager:
     """Runs the graph's own text, node by node."""
 
     name = "eager"
+    shares_kernels = False
+    """Whether a rank can use what another one has compiled."""
 
     def passes(self) -> list[Pass]:
         """Passes before the one that lets operators write in place."""
@@ -41,6 +41,8 @@ class Inductor:
 
     def __init__(self, options: InductorOptions, device: torch.device) -> None:
         self._options, self._on_gpu = options, device.type == "cuda"
+        # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
+        self.shares_kernels = not self._on_gpu
         self._inductor = inductor.Inductor()
         self._pool: Any = None
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
@@ -49,7 +51,7 @@ class Inductor:
     @property
     def name(self) -> str:
         """What runs, for people."""
-        return "inductor" if self.why_no_graph else "inductor, one CUDA graph"
+        return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
 
     def passes(self) -> list[Pass]:
         """See `Eager.passes`."""
@@ -63,19 +65,20 @@ class Inductor:
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
         lower = partial(eager.lower, wait=wait, compile_segment=self._inductor.compile)
-        if not self._on_gpu or wait is not None or self._options.cuda_graph is False:
+        if not self._on_gpu or wait is not None:
             return lower(program)
-        parts = cudagraph.split(program)
+        parts = cudagraph.split(program) if self._options.cuda_graph else "it was not asked for"
         if isinstance(parts, str):
-            self.why_no_graph = parts
-            log.info("no CUDA graph: %s", parts)
+            self._goes_without(parts)
             return lower(program)
         self.why_no_graph = ""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        if self._options.updates_beside:
-            parts = replace(parts, body=run_updates_beside(parts.body))
-        return cudagraph.Graphed(program, parts, lower, self._pool)
+        return cudagraph.Graphed(program, parts, lower, self._pool, self._goes_without)
+
+    def _goes_without(self, reason: str) -> None:
+        self.why_no_graph = reason
+        log.info("no CUDA graph: %s", reason)
 
 
 Backend = Eager | Inductor
@@ -85,5 +88,4 @@ def backend_for(chosen: str | InductorOptions, device: torch.device) -> Backend:
     """The backend that `compile` was asked for, on this device."""
     if isinstance(chosen, InductorOptions):
         return Inductor(chosen, device)
-    use_inductor = chosen == "inductor" or (chosen == "auto" and device.type == "cuda")
-    return Inductor(InductorOptions(), device) if use_inductor else Eager()
+    return Inductor(InductorOptions(), device) if chosen == "inductor" else Eager()

@@ -173,8 +173,11 @@ def _handed_record(node: fx.Node) -> Input:
 class Graphed:
     """Runs a scheduled program as a CUDA graph: a function from flat inputs to flat results."""
 
-    def __init__(self, program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Any) -> None:
-        self._parts, self._pool = parts, pool
+    def __init__(
+        self, program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Any, fails: Callable[[str], None]
+    ) -> None:
+        """`fails` is told why the body could not be captured; it runs as it is from then on."""
+        self._parts, self._pool, self._fails, self._failed = parts, pool, fails, False
         self._host, self._body = lower(parts.host), lower(parts.body)
         records = [program.inputs[number] for number in parts.inputs]
         self._moving = [place for place, record in enumerate(records) if record.kind in _MOVING]
@@ -193,12 +196,13 @@ class Graphed:
         handed = home[: self._parts.num_handed]
         given = [inputs[number] for number in self._parts.inputs]
         self._calls += 1
-        if self._calls <= WARM_UP_CALLS:
+        if self._calls <= WARM_UP_CALLS or self._failed:
             return self._results(home, self._body([*given, *handed]), copy=False)
         resting = [given[place] for place in self._resting]
         addresses = list(map(torch.Tensor.data_ptr, resting))
         if self._graph is None or addresses != self._addresses:
-            self._capture(given, handed)
+            if not self._capture(given, handed):
+                return self._results(home, self._body([*given, *handed]), copy=False)
             self._addresses = addresses
         sources = [*(given[place] for place in self._moving), *handed]
         targets = [self._static[place] for place in (*self._moving, *range(len(given), len(self._static)))]
@@ -210,16 +214,23 @@ class Graphed:
             given[place].copy_(self._static[place])
         return self._results(home, self._outputs, copy=True)
 
-    def _capture(self, given: list[Any], handed: Sequence[torch.Tensor]) -> None:
-        """Captures the body on tensors that stay where they are."""
+    def _capture(self, given: list[Any], handed: Sequence[torch.Tensor]) -> bool:
+        """Captures the body on tensors that stay where they are. Whether that went well."""
         self._graph = None
         moving = set(self._moving)
         self._static = [one.clone() if place in moving else one for place, one in enumerate(given)]
         self._static += [one.clone() for one in handed]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._outputs = self._body(list(self._static))
+        try:
+            # The threads of NCCL go on with their own calls meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._outputs = self._body(list(self._static))
+        except RuntimeError as error:  # nothing has run: a capture only takes notes
+            self._failed, self._static = True, []
+            self._fails(str(error).strip().splitlines()[0])
+            return False
         self._graph = graph
+        return True
 
     def _results(self, home: Sequence[Any], body: Sequence[Any], *, copy: bool) -> tuple[Any, ...]:
         found = []

@@ -27,17 +27,17 @@ _in_memory = torch.ops.wholestep.in_memory.default
 _TWIN = "wholestep_functional::aten___fused_"
 
 
-def _computing_dtype(param: Tensor) -> torch.dtype:
-    """What a kernel computes in for a parameter: its own type, but float32 for those of half the size."""
-    return torch.float64 if param.dtype is torch.float64 else torch.float32
-
-
 def _table(columns: Sequence[Any], like: Tensor) -> list[Tensor]:
-    """Numbers and vectors of the same length as columns in memory; each comes back as a vector or a number."""
+    """Numbers and vectors of one length, in memory and in the type that is computed in; each comes back as a vector."""
     length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
     rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
-    held = _in_memory(torch.stack(rows).to(_computing_dtype(like)))
+    held = _in_memory(torch.stack(rows).to(_computed_in(like)))
     return list(held.unbind(0))
+
+
+def _computed_in(param: Tensor) -> torch.dtype:
+    """What torch's kernels compute in for parameters of this type."""
+    return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
 def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
@@ -53,7 +53,7 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
         rates, roots, decays, keeps1, keeps2, epsilons = _table([rate, root, decay, beta1, beta2, eps], params[0])
         done: list[list[Tensor]] = [[], [], [], [], []]
         for index, old in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-            weight, given, mean, square = (one.to(_computing_dtype(params[0])) for one in old)
+            weight, given, mean, square = (one.to(_computed_in(params[0])) for one in old)
             grad = -given if maximize else given
             if decoupled:
                 weight = weight * decays[index]
@@ -80,7 +80,7 @@ def _sgd(
     decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
     done: list[list[Tensor]] = [[], [], []]
     for index, (param, given) in enumerate(zip(params, grads, strict=True)):
-        dtype = _computing_dtype(params[0])
+        dtype = _computed_in(params[0])
         weight, grad = param.to(dtype), -given.to(dtype) if maximize else given.to(dtype)
         grad = grad + decays[0] * weight
         if buffers:

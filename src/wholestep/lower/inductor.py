@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
@@ -101,16 +104,28 @@ class Inductor:
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
         if segment not in self._compiled:
-            graph = decomposed(segment)
-            fakes = [meta.value(node) for node in graph.graph.find_nodes(op="placeholder")]
-            with meta.fake_mode(segment.graph), inductor_config.patch(_KEEPS_ORDER):
-                self._compiled[segment] = compile_fx_inner(graph, fakes)
+            # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
+            mode = FakeTensorMode(shape_env=ShapeEnv())
+            inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
+            graph = decomposed(segment, inputs, mode)
+            with tracing(TracingContext(mode)), mode, inductor_config.patch(_KEEPS_ORDER):
+                self._compiled[segment] = compile_fx_inner(graph, inputs)
         return self._compiled[segment]
 
 
-def decomposed(segment: Segment) -> fx.GraphModule:
-    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else."""
-    inputs = [meta.value(node) for node in segment.graph.find_nodes(op="placeholder")]
+def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of `mode` with the layout of another one."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    with mode:
+        base = torch.empty(like.storage_offset() + max(reach, 0), dtype=like.dtype, device=like.device)
+        return base.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
+
+    `inputs` are fake tensors of `mode`, one per argument.
+    """
     stored = {result: argument for argument, result in segment.stored}
     interpreter = Numbers(segment.module)
 
@@ -121,7 +136,7 @@ def decomposed(segment: Segment) -> fx.GraphModule:
             results[result] = None
         return results
 
-    with meta.fake_mode(segment.graph), torch.no_grad():
+    with mode, torch.no_grad():
         made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]

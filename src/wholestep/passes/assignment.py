@@ -3,13 +3,20 @@
 Note: the two rules
     With a bound given by the user the assignment is that of DistributedDataParallel: a bucket takes gradients in the
     order in which they become ready until it holds at least as many bytes as its limit.
-    With costs given, buckets are cut so that the predicted step is shortest. Communication of bucket k starts when its
-    last gradient is ready and the link is free; what follows it on the device is the update of its parameters. Over all
-    ways to cut, dynamic programming keeps those that are not worse in both the time at which the link is free and the
-    time at which the step could end. Its result competes with the fixed rule and with one bucket in a simulation,
-    so it is never predicted to be slower than either.
+    With costs given, buckets are cut so that the predicted step is shortest, among those that expose no more than the
+    fixed rule and than one bucket do. Communication of bucket k starts when its last gradient is ready and the link is
+    free; what follows it on the device is the update of its parameters. Over all ways to cut, dynamic programming
+    keeps those that are not worse in both the time at which the link is free and the time at which the step could end.
+    It does not know that computation and communication slow each other down by how they meet; the simulation does. So
+    the best in the simulation, of what was found, the fixed rule and one bucket, is where a search by single cuts
+    starts: whatever leaving one out, moving one or making one improves in the simulation is taken.
     The idea of merging by measured latency and readiness: Shi et al., "MG-WFBP: Efficient Data Communication for
     Distributed Synchronous SGD", 2019.
+
+Note: what is exposed
+    The time in which the device stands still for a reduction or, where the host is the device, starts one. Exposing
+    less is not always faster, since what is hidden slows computation down. The bound on it keeps a plan from being
+    worse than the fixed rule where the slowdown that it relies on is less than predicted.
 """
 
 from __future__ import annotations
@@ -19,14 +26,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from wholestep.cost.timeline import ALONE, Clock, Sharing, Task
 
 MAX_UNITS = 192
 """Cuts are looked for between at most this many runs of gradients: the search is quadratic."""
 
-PRICES = (0.001, 0.1, 0.3, 1.0, 3.0)
+PRICES = (0.001, 3.0)
 """What communication costs where it is hidden, as shares of its time, that are tried: it slows computation down."""
+
+DISTANCES = (8, 4, 2, 1)
+"""How far a cut is moved at once, in runs of gradients."""
+
+MAX_LOOKS = 500_000
+"""How often the search by single cuts looks at a gradient: a second. A step of 150 gradients needs a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +80,8 @@ def pack(
     behind: list[set[int]] = []  # the groups that each group needs, directly or by way of others
     for item, key in enumerate(keys):
         wanted = {group_of[other] for other in needs[item]} if needs else set()
-        wanted = wanted.union(*(behind[group] for group in wanted))
+        if wanted:
+            wanted = wanted.union(*(behind[group] for group in wanted))
         current = opened.get(key)
         if current is not None and current in wanted:
             reasons[current], current = DEPENDS, None
@@ -77,10 +92,11 @@ def pack(
             behind.append(set())
         groups[current].append(item)
         group_of.append(current)
-        behind[current] |= wanted
-        for other in behind:
-            if current in other:
-                other |= behind[current]
+        if not wanted <= behind[current]:
+            behind[current] |= wanted
+            for other in behind:
+                if current in other:
+                    other |= behind[current]
         if item in cuts:
             reasons[current] = cuts[item]
             del opened[key]
@@ -120,10 +136,32 @@ class Costs:
     """Time of one reduction of so many bytes."""
     launch_us: float = 0.0
     """What starting one costs the computation."""
+    calls_us: float = 0.0
+    """What the calls that a bucket adds cost the computation: they scale it and update its parameters."""
+    fill_us: float = 0.0
+    """What the call costs that puts several gradients into a bucket."""
     sharing: Sharing = ALONE
     """How much longer computation and reductions take beside each other."""
     barrier: bool = False
     """Whether every update waits for all reductions (a norm over all gradients)."""
+
+
+class Outcome(NamedTuple):
+    """What buckets are predicted to cost, microseconds."""
+
+    total_us: float
+    """When the step ends."""
+    exposed_us: float
+    """How long the device does nothing but communicate."""
+
+
+class _Rating(NamedTuple):
+    """How good cuts are: the smaller the better, the first entry before the second."""
+
+    over_us: float
+    """What is exposed beyond the bound."""
+    total_us: float
+    num_groups: int
 
 
 def planned_cuts(
@@ -135,58 +173,108 @@ def planned_cuts(
     others: Sequence[Cuts] = (),
     needs: Sequence[frozenset[int]] = (),
 ) -> Cuts:
-    """The cuts with the shortest predicted step; on a tie those with fewer buckets.
+    """The cuts with the shortest predicted step that expose no more than others do; on a tie those with fewer buckets.
 
     Args:
         cap_bytes: bound of the bytes of a bucket of several gradients, since a bucket is memory on top of them.
-        others: assignments that the found one has to beat, if they keep the bound.
+        others: assignments that the found one has to beat: it exposes no more than any of them, and takes no longer
+            than those that expose as little. Those that pass the cap bound what is exposed and are not taken; only
+            where they expose the least can it be impossible to expose as little.
     """
 
-    def predicted(cuts: Cuts) -> tuple[float, int]:
+    def outcome(groups: Sequence[Group]) -> Outcome:
+        found = predict(groups, costs)
+        return Outcome(round(found.total_us, 3), round(found.exposed_us, 3))
+
+    exposed_us = [outcome(pack(sizes_bytes, keys, cuts, needs=needs)).exposed_us for cuts in others]
+    bound_us = min(exposed_us, default=math.inf)
+
+    def rated(cuts: Cuts) -> _Rating:
         groups = pack(sizes_bytes, keys, cuts, needs=needs)
         if any(group.num_bytes > cap_bytes and len(group.items) > 1 for group in groups):
-            return math.inf, len(groups)
-        return round(predict_us(groups, costs), 3), len(groups)
+            return _Rating(math.inf, math.inf, len(groups))
+        found = outcome(groups)
+        return _Rating(max(0.0, found.exposed_us - bound_us), found.total_us, len(groups))
 
+    lines = [[item for item, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
     candidates = list(others)
     for price in PRICES:
-        found: Cuts = {}
-        for key in dict.fromkeys(keys):
-            items = [item for item, other in enumerate(keys) if other == key]
-            found.update(dict.fromkeys(_search(items, sizes_bytes, costs, cap_bytes, price), ""))
-        candidates.append(found)
-    best = min(candidates, key=predicted)
-    return _with_reasons(best, predicted)
+        ends = [item for line in lines for item in _search(line, sizes_bytes, costs, cap_bytes, price)]
+        candidates.append(dict.fromkeys(ends, ""))
+    best = min(candidates, key=rated)
+    places = [[unit[-1] for unit in _units(line, sizes_bytes)][:-1] for line in lines]
+    trials = MAX_LOOKS // max(1, len(keys))
+    improved = _improved(frozenset(best), places, lambda cuts: rated(dict.fromkeys(cuts, "")), trials)
+    return _with_reasons(best if improved == best.keys() else dict.fromkeys(sorted(improved), ""), rated)
 
 
-def _with_reasons(cuts: Cuts, predicted: Callable[[Cuts], tuple[float, int]]) -> Cuts:
+def _improved(
+    start: frozenset[int], places: Sequence[Sequence[int]], rated: Callable[[frozenset[int]], _Rating], trials: int
+) -> frozenset[int]:
+    """Takes the first change of a single cut that is better, until there is none or all trials are used up.
+
+    `places`: where cuts may be, a line per key.
+    """
+    best, tried = start, {start: rated(start)}
+    found: frozenset[int] | None = start
+    while found is not None:
+        best, found = found, None
+        for cuts in _changed(best, places):
+            if cuts not in tried:
+                if len(tried) > trials:
+                    return best
+                tried[cuts] = rated(cuts)
+            if tried[cuts] < tried[best]:
+                found = cuts
+                break
+    return best
+
+
+def _changed(cuts: frozenset[int], places: Sequence[Sequence[int]]) -> Iterator[frozenset[int]]:
+    """The cuts without one of them, with one in another place, and with one more."""
+    for item in sorted(cuts):
+        yield cuts - {item}
+    for distance in DISTANCES:
+        for line in places:
+            for here, there in zip(line, line[distance:], strict=False):
+                if (here in cuts) != (there in cuts):
+                    yield cuts ^ {here, there}
+    for line in places:
+        for item in line:
+            if item not in cuts:
+                yield cuts | {item}
+
+
+def _with_reasons(cuts: Cuts, rated: Callable[[Cuts], _Rating]) -> Cuts:
     """Says of each cut what leaving it out would cost; drops those that cost nothing."""
-    kept, total_us = dict(cuts), predicted(cuts)[0]
+    kept, rating = dict(cuts), rated(cuts)
     for item in sorted(cuts):
         without = {other: why for other, why in kept.items() if other != item}
-        worse_us = predicted(without)[0] - total_us
-        if worse_us <= 0 and not cuts[item]:
-            kept = without
-            total_us += worse_us
+        other = rated(without)
+        if other <= rating and not cuts[item]:
+            kept, rating = without, other
         else:
-            kept[item] = cuts[item] or _reason(worse_us)
+            kept[item] = cuts[item] or _reason(rating, other)
     return kept
 
 
-def _reason(worse_us: float) -> str:
-    if worse_us == math.inf:
+def _reason(rating: _Rating, without: _Rating) -> str:
+    if without.total_us == math.inf:
         return "cut: one bucket with the next gradients would take more memory than buckets may"
-    return f"cut: one bucket with the next gradients would cost {worse_us:.1f} us more"
+    if without.total_us <= rating.total_us:
+        return f"cut: one bucket with the next gradients would expose {without.over_us:.1f} us more than fixed buckets"
+    return f"cut: one bucket with the next gradients would cost {without.total_us - rating.total_us:.1f} us more"
 
 
-def predict_us(groups: Sequence[Group], costs: Costs) -> float:
-    """When the step ends with these buckets, microseconds: backward, reductions beside it, updates behind it."""
+def predict(groups: Sequence[Group], costs: Costs) -> Outcome:
+    """The step with these buckets: backward, reductions beside it, updates behind it."""
     clock = Clock(costs.sharing)
     order = sorted(range(len(groups)), key=lambda number: groups[number].items[-1])
     work_us = 0.0  # what the device has done of the work whose end is `end_us`
     for number in order:
         ready_us = costs.ready_us[groups[number].items[-1]]
-        clock.run(-1, Task(us=max(0.0, ready_us - work_us)))
+        fill_us = costs.fill_us if len(groups[number].items) > 1 else 0.0
+        clock.run(-1, Task(us=max(0.0, ready_us - work_us) + costs.calls_us + fill_us))
         work_us = max(work_us, ready_us)
         clock.run(number, Task(us=costs.launch_us, comm_us=costs.comm_us(groups[number].num_bytes)))
     clock.run(-1, Task(us=max(0.0, costs.end_us - work_us)))
@@ -195,7 +283,7 @@ def predict_us(groups: Sequence[Group], costs: Costs) -> float:
     for number in order:
         update_us = sum(costs.update_us[item] for item in groups[number].items)
         clock.run(-1, Task(us=update_us, waits_for=(number,)))
-    return clock.now_us
+    return Outcome(clock.now_us, sum(clock.exposed_us.values()) + costs.launch_us * len(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +303,7 @@ def _search(items: Sequence[int], sizes_bytes: Sequence[int], costs: Costs, cap_
     units = _units(items, sizes_bytes)
     ends = [unit[-1] for unit in units]
     total_bytes = [0, *accumulate(sum(sizes_bytes[item] for item in unit) for unit in units)]
+    bucket_us = costs.launch_us + costs.calls_us + costs.fill_us
     unit_us = [sum(costs.update_us[item] for item in unit) for unit in units]
     left_us = [sum(unit_us) - done for done in [0.0, *accumulate(unit_us)]]  # updates from each unit on
     fronts: list[list[_State]] = [[_State(0.0, 0.0, 0.0, 0, None)]]
@@ -228,7 +317,7 @@ def _search(items: Sequence[int], sizes_bytes: Sequence[int], costs: Costs, cap_
             for state in fronts[start]:
                 free_us = max(state.free_us, ready_us) + comm_us
                 end_us = max(state.end_us, free_us + after_us)
-                made.append(_State(free_us, end_us, state.lost_us + costs.launch_us + price * comm_us, start, state))
+                made.append(_State(free_us, end_us, state.lost_us + bucket_us + price * comm_us, start, state))
         fronts.append(_front(made))
     floor_us = costs.end_us + left_us[0]
     best = min(fronts[-1], key=lambda state: max(state.end_us, floor_us) + state.lost_us)

@@ -16,14 +16,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.fx as fx
 
 from wholestep.cost.model import CostModel
 from wholestep.passes.assignment import Costs, Cuts, fixed_cuts, pack, planned_cuts
-from wholestep.passes.elements import Masks, follow
+from wholestep.passes.elements import follow, joined
 from wholestep.passes.tasks import sharing
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
@@ -81,7 +80,10 @@ def bucket(
     if bucket_bytes is not None:
         cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
     else:
-        cuts = choose(_text(reductions), partial(_planned, program, reductions, cost))
+        cuts = choose(
+            _text(reductions),
+            lambda: _planned(_costs(program, reductions, sizes_bytes, cost), sizes_bytes, keys, needs),
+        )
     groups = pack(sizes_bytes, keys, cuts, needs=needs)
     notes = []
     for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1])):
@@ -105,15 +107,13 @@ def _text(reductions: Sequence[_Reduction]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _planned(program: Program, reductions: Sequence[_Reduction], cost: CostModel) -> Cuts:
+def _planned(
+    costs: Costs, sizes_bytes: Sequence[int], keys: Sequence[Hashable], needs: Sequence[frozenset[int]]
+) -> Cuts:
     """The cuts with the shortest predicted step."""
-    sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
-    keys = [_key(one) for one in reductions]
-    needs = _needs(program.graph, reductions)
     ddp = fixed_cuts(sizes_bytes, keys, DDP_LIMITS_BYTES)
     largest = max(group.num_bytes for group in pack(sizes_bytes, keys, ddp, needs=needs))
     cap_bytes = max(largest, DDP_LIMITS_BYTES[-1], int(MEMORY_SHARE * sum(sizes_bytes)))
-    costs = _costs(program, reductions, sizes_bytes, cost)
     return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
 
 
@@ -125,15 +125,19 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
     everything = (1 << len(reductions)) - 1
     ready_us, end_us, update_us, barrier = [], 0.0, 0.0, False
     starts = {one.start for one in reductions}
+    scaled = {one.start.args[0] for one in reductions if one.scale is not None}
+    num_calls = 1 if scaled else 0
     for node in graph.nodes:
         if node in starts:
             ready_us.append(end_us)
         if node.op != "call_function":
             continue
-        late = masks[node] != 0 if isinstance(masks[node], int) else any(map(bool, _leaves(masks[node])))
-        if late or meta.origin(node).region is meta.Region.OPTIMIZER:
+        if joined(masks[node]) or meta.origin(node).region is meta.Region.OPTIMIZER:
             update_us += cost.node_us(node)
+            num_calls += ops.is_indexwise(node.target)
             barrier |= masks[node] == everything and not ops.is_indexwise(node.target) and len(reductions) > 1
+        elif node in scaled:  # one call for each gradient as placed, and for each bucket later
+            end_us += max(0.0, cost.node_us(node) - cost.call_us)
         else:
             end_us += cost.node_us(node)
     total_bytes = sum(sizes_bytes) or 1
@@ -145,17 +149,11 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
         end_us=end_us,
         comm_us=lambda num_bytes: cost.collective_us("all_reduce", num_bytes, ranks[str(one.args[-1])]),
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
+        calls_us=num_calls * cost.call_us,
+        fill_us=cost.call_us,
         sharing=sharing(cost),
         barrier=barrier,
     )
-
-
-def _leaves(masks: Masks) -> Iterator[int]:
-    if isinstance(masks, int):
-        yield masks
-        return
-    for one in masks:
-        yield from _leaves(one)
 
 
 def _reductions(program: Program) -> Iterator[_Reduction]:

@@ -3,47 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from wholestep.cost.model import CostModel
+from wholestep.errors import ConfigError
 from wholestep.passes.bucket import Choose, bucket, choose_alone
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.fill import fill_buckets
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
-from wholestep.passes.remat import Budget, remat
+from wholestep.passes.remat import Budget, check_budget, remat
 from wholestep.passes.schedule import schedule
 from wholestep.passes.update import split_updates
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultPasses:
+    """The default passes with options of the user's: what `default_passes` gives and ``compile(passes=...)`` takes."""
+
+    memory_budget: Budget | None = None
+    bound_bytes: int | None = None
+    extra: tuple[Pass, ...] = ()
+
+
 def default_passes(
+    *, memory_budget: Budget | None = None, bound_bytes: int | None = None, extra: Pass | Sequence[Pass] = ()
+) -> DefaultPasses:
+    """Options of the default passes, for ``ws.compile(passes=ws.default_passes(memory_budget=0.6))``.
+
+    What the strategy says (size of buckets, compression, when updates are written) stays with the strategy.
+
+    Args:
+        memory_budget: forward values are computed again in the backward until at most so much lives besides the inputs
+            (parameters, optimizer state, the batch): bytes (int), or a fraction of what the step needs without that
+            (float). The numbers stay the same bits. None: nothing is computed again. A fraction that cannot be reached
+            is a wish: `explain` says how far it got.
+        bound_bytes: bound of the bytes that live besides the inputs, within which the order of the step is chosen;
+            None: what the step needs as written, plus 2 %. It is about the order alone: what `memory_budget` computes
+            again does not help to keep it.
+        extra: functions ``Program -> Program``. They see the functional graph in its order, before anything runs in
+            place, behind all other passes.
+
+    Raises:
+        ConfigError: for values that are none of that. Bytes that cannot be kept are one at the first call, which names
+            the smallest number that can.
+    """
+    if memory_budget is not None:
+        check_budget(memory_budget)
+    if bound_bytes is not None and (type(bound_bytes) is not int or bound_bytes <= 0):
+        raise ConfigError(f"bound_bytes wants a positive number of bytes, such as 8 << 30; got {bound_bytes!r}.")
+    extra = as_passes(extra, "wholestep.default_passes(extra=...)")
+    return DefaultPasses(memory_budget=memory_budget, bound_bytes=bound_bytes, extra=extra)
+
+
+def as_passes(given: Any, option: str) -> tuple[Pass, ...]:
+    """One pass or several as a tuple. Raises ConfigError, which names the option, for what is none."""
+    passes = (given,) if callable(given) else tuple(given) if isinstance(given, Sequence) else None
+    if passes is None or not all(map(callable, passes)):
+        raise ConfigError(
+            f"{option} wants functions Program -> Program, got {given!r}. Options of the default passes go together "
+            f"with your own as passes=ws.default_passes(..., extra=[my_pass])."
+        )
+    return passes
+
+
+def passes_of(
+    options: DefaultPasses = DefaultPasses(),
     *,
     cost: CostModel,
     bucket_bytes: int | None = None,
     compress: Pass | None = None,
     hold_updates: bool = False,
-    bound_bytes: int | None = None,
-    memory_budget: Budget | None = None,
     choose: Choose = choose_alone,
-    extra: Sequence[Pass] = (),
     lowering: Sequence[Pass] = (),
 ) -> list[Pass]:
     """The passes from a placed program to a scheduled one.
 
     Args:
+        options: what the user has set.
         cost: predicted times of nodes and collectives; the same on every rank.
         bucket_bytes: a bucket of gradients is closed once it holds as many bytes; None: buckets with the shortest
             predicted step.
         compress: lets other tensors travel in the place of the gradients of a bucket.
         hold_updates: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
-        bound_bytes: bound of the bytes that live besides the inputs; None: what the step needs as written, plus 2 %.
-        memory_budget: forward values are computed again in the backward until at most so much lives besides the inputs:
-            bytes (int), or a fraction of what the step needs without that (float). None: nothing is computed again.
         choose: how ranks whose batches differ come by the same buckets.
-        extra: passes of the user; they see the functional graph in its order, before anything runs in place.
         lowering: passes of the backend.
     """
+    budget = options.memory_budget
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         cleanup,
@@ -57,10 +106,10 @@ def default_passes(
         # Behind bucket, whose buckets it splits by; before schedule, which moves the parts.
         split_updates,
         # Behind whatever adds nodes: it orders all of them.
-        partial(schedule, cost=cost, hold_updates=hold_updates, bound_bytes=bound_bytes),
+        partial(schedule, cost=cost, hold_updates=hold_updates, bound_bytes=options.bound_bytes),
         # Behind schedule, in whose order it weighs what is alive; nothing moves what it computes again.
-        *([partial(remat, cost=cost, budget=memory_budget)] if memory_budget is not None else []),
-        *extra,
+        *([partial(remat, cost=cost, budget=budget)] if budget is not None else []),
+        *options.extra,
         # The backend's own: what it compiles is one call from here on.
         *lowering,
         # From here on the order of the nodes is fixed, and values that are dead are overwritten.

@@ -34,41 +34,52 @@ def follow(graph: fx.Graph, sources: Mapping[fx.Node, int], *, scalars: bool) ->
             masks[node] = _indexwise(node, masks, scalars=scalars)
         else:
             value = meta.value(node)
-            mask = _joined(node.all_input_nodes if scalars else _of_its_size(node, value), masks)
+            mask = _of_nodes(node.all_input_nodes if scalars else _of_its_size(node, value), masks)
             masks[node] = [mask] * len(value) if isinstance(value, (list, tuple)) else mask
         if node in sources:
             masks[node] = _add(masks[node], sources[node])
     return masks
 
 
+def several(node: fx.Node) -> bool:
+    """Whether a call gives several lists, and not one."""
+    return len(node.target._schema.returns) > 1  # type: ignore[union-attr]
+
+
 def length(node: fx.Node) -> int:
     """How many tensors are in each list of an indexwise call."""
     value = meta.value(node)
-    return len(value[0] if _several(node) else value)
+    return len(value[0] if several(node) else value)
 
 
-def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """The index and the node of each item that is read out of the lists that an indexwise call gives."""
+def items(node: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
+    """What is read out of the lists that a call gives: the number of the list, the index in it, and the node."""
     for user in list(node.users):
-        if not _several(node):
-            yield _index(user), user
+        if not several(node):
+            yield 0, _index(user), user
             continue
         for item in list(user.users):
-            yield _index(item), item
+            yield _index(user), _index(item), item
 
 
 def only_items(node: fx.Node) -> bool:
     """Whether the lists are read item by item and in no other way."""
     level = [node]
-    for _ in range(2 if _several(node) else 1):
+    for _ in range(2 if several(node) else 1):
         level = [user for one in level for user in one.users]
         if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in level):
             return False
     return True
 
 
-def _several(node: fx.Node) -> bool:
-    return len(node.target._schema.returns) > 1  # type: ignore[union-attr]
+def joined(masks: Masks) -> int:
+    """The bits of a tensor, or those of all items."""
+    if isinstance(masks, int):
+        return masks
+    mask = 0
+    for one in masks:
+        mask |= joined(one)
+    return mask
 
 
 def _index(item: fx.Node) -> int:
@@ -80,9 +91,9 @@ def _indexwise(node: fx.Node, masks: Mapping[fx.Node, Masks], *, scalars: bool) 
     given = [*node.args, *node.kwargs.values()]
     lists = [one for one in given if isinstance(one, (list, tuple)) and len(one) == count]
     rest = [one for one in given if not any(one is other for other in lists)] if scalars else []
-    common = _joined(edit.nodes_of(rest), masks)
-    each = [common | _joined(edit.nodes_of([one[index] for one in lists]), masks) for index in range(count)]
-    return [each] * len(node.target._schema.returns) if _several(node) else each  # type: ignore[union-attr]
+    common = _of_nodes(edit.nodes_of(rest), masks)
+    each = [common | _of_nodes(edit.nodes_of([one[index] for one in lists]), masks) for index in range(count)]
+    return [each] * len(node.target._schema.returns) if several(node) else each  # type: ignore[union-attr]
 
 
 def _of_its_size(node: fx.Node, value: Any) -> list[fx.Node]:
@@ -98,19 +109,10 @@ def _num_elements(value: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _joined(nodes: Any, masks: Mapping[fx.Node, Masks]) -> int:
+def _of_nodes(nodes: Any, masks: Mapping[fx.Node, Masks]) -> int:
     mask = 0
     for node in nodes:
-        mask |= _all(masks[node])
-    return mask
-
-
-def _all(masks: Masks) -> int:
-    if isinstance(masks, int):
-        return masks
-    mask = 0
-    for one in masks:
-        mask |= _all(one)
+        mask |= joined(masks[node])
     return mask
 
 

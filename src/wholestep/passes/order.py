@@ -29,6 +29,9 @@ _UPDATE, _NEXT, _FILL = 0, 1, 2
 ABOUT_AS_FAST, ABOUT_AS_SMALL = 1.005, 1.02
 """Orders whose predicted times and peaks differ by less than these factors count as equal."""
 
+MAX_RESERVES = 4
+"""How many amounts of work that is kept for the end are tried."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -58,20 +61,38 @@ class Order:
 def schedule(problem: Problem, bound_bytes: int) -> Order:
     """The fastest of several orders whose live bytes stay within `bound_bytes`; of about equal ones the smallest.
 
-    Of those that are about equal in both, one with updates beside the communication: what is predicted to be hidden
-    either way is hidden more safely by more work. The order given is among them, so the bound is kept if it is at
-    least that one's own peak.
+    Of those that are about equal in both, the one that exposes least, and if possible one with updates beside the
+    communication: what is predicted to be hidden either way is hidden more safely by more work. The order given is
+    among them, so the bound is kept if it is at least that one's own peak. If no order keeps it: the smallest one.
     """
     unchanged = replace(given(problem), bound_bytes=bound_bytes)
-    eager = _found(problem, bound_bytes, 0.0)
-    # What was exposed at the end could have been hidden by work that was done before it had to be.
-    kept = [_found(problem, bound_bytes, factor * eager.exposed_us) for factor in (1.0, 2.0) if eager.exposed_us > 0]
+    eager, *kept = _with_reserves(problem, bound_bytes)
     calm = replace(problem, late=[False] * len(problem.tasks))
     plain = _rate(calm, _Scheduler(calm, bound_bytes, 0.0).run(), bound_bytes, "updates stand behind the backward")
-    fits = [order for order in (*kept, eager, plain, unchanged) if order.peak_bytes <= bound_bytes] or [unchanged]
+    orders = (*kept, eager, plain, unchanged)
+    fits = [order for order in orders if order.peak_bytes <= bound_bytes]
+    if not fits:
+        return min(orders, key=lambda order: order.peak_bytes)
     fast = [order for order in fits if order.total_us <= ABOUT_AS_FAST * min(order.total_us for order in fits)]
     small = [order for order in fast if order.peak_bytes <= ABOUT_AS_SMALL * min(order.peak_bytes for order in fast)]
-    return small[0]
+    return min(small, key=lambda order: round(order.exposed_us))
+
+
+def reachable_bytes(problem: Problem, bound_bytes: int) -> int:
+    """The smallest bound that is known to be kept, for one that no order keeps."""
+    found_bytes = schedule(problem, bound_bytes).peak_bytes
+    kept = schedule(problem, found_bytes).peak_bytes <= found_bytes
+    return found_bytes if kept else given(problem).peak_bytes
+
+
+def _with_reserves(problem: Problem, bound_bytes: int) -> list[Order]:
+    """Orders that keep ever more work for the end: what one exposes there, the next one has work for."""
+    orders = [_found(problem, bound_bytes, 0.0)]
+    reserve_us = 0.0
+    while orders[-1].exposed_us > 0 and len(orders) < MAX_RESERVES:
+        reserve_us += orders[-1].exposed_us
+        orders.append(_found(problem, bound_bytes, reserve_us))
+    return orders
 
 
 def _found(problem: Problem, bound_bytes: int, reserve_us: float) -> Order:

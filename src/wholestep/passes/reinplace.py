@@ -19,7 +19,6 @@ Note: writes
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.passes import sink
+from wholestep.passes import elements, sink
 from wholestep.passes.alias import Memory, same_layout, same_place, tensor_nodes
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import InputKind, OutputKind, Program, Stage
@@ -223,7 +222,10 @@ class _Reinplace:
 
     def _read_elements(self, node: fx.Node, into: dict[tuple[int, int], fx.Node]) -> None:
         """Readers of the lists that `node` gives read the tensors that were written to; `node` is erased."""
-        for (group, index), readers in _readers(node).items():
+        found: dict[tuple[int, int], list[fx.Node]] = {}
+        for group, index, item in elements.items(node):
+            found.setdefault((group, index), []).append(item)
+        for (group, index), readers in found.items():
             # What is not in `into` is an argument that the call leaves alone, whatever its schema says.
             element: fx.Node = into.get((group, index)) or node.args[group][index]  # type: ignore[index,assignment]
             for reader in readers:
@@ -307,9 +309,9 @@ def _changes(node: fx.Node, twin: Any) -> list[_Change]:
     if isinstance(value, torch.Tensor):
         old = node.args[0]
         return [_Change(old, value, 0, 0)] if isinstance(old, fx.Node) else []
-    if not _gives_lists(node) or not _only_items(node):
+    if not _gives_lists(node) or not elements.only_items(node):
         return []
-    lists = [value] if len(node.target._schema.returns) == 1 else value  # type: ignore[union-attr]
+    lists = value if elements.several(node) else [value]
     return [
         _Change(old, new, group, index)
         for group in ops.written_by(twin, node.kwargs)
@@ -324,34 +326,6 @@ def _gives_lists(node: fx.Node) -> bool:
         return False
     returns = node.target._schema.returns  # type: ignore[union-attr]
     return all("List[Tensor]" in str(one.type) for one in returns)
-
-
-def _readers(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]]:
-    """The items taken from the lists that a call gives, by list and index."""
-    found: dict[tuple[int, int], list[fx.Node]] = {}
-    if len(node.target._schema.returns) == 1:  # type: ignore[union-attr]
-        for item in node.users:
-            found.setdefault((0, _index(item)), []).append(item)
-    else:
-        for one in node.users:
-            for item in one.users:
-                found.setdefault((_index(one), _index(item)), []).append(item)
-    return found
-
-
-def _only_items(node: fx.Node) -> bool:
-    """Whether the lists that a call gives are read element by element and in no other way."""
-    depth = 1 if len(node.target._schema.returns) == 1 else 2  # type: ignore[union-attr]
-    level = [node]
-    for _ in range(depth):
-        level = [user for one in level for user in one.users]
-        if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in level):
-            return False
-    return True
-
-
-def _index(item: fx.Node) -> int:
-    return int(item.args[1])  # type: ignore[arg-type]
 
 
 def _is_elementwise(op: Any) -> bool:

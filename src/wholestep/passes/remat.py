@@ -56,7 +56,7 @@ def remat(program: Program, *, cost: CostModel, budget: Budget) -> Program:
     A program that has been through this pass stays as it is.
     Raises ConfigError for a budget that is neither, and for bytes that cannot be reached.
     """
-    _check(budget)
+    check_budget(budget)
     if any(meta.repeats(node) is not None for node in program.graph.nodes):
         return program
     found = tasks_of(program, cost)
@@ -83,7 +83,8 @@ def remat(program: Program, *, cost: CostModel, budget: Budget) -> Program:
     return program.with_notes(*notes)
 
 
-def _check(budget: Budget) -> None:
+def check_budget(budget: Budget) -> None:
+    """Raises ConfigError for what is neither bytes nor a fraction."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget <= 0:
         raise ConfigError(
             f"memory_budget wants bytes, such as 8 << 30, or a fraction of the peak, such as 0.6; got {budget!r}."

@@ -15,10 +15,12 @@ Before and after, with two buckets::
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch.fx as fx
 
 from wholestep.cost.model import CostModel
+from wholestep.errors import ConfigError
 from wholestep.passes import order
 from wholestep.passes.tasks import sharing, tasks_of
 from wholestep.program import edit, meta, ops, show
@@ -35,13 +37,18 @@ def schedule(
 
     Args:
         cost: predicted times; the same on every rank, so that all find the same order.
-        bound_bytes: bound of the bytes that live besides the inputs; None: what the order given needs, plus 2 %.
+        bound_bytes: bound of the bytes that live besides the inputs; None: what the order given needs, plus 2 %, which
+            can always be kept.
         hold_updates: inputs are written behind the last collective.
+
+    Raises:
+        ConfigError: for a bound that no order keeps; it names the smallest that one does.
 
     A program without collectives keeps its order. What has been scheduled before is scheduled anew from the order of
     the step as written, so the result does not depend on how often this is done.
     """
-    if not any(ops.is_collective(node) for node in program.graph.nodes):
+    moves = any(ops.is_collective(node) for node in program.graph.nodes)
+    if not moves and bound_bytes is None:
         return program
     _as_written(program)
     found = tasks_of(program, cost, hold_updates=hold_updates)
@@ -50,7 +57,12 @@ def schedule(
         pinned=found.pinned, writable=found.writable, sharing=sharing(cost),
     )  # fmt: skip
     given = order.given(problem)
-    chosen = order.schedule(problem, int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes)
+    bound = int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes
+    chosen = order.schedule(problem, bound) if moves else given
+    if chosen.peak_bytes > bound:
+        _refuse(bound, order.reachable_bytes(problem, bound) if moves else given.peak_bytes)
+    if not moves:
+        return program
     for number, node in enumerate(found.nodes):
         meta.set_position(node, number)
     _move(program, [found.nodes[number] for number in chosen.tasks])
@@ -59,6 +71,14 @@ def schedule(
         f"exposed (before: {given.total_us:.0f} and {given.exposed_us:.0f})",
         f"at most {show.bytes_text(chosen.peak_bytes)} live besides the inputs "
         f"(before: {show.bytes_text(given.peak_bytes)}; bound: {show.bytes_text(chosen.bound_bytes)})",
+    )
+
+
+def _refuse(bound_bytes: int, reachable_bytes: int) -> NoReturn:
+    raise ConfigError(
+        f"bound_bytes={bound_bytes} wants at most {show.bytes_text(bound_bytes)} besides the inputs of the step. No "
+        f"order that was found needs less than {show.bytes_text(reachable_bytes)} ({reachable_bytes} bytes). Give as "
+        f"much, set memory_budget instead, with which values are computed again, or make the batch smaller."
     )
 
 

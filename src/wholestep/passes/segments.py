@@ -94,7 +94,7 @@ class _Open:
     """Its calls, and views of what they give."""
     may_fail: bool = False
     updating: bool = False
-    """Whether it belongs to an optimizer, or reads what has arrived: segments of their own, to run beside others."""
+    """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
 def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
@@ -115,7 +115,11 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
             run.calls.append(node)  # with the call that gives it, wherever that belongs
             run.behind.add(node)
         elif compiles(node) and node not in on_host:
-            updating = meta.origin(node).region is Region.OPTIMIZER or any(map(_has_arrived, node.all_input_nodes))
+            updating = (
+                meta.origin(node).region is Region.OPTIMIZER
+                or any(map(_has_arrived, node.all_input_nodes))
+                or (depends and run.updating)
+            )
             if (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
                 done.append(run.calls)
                 run = _Open()

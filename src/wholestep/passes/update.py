@@ -55,8 +55,8 @@ def _owners(graph: fx.Graph, sources: dict[fx.Node, int]) -> dict[fx.Node, list[
         if node.op != "call_function" or not ops.is_indexwise(node.target):
             continue
         own = [mask.bit_length() - 1 for mask in _flat(masks[node], node)]
-        readers = [_reader(item, owners, masks) for item in elements.items(node)] if -1 in own else []
-        for index, owner in readers:
+        for _, index, item in elements.items(node) if -1 in own else ():
+            owner = _first_owner(item, owners, masks)
             if owner >= 0 and masks_at(masks[node], node, index) == 0:
                 own[index] = owner if own[index] < 0 else min(own[index], owner)
         owners[node] = own
@@ -71,23 +71,20 @@ def _flat(masks: Masks, node: fx.Node) -> list[int]:
 def masks_at(masks: Masks, node: fx.Node, index: int) -> int:
     """The bits of one index of an indexwise call."""
     assert isinstance(masks, list)
-    found = masks[0][index] if len(node.target._schema.returns) > 1 else masks[index]  # type: ignore[union-attr]
+    found = masks[0][index] if elements.several(node) else masks[index]
     assert isinstance(found, int)
     return found
 
 
-def _reader(
-    item: tuple[int, fx.Node], owners: dict[fx.Node, list[int]], masks: dict[fx.Node, Masks]
-) -> tuple[int, int]:
-    """The index of an item, and the bucket of its first reader that has one; -1 if none has."""
-    index, node = item
+def _first_owner(node: fx.Node, owners: dict[fx.Node, list[int]], masks: dict[fx.Node, Masks]) -> int:
+    """The first bucket that a reader of an item belongs to; -1 if none does."""
     found = []
     for user in node.users:
         if user in owners:
             found += [owners[user][at] for at in _places(user, node)]
         elif user.op != "output" and isinstance(masks[user], int):
             found.append(int(masks[user]).bit_length() - 1)  # type: ignore[arg-type]
-    return index, min((owner for owner in found if owner >= 0), default=-1)
+    return min((owner for owner in found if owner >= 0), default=-1)
 
 
 def _places(user: fx.Node, node: fx.Node) -> list[int]:
@@ -98,9 +95,9 @@ def _places(user: fx.Node, node: fx.Node) -> list[int]:
 def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
     """Replaces the call by one per owner. Gives how many those are."""
     count = elements.length(node)
-    several = len(node.target._schema.returns) > 1  # type: ignore[union-attr]
+    several = elements.several(node)
     new_item: dict[tuple[int, int], fx.Node] = {}
-    wanted = {(result, index) for result, index, _ in _reads(node, several=several)}
+    wanted = {(result, index) for result, index, _ in elements.items(node)}
     groups = sorted(set(owner))
     with graph.inserting_before(node):
         for group in groups:
@@ -121,18 +118,12 @@ def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
                 for place, index in enumerate(chosen):
                     if (result, index) in wanted:
                         new_item[result, index] = _item(graph, taken, place, node)
-    for result, index, item in list(_reads(node, several=several)):
+    for result, index, item in list(elements.items(node)):
         edit.replace_node(item, new_item[result, index])
     for user in list(node.users):
         graph.erase_node(user)
     graph.erase_node(node)
     return len(groups)
-
-
-def _reads(node: fx.Node, *, several: bool) -> list[tuple[int, int, fx.Node]]:
-    if not several:
-        return [(0, int(item.args[1]), item) for item in node.users]  # type: ignore[arg-type]
-    return [(int(one.args[1]), int(item.args[1]), item) for one in node.users for item in one.users]  # type: ignore[arg-type]
 
 
 def _item(graph: fx.Graph, source: fx.Node, index: int, like: fx.Node) -> fx.Node:

@@ -30,8 +30,10 @@ def only_accumulated(node: fx.Node, name: str) -> bool:
     for user in node.users:
         if user.target is ops.GRADIENT and user.args[1] == name:
             continue
+        copies = user.target is torch.ops.aten.copy.default
+        if copies and user.args[1] is not node:  # what is written over is not read
+            continue
         adds = user.target is torch.ops.aten.add.Tensor and not user.kwargs and len(user.args) == 2
-        copies = user.target is torch.ops.aten.copy.default and user.args[0] is not node
         if not (adds or copies or user.target in _PASS_THROUGH) or not only_accumulated(user, name):
             return False
     return True

@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from wholestep.capture import quick
 from wholestep.capture.binding import Binding
 from wholestep.errors import RankMissingError
 from wholestep.passes.sink import writes_beside_communication
@@ -39,7 +38,8 @@ class Executable:
     ) -> None:
         self.program, self.binding = program, binding
         self._runner, self._world, self._buffers = runner, world, buffers
-        self._run, self._passing = quick.run(), binding.passing()
+        self._is_alone = world.size == 1
+        self._inputs = binding.source().native()
         self._writes_early = writes_beside_communication(program)
         self._meter: Meter | None = None
         self.measured: Measured | None = None
@@ -70,19 +70,18 @@ class Executable:
         """
         if self._meter is not None:
             return self._timed(self._meter, leaves, call)
-        inputs = self.binding.inputs(leaves)
-        if self._world.size == 1:
-            outputs = self._run(self._runner, inputs, self._passing)
+        if self._is_alone:
+            outputs = self._inputs.run(self._runner, leaves)
         else:
             try:
                 with named_failures(self._world, call):
                     if self._buffers is not None:
                         self._buffers.before_call()
-                    outputs = self._run(self._runner, inputs, self._passing)
+                    outputs = self._inputs.run(self._runner, leaves)
             except RankMissingError as error:
                 raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
-        self.binding.free.append(inputs)
-        return self.binding.finish(outputs)
+        binding = self.binding
+        return outputs[0] if binding.is_plain else binding.finish(outputs)
 
 
 _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()

@@ -20,6 +20,7 @@ from wholestep.capture.trace import is_capturing
 from wholestep.errors import ConfigError
 from wholestep.options import Options
 from wholestep.passes.bucket import Choose
+from wholestep.passes.default import DefaultPasses
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 from wholestep.program.program import InputKind, Stage
@@ -124,7 +125,9 @@ class _Step(CompiledStep):
         mode: DataParallel,
     ) -> None:
         self.gradients = Gradients()
-        options = Options(strategy=mode.strategy, mesh=None, backend="eager", passes=(), max_retraces=MAX_RETRACES)
+        options = Options(
+            strategy=mode.strategy, mesh=None, backend="eager", passes=DefaultPasses(), max_retraces=MAX_RETRACES
+        )
         super().__init__(self.gradients.cleared_by(step), options)
         self._overrides, self._replacements = overrides, Replacements(overrides)
         self._transformation, self._mode = transformation, mode

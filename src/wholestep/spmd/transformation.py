@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.program import show
 from wholestep.program.program import Program
@@ -116,7 +116,7 @@ class GraphModuleTransformation:
         self._dump("before", program)
         if self.enable_graph_optimization:
             # All but the last two, which let operations run in place: other transformations may follow.
-            program = run_passes(program, default_passes(cost=CostModel.default("cpu+gloo"))[:-2])
+            program = run_passes(program, passes_of(cost=CostModel.default("cpu+gloo"))[:-2])
         self._dump("after", program)
         transforming.handed = Handed(program)
         return transforming.handed.module

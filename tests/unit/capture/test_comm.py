@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.unit.capture.steps import program_of
 from wholestep.cost.model import CostModel
 from wholestep.errors import CaptureError
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.place.strategies import place
 from wholestep.program.program import InputKind, Program
@@ -47,7 +47,7 @@ def captured(step: Callable[..., Any], *args: Tensor) -> Program:
 
 
 def scheduled(step: Callable[..., Any], *args: Tensor) -> Program:
-    return run_passes(place(captured(step, *args), None, None), default_passes(cost=CostModel.default("cpu+gloo")))
+    return run_passes(place(captured(step, *args), None, None), passes_of(cost=CostModel.default("cpu+gloo")))
 
 
 def plan(step: Callable[..., Any]) -> list[str]:

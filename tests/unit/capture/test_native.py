@@ -287,39 +287,98 @@ def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
 
 
 @pytest.fixture(params=["native", "plain"])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> quick.Run:
-    if request.param == "plain":
-        monkeypatch.setattr(native, "module", lambda: None)
-    else:
-        assert native.wait() == ""
-    return quick.run()
+def inputs(request: pytest.FixtureRequest) -> Callable[..., quick.Inputs]:
+    """Makes inputs of: tensors, numbers, user, grads."""
+    assert native.wait() == ""
+
+    def make(tensors: list[Any], numbers: Any = (), user: Any = (), grads: Any = ()) -> quick.Inputs:
+        made = quick.PlainInputs(tensors, numbers, user, grads)
+        return made.native() if request.param == "native" else made
+
+    return make
+
+
+Make = Callable[..., quick.Inputs]
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_gradients_are_off_in_a_run_and_as_they_were_behind_it(run: quick.Run, before: bool) -> None:
+def test_gradients_are_off_in_a_run_and_as_they_were_behind_it(inputs: Make, before: bool) -> None:
     def fails(inputs: list[Any]) -> None:
         raise ValueError(torch.is_grad_enabled())
 
     with torch.set_grad_enabled(before):
-        assert run(lambda inputs: (torch.is_grad_enabled(), *inputs), [1, 2], ()) == (False, 1, 2)
+        assert inputs([1, 2]).run(lambda flat: (torch.is_grad_enabled(), *flat), []) == (False, 1, 2)
         assert torch.is_grad_enabled() == before
         with pytest.raises(ValueError, match="False"):
-            run(fails, [], ())
+            inputs([]).run(fails, [])
         assert torch.is_grad_enabled() == before
 
 
-def test_what_belongs_to_a_call_is_let_go(run: quick.Run) -> None:
+def test_inputs_are_as_they_are_now(inputs: Make) -> None:
+    parameter, lives = nn.Parameter(torch.zeros(2)), object()
+    group: dict[str, Any] = {"lr": 0.5, "betas": (0.9, 0.99)}
+    made = inputs(
+        [None, None, lives, None, None, None],
+        [(0, group, "lr", None), (1, group, "betas", 1)],
+        [(3, 1), (4, 0)],
+        [(5, parameter)],
+    )
+    assert made.run(list, ["a", "b"]) == [0.5, 0.99, lives, "b", "a", None]
+    group.update(lr=2, betas=[0.1, True])  # integers enter as floats
+    parameter.grad = torch.ones(2)
+    found = made.run(list, ["c", "d"])
+    assert found == [2.0, 1.0, lives, "d", "c", parameter.grad]
+    assert [type(one) for one in found[:2]] == [float, float]
+
+
+def test_inputs_that_are_not_there_are_the_errors_of_python(inputs: Make) -> None:
+    for numbers, error in (([(0, {}, "lr", None)], KeyError), ([(0, {"lr": "x"}, "lr", None)], ValueError)):
+        with pytest.raises(error):
+            inputs([None], numbers).run(list, [])
+    with pytest.raises(IndexError):
+        inputs([None], user=[(0, 3)]).run(list, [1])
+    with pytest.raises(IndexError):
+        inputs([None], user=[(4, 0)]).run(list, [1])
+
+
+def test_what_belongs_to_a_call_is_let_go_and_the_list_serves_again(inputs: Make) -> None:
     class Batch:
         pass
 
-    batch = Batch()
-    gone, inputs = weakref.ref(batch), [1, batch, 2, batch]
-    assert run(lambda flat: flat[1] is flat[3] is not None, inputs, (1, 3)) is True
-    del batch
-    assert inputs == [1, None, 2, None]
+    seen: list[list[Any]] = []
+    made = inputs([1, None, 2, None], user=[(1, 0), (3, 0)])
+    gone = []
+    for _ in range(3):
+        batch = Batch()
+        gone.append(weakref.ref(batch))
+        assert made.run(lambda flat: seen.append(flat) or flat[1] is flat[3] is not None, [batch]) is True
+        del batch
+        assert seen[-1] == [1, None, 2, None]
+        assert gone[-1]() is None
+    assert seen[0] is seen[1] is seen[2]
+
+
+def test_a_call_within_a_call_has_a_list_of_its_own(inputs: Make) -> None:
+    made = inputs([None], user=[(0, 0)])
+
+    def function(flat: list[Any]) -> list[Any]:
+        inner = made.run(list, ["inner"]) if flat == ["outer"] else []
+        return [*flat, *inner]
+
+    assert made.run(function, ["outer"]) == ["outer", "inner"]
+
+
+def test_inputs_in_a_cycle_are_collected(inputs: Make) -> None:
+    class Owner:
+        pass
+
+    owner: Any = Owner()
+    owner.inputs = inputs([owner])
+    assert owner.inputs.run(len, []) == 1
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
     assert gone() is None
-    with pytest.raises(IndexError):
-        run(len, inputs, (4,))
 
 
 # ---- arguments
@@ -409,13 +468,17 @@ def test_other_arguments_are_left_to_python(module: ModuleType, thing: Any) -> N
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, a compiler that copies the library that is there, and a door that knows nothing."""
+    """An empty cache folder, a compiler that copies the library that is there, and a door that knows nothing.
+
+    The compiler takes half a second, and longer while there is a file ``hold``.
+    """
     built = native.library()
     assert native.wait() == ""
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        f"#!{sys.executable}\nimport shutil, sys, time\nopen({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
-        f"time.sleep(0.5)\nshutil.copy({str(built)!r}, sys.argv[sys.argv.index('-o') + 1])\n"
+        f"#!{sys.executable}\nimport os, shutil, sys, time\nopen({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
+        f"time.sleep(0.5)\nwhile os.path.exists({str(tmp_path / 'hold')!r}): time.sleep(0.01)\n"
+        f"shutil.copy({str(built)!r}, sys.argv[sys.argv.index('-o') + 1])\n"
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -432,10 +495,11 @@ def num_builds(cache: Path) -> int:
 
 
 def test_the_first_call_does_not_wait(cache: Path) -> None:
-    start = time.monotonic()
+    hold = cache / "hold"
+    hold.touch()
     assert native.module() is None
-    assert time.monotonic() - start < 0.3
     assert native.why_not() == "it is being built"
+    hold.unlink()
     assert native.wait() == ""
     assert native.module() is not None
     assert native.library().parent.stat().st_mode & 0o777 == 0o700

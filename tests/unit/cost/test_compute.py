@@ -1,6 +1,7 @@
 """Work of a node: formulas against hand-computed cases, and against torch's own counts where it has some."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit import builders
 from wholestep.capture.functional import functional_twin
-from wholestep.cost.compute import Kind, Work, attention_flops, base_name, works
+from wholestep.cost.compute import Kind, Work, attention_flops, base_name, num_listed, works
 from wholestep.program import ops
 
 aten = torch.ops.aten
@@ -46,8 +47,8 @@ def test_a_product_with_a_bias_and_one_of_batches() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_count_what_torch_counts(transposed: bool, groups: int) -> None:
     convolution = F.conv_transpose2d if transposed else F.conv2d
-    weight = torch.ones((4, 6 // groups, 3, 3) if transposed else (6, 4 // groups, 3, 3))
-    data = torch.ones(5, 4, 8, 8)
+    weight = torch.ones((32, 64 // groups, 3, 3) if transposed else (64, 32 // groups, 3, 3))
+    data = torch.ones(5, 32, 8, 8)
 
     def step(data: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         data, weight = (one.detach().requires_grad_() for one in (data, weight))
@@ -59,6 +60,22 @@ def test_convolutions_count_what_torch_counts(transposed: bool, groups: int) -> 
     forward = counted.get_total_flops()  # of the gradients torch counts too much where there are groups
     found = [(work.kind, work.amount) for work in all_works(step, data, weight) if work.dtype]
     assert found == [(Kind.CONVOLUTION, forward), (Kind.CONVOLUTION_BACKWARD, 2 * forward)]
+
+
+def test_channels_of_convolutions_count_in_whole_blocks() -> None:
+    def flops(into: int, out: int, groups: int = 1) -> float:
+        data, weight = torch.ones(2, into, 8, 8), torch.ones(out, into // groups, 1, 1)
+        return only(partial(F.conv2d, groups=groups), data, weight).amount
+
+    assert flops(3, 16) == flops(16, 3) == flops(16, 16) == 2 * 2 * 64 * 16 * 16
+    assert flops(17, 16) == 2 * flops(16, 16)
+    assert flops(32, 32, groups=32) == 2 * flops(16, 16)  # each channel alone
+
+
+def test_lists_are_counted_by_the_longest() -> None:
+    program = builders.capture(lambda x, y: [*x.split(1), torch.cat([x, y, x])], [torch.ones(4), torch.ones(4)])
+    found = {node.name: num_listed(node) for node in program.graph.nodes if node.op == "call_function"}
+    assert found == {"split": 4, "getitem": 0, "getitem_1": 0, "getitem_2": 0, "getitem_3": 0, "cat": 3}
 
 
 def test_attention_counts_products_and_a_mask_halves_them() -> None:

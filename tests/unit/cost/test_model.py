@@ -23,13 +23,11 @@ def rate(per_us: float, floor_us: float = 1.0) -> Curve:
 
 CPU = Device(
     curves={"matmul/float32": rate(100.0), "softmax": rate(1.0), "pointwise": rate(10.0), "in_place": rate(20.0)},
-    host_us_per_op=3.0,
-    host_us_per_view=2.0,
-    host_us_per_number=0.5,
-    host_is_device=True,
+    calls_us={"pointwise": 3.0, "view": 2.0, "number": 0.5, "convolution": 40.0},
     us_per_listed_tensor=0.25,
+    host_is_device=True,
 )
-GPU = replace(CPU, host_is_device=False, us_per_listed_tensor=0.0)
+GPU = replace(CPU, host_is_device=False)
 
 
 def model(device: Device) -> CostModel:
@@ -60,11 +58,18 @@ def test_kinds_have_their_own_ceiling_or_that_of_memory() -> None:
 
 def test_a_list_is_a_loop_on_the_cpu_and_one_kernel_on_a_gpu() -> None:
     kernels = [Work(kind=Kind.IN_PLACE, amount=2000, num_bytes=2000)] * 3
-    assert CPU.device_us(kernels) == pytest.approx(3 * (100 + 0.25))
+    assert CPU.device_us(kernels) == pytest.approx(300)
     assert GPU.device_us(kernels) == pytest.approx(300)
     small = [Work(kind=Kind.IN_PLACE, amount=2, num_bytes=2)] * 3
-    assert CPU.device_us(small) == pytest.approx(3 * 1.25)
+    assert CPU.device_us(small) == pytest.approx(3)
     assert GPU.device_us(small) == 1.0
+
+
+def test_a_kind_has_its_own_price_of_a_call_or_that_of_pointwise_and_lists_pay_by_length() -> None:
+    assert GPU.host_us([Work(kind=Kind.CONVOLUTION)]) == 40
+    assert GPU.host_us([Work(kind=Kind.MATMUL)]) == 3
+    assert GPU.host_us([Work(kind=Kind.VIEW)], 8) == 2 + 8 * 0.25
+    assert GPU.host_us([]) == 0
 
 
 def nodes() -> dict[str, fx.Node]:
@@ -78,6 +83,7 @@ def test_the_host_adds_to_the_time_of_a_node_where_it_is_the_device() -> None:
     assert model(GPU).node_us(found["mm"]) == pytest.approx(12.8)
     assert model(GPU).host_us(found["mm"]) == 3.0
     assert (model(CPU).node_us(found["t"]), model(GPU).node_us(found["t"])) == (2.0, 0.0)
+    assert model(CPU).node_us(found["split"]) == 2.0 + 2 * 0.25  # a list of two views
     picked = found["<built-in function getitem>"]
     assert (model(CPU).node_us(picked), model(GPU).node_us(picked)) == (0.5, 0.0)
     assert model(CPU).node_us(found["output"]) == 0.0

@@ -18,7 +18,7 @@ from wholestep.config import DDP
 from wholestep.cost.memory import Ledger
 from wholestep.cost.model import CostModel
 from wholestep.cost.timeline import Timeline, simulate
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.tasks import Tasks, sharing, tasks_of
 from wholestep.place.strategies import place
@@ -77,7 +77,7 @@ def captured(*, clip: bool) -> tuple[Program, dict[str, int]]:
 def planned(captured: tuple[Program, dict[str, int]]) -> Plan:
     program, sizes = captured
     placed = place(program, DDP(), MeshAxis(name="data", size=RANKS, group="0"))
-    ordered = run_passes(placed, default_passes(cost=COST)[:-2])  # all but what runs in place
+    ordered = run_passes(placed, passes_of(cost=COST)[:-2])  # all but what runs in place
     found = tasks_of(ordered, COST)
     return Plan(placed, ordered, found, simulate(found.tasks, sharing=sharing(COST)), sizes)
 
@@ -187,5 +187,5 @@ def live_bytes(found: Tasks, until: int) -> int:
 
 def test_planning_is_quick(clipped):
     start = time.process_time()
-    run_passes(clipped.placed, default_passes(cost=COST))
+    run_passes(clipped.placed, passes_of(cost=COST))
     assert time.process_time() - start < 2.0

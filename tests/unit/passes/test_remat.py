@@ -24,7 +24,7 @@ from wholestep.cost.model import CostModel
 from wholestep.lower.eager import lower
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import pass_name, run_passes
 from wholestep.passes.remat import remat
 from wholestep.passes.tasks import tasks_of
@@ -79,7 +79,7 @@ def two_layers() -> Program:
 
 
 def planned(program: Program, budget: float | None) -> Program:
-    return run_passes(program, default_passes(cost=COST, bucket_bytes=8000, memory_budget=budget))
+    return run_passes(program, passes_of(ws.default_passes(memory_budget=budget), cost=COST, bucket_bytes=8000))
 
 
 def again(program: Program) -> list[Any]:
@@ -187,7 +187,7 @@ def test_what_is_done_again_stands_before_its_first_reader_in_the_backward(two_l
 
 
 def test_no_pass_undoes_it(two_layers):
-    passes = default_passes(cost=COST, memory_budget=0.5)
+    passes = passes_of(ws.default_passes(memory_budget=0.5), cost=COST)
     program = run_passes(two_layers, [one for one in passes if pass_name(one) != "reinplace"])
     once = [meta.repeats(node) for node in again(program)]
     after = run_passes(program, [cleanup, dedupe, partial(remat, cost=COST, budget=0.5)])

@@ -14,7 +14,7 @@ from tests.unit.builders import aten, gradient
 from wholestep.cost.model import CostModel
 from wholestep.passes.bucket import bucket
 from wholestep.passes.cleanup import cleanup
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.update import split_updates
 from wholestep.program import meta, ops
@@ -70,7 +70,7 @@ def split(kind: str, *, clip: bool = False) -> tuple[Program, Program]:
     after = run_passes(before, [split_updates])
     wanted = builders.execute(placed, tensors)
     assert builders.same(builders.execute(after, tensors), wanted)
-    whole = run_passes(placed, default_passes(cost=COST, bucket_bytes=LIMIT_BYTES))
+    whole = run_passes(placed, passes_of(cost=COST, bucket_bytes=LIMIT_BYTES))
     assert builders.same(builders.execute(whole, tensors), wanted)
     return before, after
 

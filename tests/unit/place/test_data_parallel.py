@@ -162,12 +162,14 @@ def test_gradients_that_are_used_between_two_backward_calls_are_reduced_each_tim
     assert reduced(placed(step)) == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], 2)
 
 
-def test_gradients_left_from_an_earlier_call_join_the_reduction() -> None:
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_gradients_left_from_an_earlier_call_join_the_one_reduction(calls: int) -> None:
     module = mlp()
     F.cross_entropy(module(torch.randn(5, 6)), torch.zeros(5, dtype=torch.int64)).backward()
 
     def step(x: Tensor, y: Tensor) -> None:
-        F.cross_entropy(module(x), y).backward()
+        for _ in range(calls):
+            F.cross_entropy(module(x), y).backward()
 
     program = placed(step)
     assert set(reduced(program).values()) == {1}

@@ -17,7 +17,7 @@ from tests.unit.capture.steps import program_of, train
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.cost.timeline import simulate
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import pass_name, run_passes
 from wholestep.passes.tasks import sharing, tasks_of
 from wholestep.place.strategies import place
@@ -62,7 +62,7 @@ def placed(axis: MeshAxis, model: nn.Module) -> Program:
 
 @pytest.fixture(scope="module")
 def scheduled(placed: Program) -> Program:
-    return run_passes(placed, default_passes(cost=COST, bucket_bytes=CAP_BYTES))
+    return run_passes(placed, passes_of(cost=COST, bucket_bytes=CAP_BYTES))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_parameters_and_nodes_add_up(said: Explanation, scheduled: Program, mode
 
 
 def test_passes_are_told_in_order(said: Explanation, scheduled: Program) -> None:
-    names = [pass_name(one) for one in default_passes(cost=COST)]
+    names = [pass_name(one) for one in passes_of(cost=COST)]
     assert [line.name for line in said.passes][-len(names) :] == names
     assert said.passes[-1].num_nodes == len(scheduled.graph.nodes)
     assert [line.notes for line in said.passes] == [record.notes for record in scheduled.history]

@@ -15,7 +15,7 @@ from tests.unit.capture.steps import Blocks, captured, train
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.lower.eager import lower
-from wholestep.passes.default import default_passes
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.place.strategies import place
 from wholestep.program import meta
@@ -67,7 +67,7 @@ def test_gradients_and_buckets_are_told_apart(axis: MeshAxis) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     program = run_passes(
         place(captured(train, model, opt, torch.randn(2, 64)).program, DDP(), axis),
-        default_passes(cost=COST, bucket_bytes=1 << 30),
+        passes_of(cost=COST, bucket_bytes=1 << 30),
     )
     peak = predict(program, COST).peak
     params_bytes = 4 * 4 * 64 * 64
@@ -87,4 +87,4 @@ def test_on_one_rank_what_updates_read_are_gradients() -> None:
 
 
 def _scheduled(program: Program) -> Program:
-    return run_passes(program, default_passes(cost=COST, bucket_bytes=20_000))
+    return run_passes(program, passes_of(cost=COST, bucket_bytes=20_000))

@@ -52,6 +52,21 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     assert str(beat) == f"in train_step, call 7 (test_pulse.py:{line})"
 
 
+def test_a_stack_that_cannot_be_read_stops_no_beat(pulses, monkeypatch):
+    def moved(frame):
+        raise AttributeError("'function' object has no attribute 'f_code'")
+
+    monkeypatch.setattr(module, "line_of", moved)
+    pulses[1].beat_every_s = 0.01
+    pulses[1].start()
+    first = pulses[0].beats([1])[1]
+    deadline = time.monotonic() + 30
+    while (beat := pulses[0].beats([1])[1]).count < first.count + 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (beat.at, beat.line) == ("outside of any compiled step", "")
+
+
 def test_a_rank_outside_and_one_that_has_not_come(pulses):
     pulses[0].start()
     beats = pulses[1].beats([0, 1])

@@ -1,8 +1,8 @@
 // The look at everything that a trace depends on, at every call: thousands of objects in some tens of microseconds.
 //
-// Two types. `Look` holds the state of a step: tensors (type, dtype, device, layout, shape, strides, requires_grad,
+// Three types. `Look` holds the state of a step: tensors (type, dtype, device, layout, shape, strides, requires_grad,
 // gradient, hooks) and containers (dicts, lists, closure cells), and the modes of torch. `Arguments` holds the shape
-// of a call and gives its leaves. Both may say "look again" too often, never "nothing changed" wrongly: the caller
+// of a call and gives its leaves. `Inputs` fills in what a call supplies and runs it. The first two may say "look again" too often, never "nothing changed" wrongly: the caller
 // compares in full and has the sentence for the user.
 //
 // What costs time is memory: the step that ran before has filled the caches, so every line that is looked at comes
@@ -15,6 +15,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include "arguments.h"
+#include "inputs.h"
 #include "state.h"
 
 #ifdef Py_GIL_DISABLED
@@ -101,6 +102,14 @@ PyObject* new_arguments(PyTypeObject* type, PyObject* args, PyObject*) {
   return create<Call>(type, args, [&] { return new Call(structure, leaves, state); });
 }
 
+PyObject* new_inputs(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *tensors, *numbers, *user, *grads, *free;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyList_Type, &tensors, &PyTuple_Type, &numbers, &PyTuple_Type, &user, &PyTuple_Type,
+                        &grads, &PyList_Type, &free))
+    return nullptr;
+  return create<Inputs>(type, args, [&] { return new Inputs(tensors, numbers, user, grads, free); });
+}
+
 // Runs `use`; what torch throws (a mode that it refuses to read) becomes a RuntimeError.
 template <class Inner, class Use>
 PyObject* guarded(PyObject* self, Use use) {
@@ -143,29 +152,13 @@ PyObject* arguments_match(PyObject* self, PyObject* call) {
   });
 }
 
-// function(inputs) with gradients off; then None stands at the places of the list, so that nothing of the call lives on.
-// In Python that is torch._C._set_grad_enabled twice and a loop: code and tables that lie far away after a step.
-PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "run(function, inputs: list, places: tuple)");
+PyObject* inputs_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "run(function, leaves: list)");
     return nullptr;
   }
-  PyObject* found;
-  {
-    const c10::AutoGradMode off(false);
-    found = PyObject_CallOneArg(args[0], args[1]);
-  }
-  for (Py_ssize_t i = 0; found != nullptr && i < PyTuple_GET_SIZE(args[2]); ++i) {
-    const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], i));
-    if (PyErr_Occurred() || PyList_SetItem(args[1], place, Py_NewRef(Py_None)) != 0) Py_CLEAR(found);
-  }
-  return found;
+  return guarded<Inputs>(self, [args](Inputs& inputs) { return inputs.run(args[0], args[1]); });
 }
-
-PyMethodDef functions[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL,
-     "function(inputs) with gradients off; then None stands at the places of the list."},
-    {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef look_methods[] = {
     {"moved", look_moved, METH_NOARGS, "Numbers of what may have changed since the last renew(); empty if nothing."},
@@ -174,6 +167,11 @@ PyMethodDef look_methods[] = {
 
 PyMethodDef arguments_methods[] = {
     {"match", arguments_match, METH_O, "The leaves of a call (args, kwargs), or None if it may differ."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef inputs_methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(inputs_run)), METH_FASTCALL,
+     "function(inputs) with gradients off. Then nothing of the call lives on."},
     {nullptr, nullptr, 0, nullptr}};
 
 template <class Inner>
@@ -189,7 +187,7 @@ PyObject* make_type(const char* name, newfunc make, PyMethodDef* methods) {
   return PyType_FromSpec(&spec);
 }
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step's state and arguments.", -1, functions};
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step's state and arguments.", -1, nullptr};
 
 }  // namespace
 
@@ -198,8 +196,9 @@ PyMODINIT_FUNC PyInit_look() {
   if (module == nullptr) return nullptr;
   PyObject* look = make_type<State>("look.Look", new_look, look_methods);
   PyObject* arguments = make_type<Call>("look.Arguments", new_arguments, arguments_methods);
-  if (look == nullptr || arguments == nullptr || PyModule_AddObject(module, "Look", look) < 0 ||
-      PyModule_AddObject(module, "Arguments", arguments) < 0 || PyModule_AddIntConstant(module, "TENSORS", TENSORS) < 0 ||
+  PyObject* inputs = make_type<Inputs>("look.Inputs", new_inputs, inputs_methods);
+  if (look == nullptr || arguments == nullptr || inputs == nullptr || PyModule_AddObject(module, "Look", look) < 0 ||
+      PyModule_AddObject(module, "Arguments", arguments) < 0 || PyModule_AddObject(module, "Inputs", inputs) < 0 || PyModule_AddIntConstant(module, "TENSORS", TENSORS) < 0 ||
       PyModule_AddIntConstant(module, "MODES", MODES) < 0) {
     Py_DECREF(module);
     return nullptr;

@@ -19,7 +19,7 @@
 namespace wholestep {
 
 constexpr long TENSORS = -1, MODES = -2;  // numbers that moved() gives besides those of containers
-constexpr size_t AHEAD = 12;              // how many records ahead the processor is told what comes
+constexpr size_t AHEAD = 4;               // how many records ahead the processor is told what comes
 
 // Inlined by force: GCC takes a function that only fetches for one without effect, and drops calls of it.
 [[gnu::always_inline]] inline void fetch(const void* address, ptrdiff_t offset) {
@@ -54,22 +54,37 @@ struct Modes {
 
 enum Want : uint8_t { STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT };  // what is looked at besides the layout
 
-struct TensorRecord {
-  PyObject* object;
-  c10::TensorImpl* impl;
-  uint32_t layout;
-  uint16_t type;  // place in `types`
+// What tensors have in common. Few of them, so that they stay near while the tensors pass by.
+struct Kind {
+  PyTypeObject* type;
   Want want;
-  bool requires_grad;
+  bool requires_grad, hooked;
+  Layout layout;
+};
+
+// A tensor object, the number of its kind in the 16 bits that no address uses, and its TensorImpl.
+class TensorRecord {
+ public:
+  TensorRecord(PyObject* object, uint16_t kind, c10::TensorImpl* impl)
+      : word_(reinterpret_cast<uintptr_t>(object) | uint64_t{kind} << ADDRESS_BITS), impl_(impl) {
+    if (this->object() != object) throw std::invalid_argument("an address of more than 48 bits");
+  }
+  PyObject* object() const { return reinterpret_cast<PyObject*>(word_ & ((uint64_t{1} << ADDRESS_BITS) - 1)); }
+  size_t kind() const { return word_ >> ADDRESS_BITS; }
+  c10::TensorImpl& impl() const { return *impl_; }
+
+ private:
+  static constexpr int ADDRESS_BITS = 48;
+  uint64_t word_;
+  c10::TensorImpl* impl_;
 };
 
 struct ParameterRecord : TensorRecord {
   const AutogradMeta* meta;  // to fetch it ahead, no more
-  uint32_t hooks, gradient;  // places in `hooks` and `gradients`, or NONE
 };
-constexpr uint32_t NONE = std::numeric_limits<uint32_t>::max();
 
 struct Hooks {
+  const THPVariable* tensor;
   PyObject *backward, *after;  // dicts or null
   uint64_t backward_version, after_version;
 };
@@ -135,14 +150,13 @@ class State {
  private:
   PyObject* tensors_;
   std::vector<char> wants_;
-  Layouts layouts_;
-  std::vector<PyTypeObject*> types_;
+  std::vector<Kind> kinds_;
   std::vector<THPObjectPtr> owned_;
   std::vector<ParameterRecord> parameters_;
   std::vector<TensorRecord> others_;
   std::vector<Hooks> hooks_;
   std::vector<Gradient> gradients_;
-  std::vector<std::pair<c10::TensorImpl*, uint32_t>> entry_;  // gradients met in this look, and what they should be
+  std::vector<const c10::TensorImpl*> entry_;  // gradients met in this look, in the order of `gradients_`
   std::vector<PyDictObject*> dicts_;
   std::vector<long> dict_numbers_;
   std::vector<ListRecord> lists_;
@@ -155,20 +169,20 @@ class State {
 
   void take_tensors() {
     taken_ = false;
-    parameters_.clear(), others_.clear(), hooks_.clear(), gradients_.clear(), types_.clear(), owned_.clear();
-    layouts_ = Layouts();
+    parameters_.clear(), others_.clear(), hooks_.clear(), gradients_.clear(), kinds_.clear(), owned_.clear();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors_); ++i) {
       PyObject* object = PyTuple_GET_ITEM(tensors_, i);
       if (!THPVariable_Check(object)) throw std::invalid_argument("not a tensor");
       c10::TensorImpl* impl = impl_of(object);
       if (!is_plain(*impl)) throw std::invalid_argument("a tensor whose shape or device is answered elsewhere");
-      const TensorRecord record{
-          object, impl, layouts_.number_of(*impl), type_number(Py_TYPE(object)), static_cast<Want>(wants_[i]),
-          impl->requires_grad()};
-      if (record.want == STATE)
+      const auto want = static_cast<Want>(wants_[i]);
+      const TensorRecord record(object, kind_number(object, *impl, want, want != STATE && take_hooks(object)), impl);
+      if (want == STATE) {
         others_.push_back(record);
-      else
-        parameters_.push_back({record, meta_of(*impl), take_hooks(object), take_gradient(*impl, record.want)});
+      } else {
+        parameters_.push_back({record, meta_of(*impl)});
+        if (want == WITH_GRADIENT) take_gradient(*impl);
+      }
     }
     taken_ = true;
   }
@@ -179,28 +193,33 @@ class State {
     return type;
   }
 
-  uint16_t type_number(PyTypeObject* type) {
-    const size_t number = std::find(types_.begin(), types_.end(), type) - types_.begin();
-    if (number == types_.size()) types_.push_back(keep(type));
-    if (number > std::numeric_limits<uint16_t>::max()) throw std::invalid_argument("too many types of tensors");
-    return static_cast<uint16_t>(number);
+  uint16_t kind_number(PyObject* object, const c10::TensorImpl& impl, Want want, bool hooked) {
+    PyTypeObject* type = Py_TYPE(object);
+    for (size_t i = kinds_.size(); i-- > 0;) {  // from the back: neighbours are alike
+      const Kind& kind = kinds_[i];
+      if (kind.type == type && kind.want == want && kind.requires_grad == impl.requires_grad() && kind.hooked == hooked &&
+          kind.layout.fits(impl))
+        return static_cast<uint16_t>(i);
+    }
+    if (kinds_.size() > std::numeric_limits<uint16_t>::max()) throw std::invalid_argument("too many kinds of tensors");
+    kinds_.push_back({keep(type), want, impl.requires_grad(), hooked, Layout(impl)});
+    return static_cast<uint16_t>(kinds_.size() - 1);
   }
 
-  uint32_t take_hooks(PyObject* object) {
+  // Whether the tensor has hooks, which then are looked at apart from it: few have.
+  bool take_hooks(PyObject* object) {
     const auto* tensor = reinterpret_cast<THPVariable*>(object);
     PyObject *backward = tensor->backward_hooks, *after = tensor->post_accumulate_grad_hooks;
-    if (backward == nullptr && after == nullptr) return NONE;
-    hooks_.push_back({backward, after, version_of_hooks(backward), version_of_hooks(after)});
-    return static_cast<uint32_t>(hooks_.size() - 1);
+    if (backward == nullptr && after == nullptr) return false;
+    hooks_.push_back({tensor, backward, after, version_of_hooks(backward), version_of_hooks(after)});
+    return true;
   }
 
-  uint32_t take_gradient(const c10::TensorImpl& impl, Want want) {
-    if (want != WITH_GRADIENT) return NONE;
+  void take_gradient(const c10::TensorImpl& impl) {
     const AutogradMeta* meta = meta_of(impl);
     if (meta == nullptr || !meta->grad_.defined()) throw std::invalid_argument("a gradient that is not there");
     const auto& grad = *meta->grad_.unsafeGetTensorImpl();
     gradients_.push_back({keep(type_of(grad)), grad.key_set(), grad.dtype(), grad.device()});
-    return static_cast<uint32_t>(gradients_.size() - 1);
   }
 
   void take_containers(PyObject* containers, PyObject* held) {
@@ -252,19 +271,19 @@ class State {
       if (PyCell_GET(cell) != held) moved_.push_back(number);
   }
 
-  [[gnu::always_inline]] bool holds(const TensorRecord& record) const {
-    if (impl_of(record.object) != record.impl) return false;
-    return (Py_TYPE(record.object) == types_[record.type]) & layouts_[record.layout].fits(*record.impl);
+  [[gnu::always_inline]] static bool holds(const TensorRecord& record, const Kind& kind) {
+    if (impl_of(record.object()) != &record.impl()) return false;
+    return (Py_TYPE(record.object()) == kind.type) & kind.layout.fits(record.impl());
   }
 
   // What `holds` reads. A line may end anywhere in between, so both ends of what lies together are fetched.
   [[gnu::always_inline]] static void fetch_tensor(const TensorRecord& record) {
-    fetch(record.object, offsetof(PyObject, ob_type));
-    fetch(record.object, offsetof(THPVariable, cdata));
-    fetch(&Fields::autograd_meta(*record.impl), 0);
-    fetch(&Fields::sizes_and_strides(*record.impl), 16);
-    fetch(Fields::dtype(*record.impl), 0);
-    fetch(Fields::dtype(*record.impl), sizeof(Traits) - 1);
+    fetch(record.object(), offsetof(PyObject, ob_type));
+    fetch(record.object(), offsetof(THPVariable, cdata));
+    fetch(&Fields::autograd_meta(record.impl()), 0);
+    fetch(&Fields::sizes_and_strides(record.impl()), 16);
+    fetch(Fields::dtype(record.impl()), 0);
+    if constexpr (Fields::traits_may_be_parted()) fetch(Fields::dtype(record.impl()), sizeof(Traits) - 1);
   }
 
   bool others_hold() const {
@@ -273,9 +292,10 @@ class State {
     for (size_t i = 0; i < count; ++i) {
       if (i + AHEAD < count) fetch_tensor(others_[i + AHEAD]);
       const TensorRecord& record = others_[i];
-      if (!holds(record)) return false;
-      const AutogradMeta* meta = meta_of(*record.impl);
-      hold &= (meta != nullptr && requires_grad(*meta)) == record.requires_grad;
+      const Kind& kind = kinds_[record.kind()];
+      if (!holds(record, kind)) return false;
+      const AutogradMeta* meta = meta_of(record.impl());
+      hold &= (meta != nullptr && requires_grad(*meta)) == kind.requires_grad;
     }
     return hold;
   }
@@ -288,39 +308,44 @@ class State {
       if (i + AHEAD < count) {
         const ParameterRecord& next = parameters_[i + AHEAD];
         fetch_tensor(next);
-        fetch(next.object, offsetof(THPVariable, post_accumulate_grad_hooks));
+        fetch(next.object(), offsetof(THPVariable, post_accumulate_grad_hooks));
         fetch(next.meta, offsetof(AutogradMeta, grad_));
         fetch(next.meta, offsetof(AutogradMeta, requires_grad_));
       }
       const ParameterRecord& record = parameters_[i];
-      if (!holds(record)) return false;
-      hold &= autograd_holds(record) & hooks_hold(record);
+      const Kind& kind = kinds_[record.kind()];
+      if (!holds(record, kind)) return false;
+      hold &= autograd_holds(record.impl(), kind) & (kind.hooked | has_no_hooks(record.object()));
     }
-    return hold && std::all_of(entry_.begin(), entry_.end(), [this](const auto& one) { return fits(*one.first, one.second); });
+    return hold && hooks_hold() && gradients_hold();
   }
 
-  bool autograd_holds(const ParameterRecord& record) {
-    const AutogradMeta* meta = meta_of(*record.impl);
-    if (meta == nullptr) return !record.requires_grad && record.want != WITH_GRADIENT;
+  bool autograd_holds(const c10::TensorImpl& impl, const Kind& kind) {
+    const AutogradMeta* meta = meta_of(impl);
+    if (meta == nullptr) return !kind.requires_grad && kind.want != WITH_GRADIENT;
     const bool present = meta->grad_.defined();
-    if (present && record.want == WITH_GRADIENT) entry_.emplace_back(meta->grad_.unsafeGetTensorImpl(), record.gradient);
-    const bool wanted = record.want == PARAMETER || present == (record.want == WITH_GRADIENT);
-    return wanted & (requires_grad(*meta) == record.requires_grad);
+    if (present && kind.want == WITH_GRADIENT) entry_.push_back(meta->grad_.unsafeGetTensorImpl());
+    const bool wanted = kind.want == PARAMETER || present == (kind.want == WITH_GRADIENT);
+    return wanted & (requires_grad(*meta) == kind.requires_grad);
   }
 
-  bool hooks_hold(const ParameterRecord& record) const {
-    const auto* tensor = reinterpret_cast<THPVariable*>(record.object);
-    if (record.hooks == NONE)
-      return (tensor->backward_hooks == nullptr) & (tensor->post_accumulate_grad_hooks == nullptr);
-    const Hooks& hooks = hooks_[record.hooks];
-    return tensor->backward_hooks == hooks.backward && tensor->post_accumulate_grad_hooks == hooks.after &&
-        !may_have_changed(hooks.backward, hooks.backward_version) && !may_have_changed(hooks.after, hooks.after_version);
+  static bool has_no_hooks(PyObject* object) {
+    const auto* tensor = reinterpret_cast<THPVariable*>(object);
+    return (tensor->backward_hooks == nullptr) & (tensor->post_accumulate_grad_hooks == nullptr);
   }
 
-  bool fits(const c10::TensorImpl& grad, uint32_t number) const {
-    const Gradient& then = gradients_[number];
-    return grad.key_set() == then.keys && grad.dtype() == then.dtype && grad.device() == then.device &&
-        type_of(grad) == then.type;
+  bool hooks_hold() const {
+    return std::all_of(hooks_.begin(), hooks_.end(), [](const Hooks& then) {
+      return then.tensor->backward_hooks == then.backward && then.tensor->post_accumulate_grad_hooks == then.after &&
+          !may_have_changed(then.backward, then.backward_version) && !may_have_changed(then.after, then.after_version);
+    });
+  }
+
+  bool gradients_hold() const {
+    return std::equal(entry_.begin(), entry_.end(), gradients_.begin(), gradients_.end(), [](const auto* grad, const Gradient& then) {
+      return grad->key_set() == then.keys && grad->dtype() == then.dtype && grad->device() == then.device &&
+          type_of(*grad) == then.type;
+    });
   }
 };
 

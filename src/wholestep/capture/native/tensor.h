@@ -31,6 +31,8 @@ struct Fields : c10::TensorImpl {
   static constexpr size_t dtype_to_keys() {
     return offsetof(Fields, key_set_) + sizeof(c10::DispatchKeySet) - offsetof(Fields, data_type_);
   }
+  // Whether they may lie in two lines of memory. malloc gives multiples of 16.
+  static constexpr bool traits_may_be_parted() { return offsetof(Fields, data_type_) % 16 != 0; }
 };
 
 // dtype, device, flags (contiguous, symbolic, answered by a subclass, ...) and dispatch keys, as they lie in memory: two
@@ -86,22 +88,6 @@ class Layout {
     const auto sizes = impl.sizes();
     return impl.is_contiguous() && std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; });
   }
-};
-
-// Layouts are few: tensors share them, so that they stay near while the tensors pass by.
-class Layouts {
- public:
-  uint32_t number_of(const c10::TensorImpl& impl) {
-    const auto last = all_.rbegin();
-    for (auto it = last; it != all_.rend(); ++it)
-      if (it->fits(impl)) return static_cast<uint32_t>(all_.rend() - it - 1);
-    all_.emplace_back(impl);
-    return static_cast<uint32_t>(all_.size() - 1);
-  }
-  const Layout& operator[](uint32_t number) const { return all_[number]; }
-
- private:
-  std::vector<Layout> all_;
 };
 
 // Whether sizes, strides and dtype are those of the TensorImpl itself, not answered by Python or a subclass of it.

@@ -1,0 +1,159 @@
+"""The Inductor backend and its CUDA graph on GPUs, in float64: a rate that is frozen or a stale buffer cannot hide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+import wholestep as ws
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 50
+TOLERANCE = 1e-8
+"""Rounding of float64 (1e-16) through 50 steps of a small model; a frozen rate or beta shows from 1e-4 up."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "adamw_single": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "sgd_foreach": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, foreach=True),
+    "sgd_fused": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
+}
+
+
+class Net(nn.Module):
+    """(rows, 6) -> (rows, 5), with batch norm, whose buffers the step writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def batch(number: int, rank: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 * number + rank)
+    x = torch.randn(rows, 6, generator=draw, dtype=torch.float64)
+    return x.cuda(), torch.randint(5, (rows,), generator=draw).cuda()
+
+
+def train(
+    kind: str,
+    step: Callable[..., Tensor],
+    *,
+    rank: int = 0,
+    ddp: bool = False,
+    rows: Callable[[int], int] = lambda n: 8,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses, read only at the end, and the state of the model."""
+    torch.manual_seed(0)
+    model = Net().double().cuda()
+    opt = OPTIMIZERS[kind](model.parameters())
+    wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()]) if ddp else model
+    schedule = OneCycleLR(opt, 3e-2, total_steps=STEPS + 1)  # betas or momentum move, too
+    losses = []
+    for number in range(STEPS):
+        losses.append(step(wrapped, opt, *batch(number, rank, rows(number))))
+        schedule.step()
+    return torch.stack(losses).cpu(), {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def close(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], wanted[0], rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(found[1], wanted[1], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_trains_as_eager_code_does(kind: str) -> None:
+    step = ws.compile(train_step, backend="inductor")
+    close(train(kind, step), train(kind, train_step))
+    assert step.explain().backend == "inductor, one CUDA graph"
+
+
+def test_without_a_graph() -> None:
+    step = ws.compile(train_step, backend=ws.Inductor(cuda_graph=False))
+    close(train("adamw_fused", step), train("adamw_fused", train_step))
+    assert "not asked for" in step.explain().backend
+
+
+def test_signatures_share_memory_and_keep_results() -> None:
+    step = ws.compile(train_step, backend="inductor")
+    rows = lambda number: 8 if number % 3 else 12  # noqa: E731
+    close(train("adamw_fused", step, rows=rows), train("adamw_fused", train_step, rows=rows))
+
+
+def test_a_parameter_that_has_moved_is_captured_again() -> None:
+    def run(step: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        model = Net().double().cuda()
+        opt = OPTIMIZERS["sgd_fused"](model.parameters())
+        losses = []
+        for number in range(8):
+            if number == 5:
+                model.head.weight.data = model.head.weight.data * 0.5
+            losses.append(step(model, opt, *batch(number, 0)))
+        return torch.stack(losses).cpu()
+
+    found = run(ws.compile(train_step, backend="inductor"))
+    torch.testing.assert_close(found, run(train_step), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_random_numbers_go_on() -> None:
+    x = torch.ones(10_000, device="cuda")
+    step = ws.compile(lambda x: F.dropout(x * 2, 0.5), backend="inductor")
+    drawn = [step(x) for _ in range(6)]
+    assert all(abs(float((one == 0).double().mean()) - 0.5) < 0.05 for one in drawn)
+    assert not any(torch.equal(one, other) for n, one in enumerate(drawn) for other in drawn[:n])
+
+
+def test_gradients_that_stay() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.zero_grad()
+        loss.backward()
+        return loss.detach()
+
+    def run(fn: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net().double().cuda()
+        kept = []
+        for number in range(6):
+            fn(model, *batch(number, 0))
+            kept.append(model.head.weight.grad)
+        return [one.cpu() for one in kept]
+
+    torch.testing.assert_close(run(ws.compile(step, backend="inductor")), run(step), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _ranks(kind: str) -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    step = ws.compile(train_step, backend="inductor")
+    found = train(kind, step, rank=world.rank)
+    close(found, train(kind, train_step, rank=world.rank, ddp=True))
+    assert step.explain().backend == "inductor, one CUDA graph"
+    assert "all_reduce" in step.plan
+
+
+@pytest.mark.parametrize("kind", ["adamw_foreach", "adamw_fused", "sgd_foreach"])
+def test_two_ranks_train_as_eager_ddp_does(kind: str, nccl2: Any) -> None:
+    nccl2.run(_ranks, kind)

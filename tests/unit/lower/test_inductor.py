@@ -1,0 +1,89 @@
+"""The Inductor backend on the CPU: few compilations, since each takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import wholestep as ws
+from tests.unit import builders
+from wholestep.lower.inductor import compiles
+from wholestep.program.segment import Segment
+
+STEPS = 50
+TOLERANCE = 1e-8
+"""Rounding of float64 (1e-16) through 50 steps of a small model; a frozen rate or beta shows from 1e-4 up."""
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def train(step: Callable[..., Tensor]) -> tuple[Tensor, nn.Module, list[int]]:
+    """Losses, the model, and where its parameters lay before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)).double()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    schedule = OneCycleLR(opt, 3e-2, total_steps=STEPS + 1)  # moves the rate and the first beta
+    before, losses = [param.data_ptr() for param in model.parameters()], []
+    for number in range(STEPS):
+        draw = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 6, generator=draw, dtype=torch.float64)
+        losses.append(step(model, opt, x, torch.randint(5, (8,), generator=draw)))
+        schedule.step()
+    return torch.stack(losses), model, before
+
+
+@pytest.fixture(scope="module")
+def step() -> ws.CompiledStep:
+    return ws.compile(train_step, backend="inductor")
+
+
+@pytest.fixture(scope="module")
+def trained(step: ws.CompiledStep) -> tuple[Tensor, nn.Module, list[int]]:
+    return train(step)
+
+
+def test_rates_and_betas_move_as_in_eager_code(trained):
+    losses, model, _ = train(train_step)
+    torch.testing.assert_close(trained[0], losses, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(trained[1].state_dict(), model.state_dict(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_parameters_are_written_where_they_lie(step, trained):
+    assert [param.data_ptr() for param in trained[1].parameters()] == trained[2]
+    stored = [len(node.target.stored) for node in step.graph.graph.nodes if isinstance(node.target, Segment)]
+    assert sum(stored) == 3 * len(trained[2])  # each parameter and its two moments; the counters are the host's
+
+
+def test_one_capture_and_few_calls(step, trained):
+    assert step.cache_info().traces == 1
+    assert "inductor" in step.explain().backend
+    assert "there is no GPU" in step.explain().backend
+    notes = [note for record in step.program().history for note in record.notes]
+    assert any("in 2 segments" in note for note in notes)
+    assert any("numbers of the host travel packed" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("fn", "tensors", "wanted"),
+    [
+        (lambda x: x + 1, [torch.rand(3)], True),
+        (lambda x: x * 1j, [torch.rand(3)], False),
+        (lambda x: torch.rand_like(x), [torch.rand(3)], False),
+        (lambda x: x.to_sparse(), [torch.rand(3, 3)], False),
+    ],
+)
+def test_what_the_compiler_may_have(fn, tensors, wanted):
+    calls = [node for node in builders.capture(fn, tensors).graph.nodes if node.op == "call_function"]
+    assert compiles(calls[-1]) is wanted
