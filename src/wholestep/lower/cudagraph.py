@@ -38,6 +38,9 @@ _MOVING = (InputKind.USER, InputKind.GRAD)
 """Inputs that are other tensors in every call."""
 
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """A scheduled program in two: the host's and the device's."""
@@ -103,11 +106,14 @@ def _is_host(node: fx.Node, host: dict[fx.Node, None]) -> bool:
 def _reason(node: fx.Node, host: dict[fx.Node, None]) -> str | None:
     """Why a graph with this node cannot be captured; None if it can."""
     where = meta.origin(node).source
-    name = f"{node.target}{f' of {where}' if where else ''}"
+    called = node.target if ops.is_op(node) else getattr(node.target, "__name__", node.target)
+    name = f"{called}{f' of {where}' if where else ''}"
     if _handles_generator(node) and (node not in host or str(node.args[-1]).startswith("cuda")):
         return f"{name} reads or sets the state of a random generator on the host"
     if node.op != "call_function" or node in host:
         return None
+    if isinstance(meta.value(node), _NUMBERS):
+        return f"{name} gives a number of the GPU, for which the host would wait"
     if not all(isinstance(size, int) for one in meta.tensors(node) for size in one.shape):
         return f"the size of what {name} gives depends on data"
     if any(not one.is_cuda for one in meta.tensors(node)):

@@ -52,7 +52,7 @@ def form_segments(program: Program, *, compiles: Compiles) -> Program:
         return program
     graph = program.graph
     edit.remove_dead_code(graph)
-    runs = [run for run in _runs(program, compiles) if len(run) >= MIN_CALLS]
+    runs = [run for run in _runs(program, compiles) if len(run) >= MIN_CALLS or any(map(_reads_packed, run))]
     for number, run in enumerate(runs):
         _enclose(graph, run, number)
     edit.sort_topologically(graph)
@@ -131,6 +131,11 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
             done.append(run.calls)
             run = _Open()
     return [*done, run.calls]
+
+
+def _reads_packed(node: fx.Node) -> bool:
+    """Whether the node reads a packed number, for which the host would wait if the node were no part of a segment."""
+    return any(arg.target is element for arg in node.all_input_nodes)
 
 
 def _has_arrived(node: fx.Node) -> bool:

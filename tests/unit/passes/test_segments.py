@@ -534,21 +534,25 @@ def test_the_text_lets_go_of_what_dies_in_a_segment():
 
 
 def test_packed_numbers_are_read_inside():
-    """An element of a packed tensor is read by each segment that needs it."""
-    tensors = [torch.rand(3), torch.rand(2, dtype=torch.float64)]
-    program = placed(lambda x, packed: (x * 2).exp(), tensors)
-    (mul,) = program.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
-    with program.graph.inserting_before(mul):
-        read = program.graph.call_function(element, (program.placeholders[1], 1))
-    meta.set_value(read, 0.5)
-    mul.args = (mul.args[0], read)
-    after = formed_with_numbers(program)
+    """Also by a call that is alone: outside, the host would wait for the number."""
+
+    def fn(x: Tensor, rate: Tensor) -> Tensor:
+        return x * rate.item()
+
+    tensors = [torch.rand(3), torch.tensor(0.5, dtype=torch.float64)]
+    program = run_passes(placed(fn, tensors), [partial(pack_scalars, reads=inductor.reads_packed)])
+    after = run_passes(program, [partial(form_segments, compiles=inductor.compiles)])
     (node,) = segments(after)
-    assert set(node.args) == set(after.placeholders)
+    assert {arg.name for arg in node.args} == {"arg0_1", "packed"}
+    assert not after.graph.find_nodes(op="call_function", target=element)
     assert same_bits(after, program, tensors)
-    assert builders.same(builders.execute(after, tensors)[0], [(tensors[0] * float(tensors[1][1])).exp()])
 
 
-def formed_with_numbers(program: Program) -> Program:
-    reads = partial(form_segments, compiles=lambda node: compiles(node) or node.target is aten.mul.Tensor)
-    return run_passes(program, [reads])
+def test_a_function_never_has_the_name_of_a_node():
+    """``element = element(packed, 0)`` would read what it is about to define."""
+    program = placed(lambda x, rate: x * rate.item(), [torch.rand(3), torch.tensor(0.5, dtype=torch.float64)])
+    program = run_passes(program, [partial(pack_scalars, reads=inductor.reads_packed)])
+    (read,) = program.graph.find_nodes(op="call_function", target=element)
+    assert read.name == "element"
+    tensors = [torch.rand(3), torch.tensor(0.5, dtype=torch.float64)]
+    assert builders.same(builders.execute(program, tensors)[0], [tensors[0] * 0.5])
