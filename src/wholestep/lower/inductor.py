@@ -5,6 +5,10 @@ Note: what Inductor is told
     to inputs are ``copy_`` at the end; those become stores of the kernel that computes the value. Results keep the
     strides that the rest of the step was captured with. The order of kernels is left as it is: Inductor's own
     reorderings look at one segment and not at the plan.
+
+Note: what may refuse its values
+    On the CPU, look-ups stay with ATen, which raises; see `_is_known`. On a GPU a look-up out of range ends in an
+    assertion of the device, compiled or not.
 """
 
 from __future__ import annotations
@@ -70,6 +74,9 @@ def _is_known(node: fx.Node) -> bool:
         return False
     taken = [one for arg in node.all_input_nodes for one in meta.tensors(arg)]
     given = list(meta.tensors(node))
+    # A kernel on the CPU that finds an index out of range throws in one of its threads, which ends the process.
+    if ops.may_fail(node.target) and not all(one.is_cuda for one in given):
+        return False
     return bool(given) and all(map(_is_plain, taken + given)) and _one_device(taken + given)
 
 

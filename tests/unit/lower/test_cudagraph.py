@@ -206,7 +206,8 @@ def test_random_numbers_of_the_device_are_captured():
 
 REFUSED: dict[str, tuple[Callable[..., Any], list[Spec], str]] = {
     "a size that is data": (
-        lambda x: aten.nonzero.default(x), [gpu(3)], "the size of what aten.nonzero.default of train.py:7 gives depends on data",
+        lambda x: aten.nonzero.default(x), [gpu(3)],
+        "the size of what aten.nonzero.default of train.py:7 gives depends on data",
     ),
     "a tensor of the device on the CPU": (
         lambda x: aten._to_copy.default(x.exp(), device=torch.device("cpu")) + 1, [gpu(3)],

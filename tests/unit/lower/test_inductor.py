@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
 from tests.unit import builders
 from wholestep.lower.inductor import compiles
+from wholestep.program import meta
 from wholestep.program.segment import Segment
 
 STEPS = 50
@@ -74,8 +76,48 @@ def test_one_capture_and_few_calls(step, trained):
     assert "inductor" in step.explain().backend
     assert "there is no GPU" in step.explain().backend
     notes = [note for record in step.program().history for note in record.notes]
-    assert any("in 2 segments" in note for note in notes)
+    assert any("in 3 segments" in note for note in notes)
     assert any("numbers of the host travel packed" in note for note in notes)
+
+
+@pytest.mark.parametrize("wrong", [5, -1])
+def test_an_answer_out_of_range_raises_and_leaves_state_as_it_was(step, trained, wrong):
+    """A kernel that looks up what is not there must not write a parameter, nor read another row in its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)).double()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 5
+    step(model, opt, x, y)
+    state = [*model.parameters(), *(one for kept in opt.state.values() for one in kept.values())]
+    before = [one.detach().clone() for one in state]
+    y[3] = wrong
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        step(model, opt, x, y)
+    assert builders.same([one.detach() for one in state], before)
+
+
+def test_results_keep_the_strides_of_eager_code():
+    def turned(x: Tensor) -> Tensor:
+        return x.permute(1, 0).exp() * 2
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    result = ws.compile(turned, backend="inductor")(x)
+    assert result.stride() == turned(x).stride() == (1, 4)
+    torch.testing.assert_close(result, turned(x), rtol=TOLERANCE, atol=0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_look_ups_stay_with_aten_on_the_cpu(device):
+    """In a compiled kernel of several threads an index out of range would end the process."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    with mode:
+        values = [torch.empty(5, 3, device=device), torch.empty(4, dtype=torch.int64, device=device)]
+    args = [graph.placeholder(name) for name in ("rows", "index")]
+    for node, value in zip(args, values, strict=True):
+        meta.set_value(node, value)
+    call = graph.call_function(torch.ops.aten.embedding.default, tuple(args))
+    meta.set_value(call, values[0])
+    assert compiles(call) is (device == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +127,8 @@ def test_one_capture_and_few_calls(step, trained):
         (lambda x: x * 1j, [torch.rand(3)], False),
         (lambda x: torch.rand_like(x), [torch.rand(3)], False),
         (lambda x: x.to_sparse(), [torch.rand(3, 3)], False),
+        (lambda x: x.nonzero(), [torch.rand(3)], False),  # of a size that is data
+        (lambda x: x * 2 + x.nonzero().shape[0], [torch.rand(3)], False),  # with a number that is data
     ],
 )
 def test_what_the_compiler_may_have(fn, tensors, wanted):
