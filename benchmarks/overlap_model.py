@@ -29,12 +29,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from wholestep.capture.capture import capture
+from wholestep.cli.models import REFERENCE, LanguageModel, LanguageModelSize
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.passes.assignment import Cuts, fixed_cuts
@@ -56,86 +56,20 @@ LARGEST_SHARE = {("W2", 4, "nvlink"): 0.02, ("W3", 4, "nvlink"): 0.02}
 """What may be exposed at most, as a share of the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A language model and the batch of one rank."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    vocabulary: int
-    length: int
-    """Tokens of a sequence."""
-    rows: int
-    """Sequences of a rank."""
-    gated: int = 0
-    """Width of a SwiGLU, in a block with RMSNorm and without biases; 0: GELU of four times the width, LayerNorm."""
-
-
-WORKLOADS = {
-    "W1": Workload(num_layers=12, width=768, num_heads=12, vocabulary=50304, length=1024, rows=1),
-    "W2": Workload(num_layers=12, width=768, num_heads=12, vocabulary=50304, length=1024, rows=8),
-    "W3": Workload(num_layers=20, width=2048, num_heads=16, vocabulary=32000, length=2048, rows=4, gated=5376),
-}
-
-
-class Block(nn.Module):
-    """One transformer layer with the norm before each half."""
-
-    def __init__(self, size: Workload) -> None:
-        super().__init__()
-        width, plain = size.width, not size.gated
-        norm = nn.LayerNorm if plain else nn.RMSNorm
-        self.num_heads = size.num_heads
-        self.attention_norm, self.mlp_norm = norm(width), norm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=plain)
-        self.attention_out = nn.Linear(width, width, bias=plain)
-        self.up = nn.Linear(width, size.gated or 4 * width, bias=plain)
-        self.gate = nn.Linear(width, size.gated, bias=False) if size.gated else None
-        self.down = nn.Linear(size.gated or 4 * width, width, bias=plain)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, length, width) -> the same."""
-        heads = self.qkv(self.attention_norm(x)).unflatten(2, (3, self.num_heads, -1))
-        q, k, v = (one.transpose(1, 2) for one in heads.unbind(2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.attention_out(mixed)
-        y = self.mlp_norm(x)
-        hidden = F.gelu(self.up(y), approximate="tanh") if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return x + self.down(hidden)
-
-
-class LanguageModel(nn.Module):
-    """(rows, length) int64 -> (rows, length, vocabulary). The head is a matrix of its own."""
-
-    def __init__(self, size: Workload) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(size.vocabulary, size.width)
-        self.positions = nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+WORKLOADS = {name: size for name, size in REFERENCE.items() if name != "tiny"}
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """One ordinary step: forward in bfloat16, loss on float32 logits."""
     with torch.autocast(x.device.type, torch.bfloat16):
-        logits = model(x)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        loss: Tensor = model(x, y)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
 
 
-def captured(size: Workload) -> Program:
+def captured(size: LanguageModelSize) -> Program:
     """The step as one graph. Parameters and states are reserved and never written to, so the system gives no memory."""
     with torch.device("meta"):
         model = LanguageModel(size)
@@ -235,7 +169,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def run(
-    workloads: dict[str, Workload], ranks: Sequence[int], links: Sequence[str], *, tell: Callable[[str], None]
+    workloads: dict[str, LanguageModelSize], ranks: Sequence[int], links: Sequence[str], *, tell: Callable[[str], None]
 ) -> list[Row]:
     """All rows; `tell` is told what is being done."""
     rows: list[Row] = []

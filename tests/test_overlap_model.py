@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import overlap_model
-from benchmarks.overlap_model import AS_PLACED, OURS, WORKLOADS, LanguageModel, Row, Workload
+from benchmarks.overlap_model import AS_PLACED, OURS, WORKLOADS, Row
+from wholestep.cli.models import LanguageModel, LanguageModelSize
 
-TINY = Workload(num_layers=1, width=64, num_heads=2, vocabulary=8192, length=32, rows=2)
+TINY = LanguageModelSize(num_layers=1, width=64, num_heads=2, vocabulary=8192, length=32, rows=2)
 GATED = replace(TINY, gated=96, vocabulary=128)
 
 

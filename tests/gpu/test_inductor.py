@@ -13,12 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
+from tests.unit.lower.test_inductor import TOLERANCE, train_step
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 50
-TOLERANCE = 1e-8
-"""Rounding of float64 (1e-16) through 50 steps of a small model; a frozen rate or beta shows from 1e-4 up."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
@@ -39,15 +38,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
-
-
-def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
 
 
 def batch(number: int, rank: int, rows: int = 8) -> tuple[Tensor, Tensor]:

@@ -68,8 +68,7 @@ class LanguageModel(nn.Module):
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        norm = nn.RMSNorm if size.gated else nn.LayerNorm
-        self.norm = norm(size.width)
+        self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
