@@ -26,7 +26,7 @@ from wholestep.cli.suite.session import Plan, on_rank
 from wholestep.cli.suite.trainings import SUITES, training
 from wholestep.errors import ConfigError, WholestepError
 
-JAX_RESERVE_S = 75.0
+JAX_RESERVE_S = 90.0
 """What is kept of the time for JAX, which runs last."""
 GRACE_S = 120.0
 """How long the ranks may go on behind the end of their time."""

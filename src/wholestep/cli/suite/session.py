@@ -3,7 +3,7 @@
 Note: what breaks a lane
     An error of a lane is its result, and the others go on: after every stage the ranks tell each other through the
     store whether it went well. Where one rank fails and the others wait for it in a collective, nobody can go on: it
-    waits a minute for them and ends the run. What was done by then is in the file.
+    waits a little for them and ends the run. What was done by then is in the file.
 
 Note: memory
     Lanes that take turns hold their state all at once, and a CUDA graph its own memory besides. A lane that would
@@ -90,6 +90,7 @@ class _Session:
         self.talk = Talk(world, deadline=plan.deadline + 60)
         self.results: dict[str, LaneResult] = {}
         self.on_gpu = world.device.type == "cuda"
+        self.status = Console(stderr=True).status("")
         self.longest_s = FIRST_LANE_S if self.on_gpu else 1.0
         self.largest_bytes = 0
         name = torch.cuda.get_device_name(world.device) if self.on_gpu else "cpu"
@@ -97,6 +98,14 @@ class _Session:
 
     def run(self) -> None:
         """Groups of lanes that fit beside each other, one after another."""
+        if self.world.rank == 0:
+            self.status.start()
+        try:
+            self._all_groups()
+        finally:
+            self.status.stop()
+
+    def _all_groups(self) -> None:
         self._set_up_compiler()
         waiting, number = list(self.plan.kinds), 0
         while waiting:
@@ -110,7 +119,7 @@ class _Session:
         """Opens lanes of `waiting`, which it takes from there, as long as they fit; times and profiles them."""
         group: list[_Open] = []
         while waiting and self._has_room(group, waiting[0]):
-            if not self._has_time(group):
+            if not self._has_time(group, waiting[0]):
                 for kind in waiting:
                     self._note(kind, LaneResult(outcome="not run", note="no time was left"))
                 waiting.clear()
@@ -134,11 +143,12 @@ class _Session:
         free = min(self.talk.all(torch.cuda.mem_get_info(self.world.device)[0]))
         return bool(free > _SHARE.get(kind, 1.1) * self.largest_bytes + 2 * 2**30)
 
-    def _has_time(self, group: list[_Open]) -> bool:
+    def _has_time(self, group: list[_Open], kind: Kind) -> bool:
         """Whether one more lane and the turns of all would be done in time, by rank 0's clock."""
         turns_s = sum(1e-3 * statistics.median(one.times_ms) * (1.2 * self.plan.num_steps + 20) + 3 for one in group)
         left_s = self.plan.deadline - time.time()
-        return bool(self.talk.first(left_s > 1.2 * self.longest_s + 1.3 * turns_s))
+        opening_s = self.longest_s * (0.7 if kind in _FINDS else 1.2)
+        return bool(self.talk.first(left_s > opening_s + 1.3 * turns_s))
 
     # ---- stages of a lane ----------------------------------------------------------------------------------------
 
@@ -161,7 +171,7 @@ class _Session:
 
     def _open(self, kind: Kind) -> _Open | None:
         """Builds a lane, runs its first steps alone, and times a few."""
-        self._say(f"{kind.value}: the first call")
+        self._begin(f"{kind.value}: the first call")
         self._use_cache(kind)
         self._settle()
         began = time.monotonic()
@@ -172,7 +182,7 @@ class _Session:
         opened, told = done
         first_s, losses, peaks, reserved = ([one[place] for one in told] for place in range(4))
         self.largest_bytes = max(self.largest_bytes, *peaks, *reserved)
-        note = "" if opened.lane.step is None else opened.lane.step.explain().backend
+        note = told[0][4]
         if (other := _FINDS.get(kind)) is not None and other.name.lower() in self.results:
             note = "; ".join(filter(None, (note, f"found what {other.value} had compiled")))
         self._note(kind, LaneResult(
@@ -180,9 +190,13 @@ class _Session:
             peak_bytes=max(peaks) if self.on_gpu else None, reserved_bytes=max(reserved) if self.on_gpu else None,
         ))  # fmt: skip
         self._tell_times(opened, "timed alone")
+        found = self.results[kind.name.lower()]
+        self._say(
+            f"{kind.value}: first call {found.first_s:.1f} s, {found.median_ms:.2f} ms alone, loss {found.loss:.4f}"
+        )
         return opened  # type: ignore[no-any-return]
 
-    def _first_steps(self, kind: Kind) -> tuple[_Open, list[float]]:
+    def _first_steps(self, kind: Kind) -> tuple[_Open, list[Any]]:
         before = self._memory()
         lane = prepare(kind, self.training, self.world)
         start = time.perf_counter()
@@ -192,23 +206,23 @@ class _Session:
             loss = float(lane.call())
         peak, reserved = (now - then for now, then in zip(self._memory(), before, strict=True))
         times_ms = [self._block(lane, BLOCK_STEPS) for _ in range(ALONE_BLOCKS)]
-        return _Open(lane=lane, times_ms=times_ms), [first_s, loss, peak, reserved]
+        note = "" if lane.step is None else lane.step.explain().backend
+        return _Open(lane=lane, times_ms=times_ms), [first_s, loss, peak, reserved, note]
 
     def _take_turns(self, group: list[_Open]) -> None:
         """Times all lanes, a block of steps at a time, in an order that turns round."""
         if len(group) < 2 and self.plan.num_steps <= ALONE_BLOCKS * BLOCK_STEPS:
             return
         order = list(group)
-        self._say(f"{len(group)} lanes in turn")
+        self._begin(f"{len(group)} lanes in turn")
         for number in range(max(2, self.plan.num_steps // BLOCK_STEPS)):
             if number > 1 and not self.talk.first(time.time() < self.plan.deadline):
                 break
             for one in order:
                 if number == 0:
                     one.times_ms = []
-                one.lane.call()
-                self._wait()
                 self.talk.all(None)
+                one.lane.call()  # its collectives let all ranks begin at the same time
                 one.times_ms.append(self._block(one.lane, BLOCK_STEPS))
             order.reverse()
 
@@ -228,7 +242,7 @@ class _Session:
         if not self.on_gpu:
             return
         kind = one.lane.kind
-        self._say(f"{kind.value}: {PROFILED_STEPS} steps under the profiler")
+        self._begin(f"{kind.value}: {PROFILED_STEPS} steps under the profiler")
         done = self._attempt(kind, "profiler", lambda: self._profiled(one.lane))
         if done is None:
             return
@@ -293,7 +307,7 @@ class _Session:
         """What a process needs once, such as the compiler's own processes, is no lane's time."""
         if all(kind is Kind.EAGER for kind in self.plan.kinds):
             return
-        self._say("setting up the compiler")
+        self._begin("setting up the compiler")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.plan.caches / "first")
         torch.compile(lambda x: torch.sin(x) * 2 + 1)(torch.ones(64, device=self.world.device))
         torch.compiler.reset()
@@ -308,6 +322,11 @@ class _Session:
             if result.outcome != "ok":
                 self._say(f"{kind.value}: {result.outcome}, {result.note}")
 
+    def _begin(self, stage: str) -> None:
+        """Shows what is under way, on a terminal."""
+        if self.world.rank == 0:
+            self.status.update(f"{self.report.training}: {stage}")
+
     def _say(self, text: str) -> None:
         if self.world.rank == 0:
-            Console(stderr=True).print(f"{self.report.training}: {text}", highlight=False, markup=False)
+            self.status.console.print(f"{self.report.training}: {text}", highlight=False, markup=False)

@@ -11,7 +11,7 @@ from wholestep.errors import RankMissingError
 from wholestep.run.store import PrefixStore
 from wholestep.run.world import World
 
-FAILED_WAIT_S = 60.0
+FAILED_WAIT_S = 20.0
 """A rank whose lane failed waits so long for the others: they may be in a collective that it will never join."""
 
 
@@ -27,7 +27,7 @@ class Talk:
     def all(self, said: Any, *, failed: bool = False) -> list[Any]:
         """What every rank said in this round, in rank order: plain values, as JSON takes them.
 
-        Raises RankMissingError where one says nothing: until the deadline, or for a minute where this one `failed`.
+        Raises RankMissingError where one says nothing: until the deadline, or for `FAILED_WAIT_S` where this one `failed`.
         """
         self._rounds += 1
         self._store.set(self._key(self._rank), json.dumps(said))
