@@ -58,7 +58,7 @@ def prepare(kind: Kind, training: Training, here: ws.World) -> Lane:
         raise MemoryError("too large for me")
     if kind is Kind.FSDP:
         return Lane(kind=kind, call=lambda: torch.zeros(()), step=None)
-    lane = real_prepare(Kind.EAGER_BF16 if kind is Kind.COMPILED_DDP else Kind.EAGER, training, here)
+    lane = real_prepare(Kind.EAGER, training, here)
     return Lane(kind=kind, call=lane.call, step=None)
 
 

@@ -329,4 +329,4 @@ class _Session:
 
     def _say(self, text: str) -> None:
         if self.world.rank == 0:
-            self.status.console.print(f"{self.report.training}: {text}", highlight=False, markup=False)
+            self.status.console.print(f"{self.report.training}: {text}", highlight=False, markup=False, soft_wrap=True)

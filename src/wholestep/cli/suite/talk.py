@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from datetime import timedelta
@@ -14,6 +15,8 @@ from wholestep.run.world import World
 FAILED_WAIT_S = 20.0
 """A rank whose lane failed waits so long for the others: they may be in a collective that it will never join."""
 
+_made = itertools.count()  # a second one in the same processes reads no old news
+
 
 class Talk:
     """Rounds in which every rank says something and hears all others."""
@@ -21,13 +24,13 @@ class Talk:
     def __init__(self, world: World, *, deadline: float) -> None:
         """`deadline`: seconds of ``time.time``, until which a rank is waited for."""
         self._rank, self._size, self._deadline = world.rank, world.size, deadline
-        self._store = PrefixStore("wholestep/suite", world.store)
+        self._store = PrefixStore(f"wholestep/suite/{next(_made)}", world.store)
         self._rounds = 0
 
     def all(self, said: Any, *, failed: bool = False) -> list[Any]:
         """What every rank said in this round, in rank order: plain values, as JSON takes them.
 
-        Raises RankMissingError where one says nothing: until the deadline, or for `FAILED_WAIT_S` where this one `failed`.
+        Raises RankMissingError where one says nothing: until the deadline, or for a while where this one `failed`.
         """
         self._rounds += 1
         self._store.set(self._key(self._rank), json.dumps(said))
