@@ -10,10 +10,13 @@ import torch
 
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import cudagraph, eager, inductor
+from wholestep.passes.average import average_on_the_way
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
+from wholestep.passes.wide import widen_products
+from wholestep.program.collectives import averages
 from wholestep.program.program import Program
 from wholestep.program.show import Step
 
@@ -57,9 +60,17 @@ class Inductor:
         """See `Eager.passes`."""
         return [
             lean_cross_entropy,
+            # Before products are widened: the path from a gradient to its reduction is shorter then.
+            partial(average_on_the_way, averages=averages),
+            partial(widen_products, widens=inductor.widens),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
-            partial(form_segments, compiles=inductor.compiles),
+            partial(
+                form_segments,
+                compiles=inductor.compiles,
+                postpones=inductor.follows,
+                pays_alone=inductor.pays_alone,
+            ),
         ]
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:

@@ -38,6 +38,14 @@ def group_named(name: str) -> Any:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined,unused-ignore]
 
 
+def averages(name: str, device: torch.device) -> bool:
+    """Whether the group of that name averages tensors of a device while it adds them: NCCL does, gloo refuses."""
+    if device.type != "cuda":
+        return False
+    backend = group_named(name)._get_backend(device)
+    return bool(backend.name() == "nccl")
+
+
 def _started(result: torch.Tensor, work: Any) -> torch.Tensor:
     """`result`, of which ``wait_tensor`` knows what to wait for."""
     _distributed_c10d._register_work(result, work)
