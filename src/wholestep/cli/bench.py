@@ -249,7 +249,6 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long each training is timed.")] = BenchSettings().seconds,
     steps: Annotated[int | None, typer.Option(help="Steps of each lane, in place of a time; 60 with --suite.")] = None,
-    torch_compile: Annotated[bool, typer.Option("--torch-compile", help="A third lane: torch.compile + DDP.")] = False,
     lanes: Annotated[list[str] | None, typer.Option(help=f"With --suite, some of {', '.join(LANES)}.")] = None,
     budget_s: Annotated[
         float, typer.Option(help="With --suite: what does not fit into so many seconds is left.")
@@ -259,10 +258,10 @@ def command(
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the compiled step against eager DDP, and if asked against torch.compile + DDP, on small trainings.
+    """Time the compiled step against eager DDP on small trainings, or with --suite against every stock way.
 
-    Predictions are those of `wholestep calibrate`, if it has run on this host. With --suite: against every stock way,
-    in turns in one process group, the same graph without communication as the limit, and JAX where it is installed.
+    Predictions are those of `wholestep calibrate`, if it has run on this host. Lanes of a suite take turns in one
+    process group; the same graph without communication is the limit, and JAX follows where it is installed.
     """
     names, processes = _listed(workload), choose_nproc(nproc)
     if suite is not None:
@@ -274,5 +273,4 @@ def command(
         return
     if lanes or breakdown or out:
         raise ConfigError("--lanes, --breakdown and --out go with --suite.")
-    kinds = BenchSettings().lanes + ((LaneKind.TORCH_COMPILE_DDP,) if torch_compile else ())
-    _race(names, nproc=processes, as_json=as_json, seconds=seconds, steps=steps, lanes=kinds)
+    _race(names, nproc=processes, as_json=as_json, seconds=seconds, steps=steps)

@@ -92,8 +92,10 @@ def _sharded(model: nn.Module, training: Training) -> nn.Module:
     """FSDP2: gathered in the type of the training, reduced in float32; the blocks compiled one by one."""
     low = training.dtype if training.dtype is not torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    blocks: Iterable[nn.Module] = getattr(model, "blocks", ())
-    for block in blocks:
+    blocks: Iterable[nn.Module] | None = getattr(model, "blocks", None)
+    if blocks is None:
+        model.compile()
+    for block in blocks or ():
         block.compile()
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +39,8 @@ BLOCK_STEPS = 10
 ALONE_BLOCKS = 2
 """Blocks that a lane runs right after it was opened: so there is a time even if the run ends early."""
 PROFILED_STEPS = 5
+PROFILER = "profiler"
+"""The stage whose failure leaves a lane as it is."""
 FIRST_LANE_S = 20.0
 """What a lane is expected to take to be opened on a GPU, before one has been."""
 
@@ -154,7 +157,7 @@ class _Session:
 
     def _attempt(self, kind: Kind, stage: str, work: Callable[[], Any]) -> tuple[Any, list[Any]] | None:
         """What `work` gives here and, told by JSON, on all ranks. None where a rank failed, which is then told."""
-        value, why = None, ""
+        value, why, outcome = None, "", "ok" if stage == PROFILER else "failed"
         try:
             value, told = work()
         except Exception as error:
@@ -165,7 +168,7 @@ class _Session:
             value = None
             self._settle()
             before = self.results.get(kind.name.lower(), LaneResult())
-            self._note(kind, replace(before, outcome="failed", note=reasons[0]))
+            self._note(kind, replace(before, outcome=outcome, note=_joined(before.note, reasons[0])))
             return None
         return value, [one for _, one in heard]
 
@@ -184,7 +187,9 @@ class _Session:
         self.largest_bytes = max(self.largest_bytes, *peaks, *reserved)
         note = told[0][4]
         if (other := _FINDS.get(kind)) is not None and other.name.lower() in self.results:
-            note = "; ".join(filter(None, (note, f"found what {other.value} had compiled")))
+            note = _joined(note, f"found what {other.value} had compiled")
+        if kind is Kind.LIMIT:
+            note = _joined(note, "its numbers are wrong")
         self._note(kind, LaneResult(
             note=note, first_s=max(first_s), loss=statistics.fmean(losses),
             peak_bytes=max(peaks) if self.on_gpu else None, reserved_bytes=max(reserved) if self.on_gpu else None,
@@ -213,18 +218,24 @@ class _Session:
         """Times all lanes, a block of steps at a time, in an order that turns round."""
         if len(group) < 2 and self.plan.num_steps <= ALONE_BLOCKS * BLOCK_STEPS:
             return
-        order = list(group)
         self._begin(f"{len(group)} lanes in turn")
+        for one in group:
+            one.times_ms = []
         for number in range(max(2, self.plan.num_steps // BLOCK_STEPS)):
             if number > 1 and not self.talk.first(time.time() < self.plan.deadline):
                 break
-            for one in order:
-                if number == 0:
-                    one.times_ms = []
-                self.talk.all(None)
-                one.lane.call()  # its collectives let all ranks begin at the same time
-                one.times_ms.append(self._block(one.lane, BLOCK_STEPS))
-            order.reverse()
+            for one in list(group):
+                done = self._attempt(one.lane.kind, "in turn", partial(self._turn, one.lane))
+                if done is None:
+                    group.remove(one)
+                else:
+                    one.times_ms.append(done[0])
+            group.reverse()
+
+    def _turn(self, lane: Lane) -> tuple[float, None]:
+        """ms of a step, over a block behind one that lets all ranks begin at the same time, by its collectives."""
+        lane.call()
+        return self._block(lane, BLOCK_STEPS), None
 
     def _tell_times(self, one: _Open, told: str) -> None:
         """Puts the times of all ranks into the result: a block takes as long as on its slowest rank."""
@@ -232,7 +243,7 @@ class _Session:
         slowest = sorted(max(block) for block in zip(*by_rank, strict=True))
         median_ms = statistics.median(slowest)
         before = self.results[one.lane.kind.name.lower()]
-        note = "; ".join(filter(None, (before.note.removesuffix("timed alone").removesuffix("; "), told)))
+        note = _joined(before.note.removesuffix("timed alone").removesuffix("; "), told)
         self._note(one.lane.kind, replace(
             before, median_ms=median_ms, p10_ms=slowest[len(slowest) // 10], p90_ms=slowest[(9 * len(slowest)) // 10],
             tokens_per_s=1e3 * self.training.tokens * self.world.size / median_ms, note=note,
@@ -243,7 +254,7 @@ class _Session:
             return
         kind = one.lane.kind
         self._begin(f"{kind.value}: {PROFILED_STEPS} steps under the profiler")
-        done = self._attempt(kind, "profiler", lambda: self._profiled(one.lane))
+        done = self._attempt(kind, PROFILER, lambda: self._profiled(one.lane))
         if done is None:
             return
         by_rank = [breakdown_from(told) for told in done[1]]
@@ -330,3 +341,7 @@ class _Session:
     def _say(self, text: str) -> None:
         if self.world.rank == 0:
             self.status.console.print(f"{self.report.training}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
