@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture import tree
 from wholestep.capture.blame import naming, place_of
-from wholestep.capture.capture import Captured, capture
+from wholestep.capture.capture import capture
 from wholestep.capture.storage import is_freed
+from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
 from wholestep.cost.model import CostModel
