@@ -13,7 +13,6 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,14 +25,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
 
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.program import meta, ops
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
-
-log = logging.getLogger("wholestep")
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
@@ -143,7 +141,7 @@ def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMod
             results[result] = None
         return results
 
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), preserve_node_meta():  # so that kernels are named by what they compute
         made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
