@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -25,7 +25,7 @@ from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
 from wholestep.cost.model import CostModel
-from wholestep.errors import ConfigError, RetraceLimitError
+from wholestep.errors import ArtifactError, ConfigError, RetraceLimitError
 from wholestep.lower.backend import Backend as Lowering
 from wholestep.lower.backend import backend_for
 from wholestep.options import Backend, Options, Passes, checked_options, data_axis
@@ -46,6 +46,7 @@ from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
 from wholestep.run.world import World, init
+from wholestep.warm import Look, Ready, Saved, Setting, Warm
 
 log = logging.getLogger("wholestep")
 
@@ -58,6 +59,8 @@ class CacheInfo:
     hits: int
     reasons: tuple[str, ...]
     """Why each trace after the first was needed."""
+    loaded: int = 0
+    """How many graphs came from a file and were not captured here."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,15 +68,19 @@ class _Entry:
     """One signature of the step: the program at each stage and what runs it."""
 
     captured: Captured
-    programs: dict[Stage, Program]
+    programs: Mapping[Stage, Program]
     executable: Executable
     plan: str
     held: Held | None
     """The state of compressed communication that it reads."""
+    look: Look
+    """What was seen before it was captured."""
 
 
 class CompiledStep:
     """A training step that runs as one graph. Made by `wholestep.compile`; called like the function it was made of."""
+
+    _starts_warm = True
 
     def __init__(self, step: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, step, updated=())
@@ -82,7 +89,8 @@ class CompiledStep:
         self._meetings = Meetings(self._name)
         self._entries: list[_Entry] = []
         self._reasons: list[str] = []
-        self._hits = self._traces = 0
+        self._hits = self._traces = self._loaded = 0
+        self._warm = Warm(step)
         compress = options.strategy.compress if options.strategy is not None else None
         self._comm = CommState(compress) if compress is not None else None
         self._backend: Lowering | None = None
@@ -113,13 +121,22 @@ class CompiledStep:
         with entry.captured.undone_on_error():
             result = self._run(entry, leaves)
         self._entries.insert(0, entry)
-        self._traces += 1
+        if entry.look.ready is not None:
+            self._loaded += 1
+        else:
+            self._traces += 1
+            if self._starts_warm:
+                self._warm.keep(self._saved(entry), self._setting(init()))
         return result
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
         """Every stage, in order, for one signature."""
         world = init()
         self._allow_retrace(reason)
+        look = self._look(args, kwargs, world)
+        if look.ready is not None:
+            with look.ready.captured.undone_on_error():
+                return self._resume(look, look.ready, world)
         try:
             with naming(self._step):
                 captured = self._capture(args, kwargs)
@@ -127,15 +144,48 @@ class CompiledStep:
             self._meetings.abandon(error, world)
             raise
         with captured.undone_on_error():
-            return self._plan(captured, world)
+            return self._plan(captured, look, world)
 
-    def _plan(self, captured: Captured, world: World) -> _Entry:
+    def _plan(self, captured: Captured, look: Look, world: World) -> _Entry:
         """Every stage behind capture, in order."""
-        axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
+        axis, strategy, lowering = data_axis(world, self._options.mesh), self._strategy(world), self._lowering(world)
         try:
             placed = place(captured.program, strategy, axis)
-            lowering = self._lowering(world)
-            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes()))
+            scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes()))
+        except Exception as error:
+            self._meetings.abandon(error, world)
+            raise
+        programs = {program.stage: program for program in (captured.program, placed, scheduled)}
+        return self._lower(captured, programs, look, world)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:
+        """What there is of this step from earlier processes. All ranks use theirs, or none does."""
+        is_first = not self._entries
+        if not self._starts_warm:
+            return Look(
+                fingerprint=None, ready=None, why_not="steps of the older surface are captured in every process"
+            )
+        look = self._warm.look(args, kwargs, self._setting(world), may_load=is_first or world.size == 1)
+        if is_first and (why_not := self._meetings.objection(look.why_not, world)):
+            look = look.dropped(why_not)
+        if look.ready is None:
+            if self._warm.is_asked_for and is_first:
+                raise ArtifactError(look.why_not)
+            log.info("%s is captured: %s", self._name, look.why_not)
+        return look
+
+    def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
+        """What follows capture and plan, for a step that was saved."""
+        self._meetings.recall(ready.choices)
+        self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
+        log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
+        return self._lower(ready.captured, ready.programs, look, world)
+
+    def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: Look, world: World) -> _Entry:
+        """A scheduled program as something that runs, once all ranks have the same plan."""
+        axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
+        scheduled, lowering = programs[Stage.SCHEDULED], self._lowering(world)
+        try:
             held = comm.hold(scheduled) if comm is not None else None
             # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
             runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
@@ -148,8 +198,7 @@ class CompiledStep:
         buffers = self._meet(captured, strategy, axis, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
         executable = Executable(scheduled, binding, runner or lowering.lower(scheduled), world, buffers)
-        programs = {program.stage: program for program in (captured.program, placed, scheduled)}
-        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held)
+        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held, look=look)
 
     def _run(self, entry: _Entry, leaves: list[Any]) -> Any:
         """One call of the first entry, or of a new one."""
@@ -157,7 +206,7 @@ class CompiledStep:
         if comm is None or held is None:
             return entry.executable(leaves, self._meetings.call)
         if comm.is_outdated(held):
-            self._entries[0] = self._plan(entry.captured, init())
+            self._entries[0] = self._plan(entry.captured, entry.look, init())
             return self._run(self._entries[0], leaves)
         with comm.call(held):
             return entry.executable(leaves, self._meetings.call)
@@ -205,6 +254,18 @@ class CompiledStep:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         return capture(self._step, args, kwargs)
 
+    def _setting(self, world: World) -> Setting:
+        return Setting(
+            options=self._options, world=world, backend=self._lowering(world), comm=self._comm,
+            choices=self._meetings.choices,
+        )  # fmt: skip
+
+    def _saved(self, entry: _Entry) -> Saved:
+        return Saved(
+            look=entry.look, captured=entry.captured, programs=entry.programs, plan=entry.plan,
+            choices=self._meetings.choices, kernels=self._lowering(init()).kernels(entry.programs[Stage.SCHEDULED]),
+        )  # fmt: skip
+
     def _lowering(self, world: World) -> Lowering:
         """The backend, made when it is first needed: before that the device is not known."""
         if self._backend is None:
@@ -251,6 +312,7 @@ class CompiledStep:
             traces=sum(step._traces for step in steps),
             hits=sum(step._hits for step in steps),
             reasons=tuple(reason for step in steps for reason in step._reasons),
+            loaded=sum(step._loaded for step in steps),
         )
 
     def program(self, stage: Stage = Stage.SCHEDULED) -> Program:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
 
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
+from wholestep.capture.outside import environment_read
 from wholestep.capture.ranks import axes_of, rank_inputs
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
@@ -45,7 +47,7 @@ def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         except (_Unsettled, WholestepError):
             first.effects.restore()
             raise CaptureError(first.effects.sentence()) from None
-        return captured
+        return replace(captured, settled=False)
 
 
 class _Unsettled(Exception):
@@ -75,7 +77,7 @@ class _Job:
         scene = self._scene
         tracer = Tracer(scene.state, scene.lifter, scene.user, scene.module_names(), scene.found.watches)
         self._storages = tracer.storages
-        with SideEffects(scene.found, scene.state) as effects:
+        with environment_read() as self._environment, SideEffects(scene.found, scene.state) as effects:
             self.trace = tracer.run(self._call)
         if effects.changed:
             raise _Unsettled(effects, self.trace.module.code)
@@ -101,6 +103,7 @@ class _Job:
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
+            environment=self._environment,
         )  # fmt: skip
 
     def _records(self) -> list[Input]:

@@ -6,7 +6,7 @@ another process in which everything has the same place, they are the same step t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +64,8 @@ class Ties:
     """Inputs of the tracer whose storage has to have so many bytes."""
     foreign: int
     """How many tensors of nobody the graph holds: they are constants of this process."""
+    environment: Mapping[str, str]
+    """Variables of the environment that the trace read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class Captured:
     binding: Binding
     guards: Guards
     ties: Ties
+    settled: bool = True
+    """Whether the step changed nothing in its first run. Else the ties are those of a scene that it had set up."""
     undo: Callable[[], None]
     """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
 

@@ -13,6 +13,9 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -32,6 +36,8 @@ from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.program import meta, ops
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
+
+log = logging.getLogger("wholestep")
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
@@ -116,6 +122,37 @@ class Inductor:
             with tracing(TracingContext(mode)), mode, inductor_config.patch(_KEEPS_ORDER):
                 self._compiled[segment] = compile_fx_inner(graph, inputs)
         return self._compiled[segment]
+
+    def written(self, segment: Segment) -> bytes | None:
+        """What was compiled of the segment, for another process; None for what Inductor cannot write."""
+        compiled = self._compiled.get(segment)
+        if not isinstance(compiled, CompiledFxGraph):
+            return None
+        twin = copy.copy(compiled)
+        twin.prepare_for_serialization()
+        try:
+            return pickle.dumps(twin)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            log.info("%s is compiled in every process: %s", segment.name, error)
+            return None
+
+    def take(self, segment: Segment, data: bytes) -> None:
+        """Uses what `written` gave in another process. Kernels that Inductor's cache has lost are built anew."""
+        try:
+            compiled: CompiledFxGraph = pickle.loads(data)
+            constants = CompiledFxGraphConstants()
+            compiled.after_deserialization(constants)
+            compiled.post_compile((), constants, compiled.fx_kwargs)
+        except (OSError, RuntimeError, ImportError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, error)
+            return
+        self._compiled[segment] = compiled
+
+
+def marks() -> list[tuple[str, str]]:
+    """What compiled code depends on besides the graph: the options of Inductor, as its own cache sees them."""
+    options = inductor_config.save_config_portable()
+    return [(f"torch._inductor.config.{name}", repr(options[name])) for name in sorted(options)]
 
 
 def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

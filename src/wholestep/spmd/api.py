@@ -118,6 +118,8 @@ def _checked_overrides(given: Any) -> tuple[Override, ...]:
 class _Step(CompiledStep):
     """A compiled step whose capture sees replaced modules, and whose passes are the user's."""
 
+    _starts_warm = False
+
     def __init__(
         self,
         step: Callable[..., Any],
