@@ -6,6 +6,7 @@ memory shares it again. Everything else is pickled: operators by name, functions
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from wholestep.errors import ArtifactError
 from wholestep.program import meta
@@ -74,6 +76,8 @@ class _Writer(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, fx.GraphModule):
             return _graph_module, _written(thing)
+        if isinstance(thing, pytree.TreeSpec):
+            return _structure, ((thing.type, thing.context, thing.children()) if thing.type is not None else ())
         return NotImplemented
 
     def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -99,6 +103,9 @@ class _Reader(pickle.Unpickler):
         self._shape_env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
         self._storages: dict[int, torch.UntypedStorage] = {}
+        # One symbol for all numbers of the host: which one it is was told by the node that gives it, here as there.
+        self._number = functools.cache(self._shape_env.create_unbacked_symfloat)
+        self._truth = functools.cache(self._shape_env.create_unbacked_symbool)
 
     def persistent_load(self, mark: Any) -> Any:
         kind, *rest = mark
@@ -117,11 +124,9 @@ class _Reader(pickle.Unpickler):
         made = torch.empty(0, dtype=dtype, device="meta").set_(self._storages[number], offset, shape, stride)
         return FakeTensor(self._mode, made, device)
 
-    def _number(self) -> torch.SymFloat:
-        return self._shape_env.create_unbacked_symfloat()
 
-    def _truth(self) -> torch.SymBool:
-        return self._shape_env.create_unbacked_symbool()
+def _structure(kind: Any = None, context: Any = None, children: list[pytree.TreeSpec] | None = None) -> Any:
+    return pytree.tree_structure(0) if kind is None else pytree.TreeSpec(kind, context, children or [])
 
 
 def _op(namespace: str, name: str, overload: str) -> Any:
