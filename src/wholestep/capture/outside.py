@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -93,8 +94,10 @@ def _imported() -> Iterable[str]:
 
 
 def _is_installed(module: Any) -> bool:
-    file = getattr(module, "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+    """Whether a module lies in a folder of packages itself, and not in another package (a vendored one)."""
+    path = Path(getattr(module, "__file__", None) or ".")
+    folder = path.parent.parent if path.name.startswith("__init__.") else path.parent
+    return folder.name in ("site-packages", "dist-packages")
 
 
 def _packages(names: Iterable[str]) -> dict[str, str]:
@@ -104,8 +107,12 @@ def _packages(names: Iterable[str]) -> dict[str, str]:
 def _version(name: str) -> str:
     try:
         return version(name)
-    except PackageNotFoundError:  # a package whose distribution has another name
-        return str(getattr(sys.modules.get(name), "__version__", "unknown"))
+    except PackageNotFoundError:  # a package whose distribution has another name: one may not import it to ask
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:
+            return "not installed"
+        told = Path(found.origin).stat()
+        return f"{told.st_size} bytes of {told.st_mtime_ns}"
 
 
 @functools.cache
