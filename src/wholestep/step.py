@@ -10,25 +10,26 @@ import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.fx as fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture import tree
+from wholestep.capture.binding import Binding
 from wholestep.capture.blame import naming, place_of
 from wholestep.capture.capture import capture
 from wholestep.capture.storage import is_freed
 from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
-from wholestep.config import DDP, Strategy
+from wholestep.config import DDP
 from wholestep.cost.model import CostModel
-from wholestep.errors import ArtifactError, ConfigError, RetraceLimitError
+from wholestep.errors import ArtifactError, ConfigError, RetraceLimitError, WholestepError
 from wholestep.lower.backend import Backend as Lowering
 from wholestep.lower.backend import backend_for
-from wholestep.options import Backend, Options, Passes, checked_options, data_axis
+from wholestep.options import Options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
 from wholestep.passes.default import passes_of
@@ -82,7 +83,8 @@ class CompiledStep:
 
     _starts_warm = True
 
-    def __init__(self, step: Callable[..., Any], options: Options) -> None:
+    def __init__(self, step: Callable[..., Any], options: Options, saved: Path | None = None) -> None:
+        """`saved`: a file that holds the step for its first call, and that may be trusted."""
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
@@ -90,7 +92,7 @@ class CompiledStep:
         self._entries: list[_Entry] = []
         self._reasons: list[str] = []
         self._hits = self._traces = self._loaded = 0
-        self._warm = Warm(step)
+        self._warm = Warm(step, saved)
         compress = options.strategy.compress if options.strategy is not None else None
         self._comm = CommState(compress) if compress is not None else None
         self._backend: Lowering | None = None
@@ -126,7 +128,7 @@ class CompiledStep:
         else:
             self._traces += 1
             if self._starts_warm:
-                self._warm.keep(self._saved(entry), self._setting(init()))
+                self._warm.keep(self._saved(entry))
         return result
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
@@ -166,7 +168,12 @@ class CompiledStep:
                 fingerprint=None, ready=None, why_not="steps of the older surface are captured in every process"
             )
         look = self._warm.look(args, kwargs, self._setting(world), may_load=is_first or world.size == 1)
-        if is_first and (why_not := self._meetings.objection(look.why_not, world)):
+        try:
+            why_not = self._meetings.objection(look.why_not, world) if is_first else look.why_not
+        except WholestepError:
+            look.dropped("")
+            raise
+        if why_not:
             look = look.dropped(why_not)
         if look.ready is None:
             if self._warm.is_asked_for and is_first:
@@ -183,8 +190,7 @@ class CompiledStep:
 
     def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: Look, world: World) -> _Entry:
         """A scheduled program as something that runs, once all ranks have the same plan."""
-        axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
-        scheduled, lowering = programs[Stage.SCHEDULED], self._lowering(world)
+        scheduled, lowering, comm = programs[Stage.SCHEDULED], self._lowering(world), self._comm
         try:
             held = comm.hold(scheduled) if comm is not None else None
             # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
@@ -192,11 +198,11 @@ class CompiledStep:
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
-        state = describe_state(captured.program) + (f"{comm}\n" if comm is not None else "")
+        state = describe_state(scheduled) + (f"{comm}\n" if comm is not None else "")
         plan = plan_text(scheduled) + state
         self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
-        buffers = self._meet(captured, strategy, axis, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
+        buffers = self._meet(scheduled, binding, world)
         executable = Executable(scheduled, binding, runner or lowering.lower(scheduled), world, buffers)
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held, look=look)
 
@@ -222,17 +228,18 @@ class CompiledStep:
         elif state:
             raise ConfigError(f"{self._name} compresses nothing and has no state to load, got {sorted(state)}.")
 
-    def _meet(self, captured: Captured, strategy: DDP | None, axis: MeshAxis | None, world: World) -> Buffers | None:
+    def _meet(self, program: Program, binding: Binding, world: World) -> Buffers | None:
         """Makes parameters and buffers equal on all ranks; what keeps the buffers so."""
+        axis, strategy = data_axis(world, self._options.mesh), self._strategy(world)
         if strategy is None or axis is None or axis.size == 1:
             return None
         if strategy.sync_at_start:
-            synced = captured.binding.synced(captured.program)
+            synced = binding.synced(program)
             fresh = [t for t in synced if id(t) not in self._equal and not is_freed(t)]
             with named_failures(world, lambda: f"the first broadcast of {self._name}"):
                 make_equal(fresh, axis)
             self._equal.update({id(t): t for t in fresh})
-        return Buffers(captured.program, captured.binding.tensors, axis) if strategy.broadcast_buffers else None
+        return Buffers(program, binding.tensors, axis) if strategy.broadcast_buffers else None
 
     def _allow_retrace(self, reason: str | None) -> None:
         if reason is None:
@@ -336,6 +343,7 @@ class CompiledStep:
         return explain(
             self.program(), step=self._name, strategy=strategy, backend=self._lowering(init()).name,
             cost=self._cost(), measured=last.executable.measured,
+            loaded_from=str(last.look.ready.path) if last.look.ready is not None else "",
         )  # fmt: skip
 
     def measure(self, num_calls: int = 20) -> None:
@@ -346,6 +354,16 @@ class CompiledStep:
         """
         last, lower = self._last(), self._lowering(init()).lower
         last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the last signature used to a file, which `wholestep.load` reads in another process.
+
+        With several ranks each writes a file of its own beside `path`, since a step may look at its rank. Raises
+        ArtifactError for a step that means nothing in another process, with the reason, and ConfigError before the
+        first call.
+        """
+        entry, world = self._last(), init()
+        self._warm.write(Path(path), self._saved(entry), self._setting(world))
 
     def verify(
         self, *args: Any, ranks: int = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any
@@ -375,61 +393,3 @@ class CompiledStep:
         if not self._entries:
             raise ConfigError(f"{self._name} has not been called yet, so there is nothing to look at. Call it once.")
         return self._entries[0]
-
-
-@overload
-def compile(
-    fn: Callable[..., Any],
-    *,
-    strategy: Strategy | None = None,
-    mesh: DeviceMesh | None = None,
-    backend: Backend = "auto",
-    passes: Passes = None,
-    max_retraces: int = 8,
-) -> CompiledStep: ...
-@overload
-def compile(
-    fn: None = None,
-    *,
-    strategy: Strategy | None = None,
-    mesh: DeviceMesh | None = None,
-    backend: Backend = "auto",
-    passes: Passes = None,
-    max_retraces: int = 8,
-) -> Callable[[Callable[..., Any]], CompiledStep]: ...
-def compile(
-    fn: Callable[..., Any] | None = None,
-    *,
-    strategy: Strategy | None = None,
-    mesh: DeviceMesh | None = None,
-    backend: Backend = "auto",
-    passes: Passes = None,
-    max_retraces: int = 8,
-) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
-    """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
-
-    Args:
-        fn: the step, written for one device. Without it a decorator is returned.
-        strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
-        mesh: a DeviceMesh with one axis; by default one axis over the world.
-        backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
-            compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
-            "eager" so far.
-        passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
-            graph; only the passes that let operations run in place come after them. Or the default passes with
-            options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
-        max_retraces: how many new signatures may be captured after the first.
-
-    Raises:
-        ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
-    """
-    options = checked_options(strategy, mesh, backend, passes, max_retraces)
-    if fn is None:
-        return lambda step: compile(
-            step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
-        )
-    if not callable(fn):
-        raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
-    if isinstance(fn, torch.nn.Module):
-        raise ConfigError("wholestep.compile wants a whole step, got a module. Write a function that calls it.")
-    return CompiledStep(fn, options)

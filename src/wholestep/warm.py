@@ -18,7 +18,8 @@ import pickle
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class _Body:
     """What rank 0 had answered, by question."""
     kernels: tuple[bytes | None, ...]
     """What the backend has compiled."""
+    options: Options | None
+    """What `compile` was asked for, less the mesh; None in the cache, where the process that looks has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +136,12 @@ class Warm:
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, *, may_load: bool) -> Look:
         """Looks for a saved step that fits this call. Nothing of the user's is changed."""
-        if self._path is None and not is_on():
-            return Look(fingerprint=None, ready=None, why_not=f"{CACHE} is 0")
         try:
             with Scene(self._step, args, kwargs) as scene:
                 fingerprint = _fingerprint(scene, setting)
                 try:
+                    if self._path is None and not is_on():
+                        raise ArtifactError(f"{CACHE} is 0.")
                     if not may_load:
                         raise ArtifactError("only the first signature of a step is looked for on several ranks.")
                     ready = self._ready(scene, fingerprint, setting)
@@ -163,7 +166,7 @@ class Warm:
         if why_not := artifact.difference(header.outside, now):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         programs = Programs(body.programs)
-        captured = tie(programs[Stage.CAPTURED], body.ties, scene)
+        captured = tie(partial(programs.__getitem__, Stage.CAPTURED), body.ties, scene)
         if why_not := captured.guards.why_not(scene.leaves, scene.spec):
             raise ArtifactError(
                 f"{path} was saved for another state of the training. {why_not[0].upper()}{why_not[1:]}."
@@ -185,12 +188,20 @@ class Warm:
             raise ArtifactError(f"{other} was saved for something else. {why_not}.")
         raise ArtifactError(f"{folder} holds no {self.name}.")
 
-    def keep(self, entry: Saved, setting: Setting) -> None:
+    def write(self, path: Path, entry: Saved, setting: Setting) -> None:
+        """Writes a step to a file of the user's, one per rank. Raises ArtifactError."""
+        header, body = written(self.name, entry, replace(setting.options, mesh=None))
+        try:
+            artifact.write(of_rank(path, setting.world), header, body)
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+    def keep(self, entry: Saved) -> None:
         """Writes a step to the cache, if it is on and the step can be written; else the log says why."""
         if self._path is not None or not is_on():
             return
         try:
-            header, body = written(self.name, entry, setting)
+            header, body = written(self.name, entry)
             folder = artifact.make_folder()
             artifact.write(folder / artifact.key_of(self.name, header.fingerprint), header, body)
             artifact.forget_old(folder.glob(f"{artifact.prefix_of(self.name)}*"))
@@ -220,7 +231,24 @@ def name_of(step: Callable[..., Any]) -> str:
     return f"{getattr(step, '__module__', '')}:{getattr(step, '__qualname__', type(step).__qualname__)}"
 
 
-def written(name: str, entry: Saved, setting: Setting) -> tuple[Header, bytes]:
+def of_rank(path: Path, world: World) -> Path:
+    """The file of this rank: ``path`` itself on one process."""
+    return path if world.size == 1 else path.with_name(f"{path.name}.{world.rank}of{world.size}")
+
+
+def options_of(path: Path, *, trusted: bool) -> tuple[Options, str]:
+    """The options of a saved step, and its name. Raises ArtifactError."""
+    artifact.check_trusted(path, trusted=trusted)
+    header, data = artifact.read(path)
+    options = _loaded(path, data).options
+    if options is None:
+        raise ArtifactError(
+            f"{path} belongs to the automatic cache, which has no options. Load what step.save(path) wrote."
+        )
+    return options, header.step
+
+
+def written(name: str, entry: Saved, options: Options | None = None) -> tuple[Header, bytes]:
     """A compiled step as header and body of a file. Raises ArtifactError for one that means nothing elsewhere."""
     captured = entry.captured
     if entry.look.fingerprint is None:
@@ -237,6 +265,7 @@ def written(name: str, entry: Saved, setting: Setting) -> tuple[Header, bytes]:
             _Body(
                 programs={stage.value: portable.dumps(program) for stage, program in entry.programs.items()},
                 ties=captured.ties, plan=entry.plan, choices=dict(entry.choices), kernels=entry.kernels,
+                options=options,
             )
         )  # fmt: skip
     except portable.NotPortable as error:

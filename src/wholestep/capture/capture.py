@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from wholestep.capture.binding import output_slices
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.outside import environment_read
@@ -61,7 +62,7 @@ class _Unsettled(Exception):
 def _capture_once(step: Callable[..., Any], args: Any, kwargs: Any, expected: str | None = None) -> Captured:
     with Scene(step, args, kwargs) as scene:
         program, ties = _Job(lambda: step(*args, **kwargs), scene).run(expected)
-        return tie(program, ties, scene)
+        return tie(lambda: program, ties, scene)
 
 
 class _Job:
@@ -88,14 +89,14 @@ class _Job:
         functional.writes = self._storages.exit_writes(functional.writes)
         program, kept = self._program(functional)
         verify(program)
-        return program, self._ties(kept)
+        return program, self._ties(kept, output_slices(program))
 
-    def _ties(self, kept: list[int]) -> Ties:
+    def _ties(self, kept: list[int], slices: tuple[int, int, int]) -> Ties:
         trace, state = self.trace, self._state
         results = trace.module.graph.output_node().args[0]
         traced = [isinstance(r, fx.Node) for r in results[: trace.num_results]]  # type: ignore[index,union-attr]
         return Ties(
-            kept=tuple(kept), result_spec=trace.result_spec,
+            kept=tuple(kept), slices=slices, result_spec=trace.result_spec,
             results=tuple(Held(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
             result_places=tuple(i for i, r in enumerate(traced) if r),
             grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),

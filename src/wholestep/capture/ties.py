@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from wholestep.capture import guards as guarding
 from wholestep.capture import tree, walk
-from wholestep.capture.binding import Binding, output_slices
+from wholestep.capture.binding import Binding
 from wholestep.capture.guards import Guards
 from wholestep.capture.ranks import Rank, ranks
 from wholestep.capture.scene import Scene
@@ -57,6 +57,8 @@ class Ties:
     """Slots of parameters that had a gradient when an optimizer stepped."""
     stepping: tuple[int, ...]
     """Optimizers that step, by number."""
+    slices: tuple[int, int, int]
+    """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
     placeholders: tuple[str, ...]
     """Names of the tracer's inputs, by which predicates know them."""
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
@@ -72,7 +74,8 @@ class Ties:
 class Captured:
     """A captured step: the program, the objects behind its inputs and outputs, and when it may be used again."""
 
-    program: Program
+    source: Callable[[], Program]
+    """Gives the program; a saved one is not read before somebody asks for it."""
     binding: Binding
     guards: Guards
     ties: Ties
@@ -80,6 +83,11 @@ class Captured:
     """Whether the step changed nothing in its first run. Else the ties are those of a scene that it had set up."""
     undo: Callable[[], None]
     """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
+
+    @property
+    def program(self) -> Program:
+        """The program, as it was captured."""
+        return self.source()
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -91,18 +99,18 @@ class Captured:
             raise
 
 
-def tie(program: Program, ties: Ties, scene: Scene) -> Captured:
+def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:
     """The program tied to the live objects of the scene. State that the step does not use is taken back."""
     # Before guards are made, which hold what is left.
     scene.lazy.take_back({id(scene.state.slots[slot].tensor) for slot in ties.stepped})
-    binding = _binding(program, ties, scene)
+    binding = _binding(ties, scene)
     guards = _guards(ties, scene, ranks())
     leaf_of = {ties.kept[index]: leaf for index, leaf in binding.user}
     guards.storages = _sizes(ties, scene, leaf_of)
-    return Captured(program=program, binding=binding, guards=guards, ties=ties, undo=scene.lazy.take_back)
+    return Captured(source=source, binding=binding, guards=guards, ties=ties, undo=scene.lazy.take_back)
 
 
-def _binding(program: Program, ties: Ties, scene: Scene) -> Binding:
+def _binding(ties: Ties, scene: Scene) -> Binding:
     state, slots, hypers, numbers = scene.state, scene.state.slots, scene.lifter.hypers, ranks()
     place = {id(leaf): i for i, leaf in reversed(list(enumerate(scene.leaves)))}
     tensors: list[torch.Tensor | int | None] = []
@@ -112,6 +120,7 @@ def _binding(program: Program, ties: Ties, scene: Scene) -> Binding:
         result_places=list(ties.result_places), grads=[slots[i].tensor for i in ties.grads], cleared=[],
         stepped=[state.optimizers[number][1] for number in ties.stepping],
         new_state=[(state.optimizers[n][1], slots[s].tensor, path[0]) for n, s, path in ties.new_state],
+        slices=ties.slices,
     )  # fmt: skip
     owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
     for index, old in enumerate(ties.kept):
@@ -133,7 +142,6 @@ def _binding(program: Program, ties: Ties, scene: Scene) -> Binding:
         for i, s in enumerate(slots)
         if s.kind is InputKind.PARAM and s.tensor.grad is not None and i not in with_new
     ]
-    binding.slices = output_slices(program)
     return binding
 
 

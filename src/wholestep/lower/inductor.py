@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.fx as fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -111,10 +113,14 @@ class Inductor:
 
     def __init__(self) -> None:
         self._compiled: dict[Segment, Compiled] = {}
+        # Inductor finds out what the CPU can do in processes of its own, a second in which there is other work to do.
+        self._asking = threading.Thread(target=pick_vec_isa, daemon=True)
+        self._asking.start()
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
         if segment not in self._compiled:
+            self._asking.join()
             # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
@@ -138,6 +144,7 @@ class Inductor:
 
     def take(self, segment: Segment, data: bytes) -> None:
         """Uses what `written` gave in another process. Kernels that Inductor's cache has lost are built anew."""
+        self._asking.join()
         try:
             compiled: CompiledFxGraph = pickle.loads(data)
             constants = CompiledFxGraphConstants()

@@ -59,6 +59,7 @@ class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self._storages: dict[int, int] = {}
+        self._facts: dict[Any, Any] = {}
 
     def persistent_id(self, thing: Any) -> Any:
         if isinstance(thing, FakeTensor):
@@ -75,7 +76,7 @@ class _Writer(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, fx.GraphModule):
-            return _graph_module, _written(thing)
+            return _graph_module, self._written(thing)
         if isinstance(thing, pytree.TreeSpec):
             return _structure, ((thing.type, thing.context, thing.children()) if thing.type is not None else ())
         return NotImplemented
@@ -89,6 +90,24 @@ class _Writer(pickle.Pickler):
             self._storages.setdefault(storage._cdata, len(self._storages)), int(storage.nbytes()), tensor.dtype,
             tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.device,
         )  # fmt: skip
+
+    def _written(self, module: fx.GraphModule) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
+        numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+        attributes: dict[str, Any] = {}
+        records = []
+        for node in module.graph.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _Arg(numbers[arg]))  # type: ignore[arg-type,return-value]
+            records.append((node.op, node.name, node.target, _plain(args), _plain(kwargs), self._facts_of(node)))
+            if node.op == "get_attr":
+                attributes[str(node.target)] = attribute(module, str(node.target))
+        return records, attributes
+
+    def _facts_of(self, node: fx.Node) -> dict[str, Any]:
+        """Metadata, in which equal origins are one object: pickle writes and reads it once."""
+        facts = meta.portable(node)
+        return {
+            key: self._facts.setdefault(one, one) if isinstance(one, meta.Origin) else one for key, one in facts.items()
+        }
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
@@ -131,18 +150,6 @@ def _structure(kind: Any = None, context: Any = None, children: list[pytree.Tree
 
 def _op(namespace: str, name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def _written(module: fx.GraphModule) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
-    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
-    attributes: dict[str, Any] = {}
-    records = []
-    for node in module.graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _Arg(numbers[arg]))  # type: ignore[arg-type,return-value]
-        records.append((node.op, node.name, node.target, _plain(args), _plain(kwargs), meta.portable(node)))
-        if node.op == "get_attr":
-            attributes[str(node.target)] = attribute(module, str(node.target))
-    return records, attributes
 
 
 def _plain(tree: Any) -> Any:
