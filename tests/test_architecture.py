@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "wholestep"
 
 LAYERS = (
-    "errors config program cost capture place passes run lower report options warm step compiling spmd __init__ cli __main__"
+    "errors config program cost capture place passes run lower report options warm step compiling spmd __init__ cli "
+    "__main__"
 ).split()
 """A file may import from its own layer and from those to its left. `__init__` is the public surface, which cli uses."""
 

@@ -89,9 +89,12 @@ def portrait(scene: Scene, options: Mapping[str, Any]) -> list[Line]:
     lines += [(f"the group {one.axis.name}", f"{one.axis}, rank {'any' if one.axis.ranks is None else one.number}")
               for one in ranks()]  # fmt: skip
     lines += painter.arguments()
-    lines += painter.state()
     lines += [(f"the code of {code.co_qualname}", digest_of_code(code)) for code in scene.found.codes]
-    for watch in [*scene.found.watches, *scene.lifter.watches]:
+    lines += painter.optimizers()
+    for watch in scene.lifter.watches:
+        lines += painter.watch(watch)
+    lines += painter.state()
+    for watch in scene.found.watches:
         if watch.guard or isinstance(watch.container, ClassView):
             lines += painter.watch(watch)
     return [*lines, *((name, painter.named(name, thing)) for name, thing in options.items())]
@@ -120,12 +123,19 @@ class _Painter:
             yield f"argument {number}", text
 
     def state(self) -> Iterator[Line]:
-        """Every tensor that outlives the call, and the numbers that the graph reads at every call."""
+        """Every tensor that outlives the call."""
         state = self._scene.state
         for slot in state.slots:
             text = f"{_tensor(slot.tensor)}, {self._number(slot.tensor)}"
             yield slot.name, f"{slot.kind.value} {text}, {'no memory' if num_bytes(slot.tensor) == 0 else 'memory'}"
-        for name, opt in state.optimizers:
+        for slot in state.params:
+            held = (slot.tensor._backward_hooks, slot.tensor._post_accumulate_grad_hooks)
+            if any(held):
+                yield f"hooks of {slot.name}", self.named(slot.name, [list((one or {}).values()) for one in held])
+
+    def optimizers(self) -> Iterator[Line]:
+        """Optimizers without their state, and the numbers that the graph reads at every call."""
+        for name, opt in self._scene.state.optimizers:
             yield f"the kind of {name}", self.named(name, opt)
             for key, item in vars(opt).items():
                 if key not in _OF_OPTIMIZERS:
@@ -135,10 +145,6 @@ class _Painter:
             hooks = (opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks)
             yield f"hooks of {name}", self.named(name, [list(one.values()) for one in hooks])
         yield "numbers of parameter groups", str([hyper.name for hyper in self._scene.lifter.hypers])
-        for slot in state.params:
-            held = (slot.tensor._backward_hooks, slot.tensor._post_accumulate_grad_hooks)
-            if any(held):
-                yield f"hooks of {slot.name}", self.named(slot.name, [list((one or {}).values()) for one in held])
 
     def watch(self, watch: walk.Watch) -> Iterator[Line]:
         """What a watched container holds."""
@@ -173,7 +179,7 @@ class _Painter:
         if self._left < 0:
             raise NotComparable(f"more than {_MOST} things to compare")
         kind = type(thing)
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         if isinstance(thing, enum.Enum):
             return f"{name} {thing.name}"
         if isinstance(thing, _VALUES):
@@ -229,7 +235,7 @@ class _Painter:
         kind = type(thing)
         attributes = getattr(thing, "__dict__", None)
         slots = {name: getattr(thing, name) for name in walk.slots(kind) if hasattr(thing, name)}
-        if attributes is None and not slots and kind.__init__ is not object.__init__:
+        if attributes is None and not slots and kind is not object and "__slots__" not in vars(kind):
             raise NotComparable(f"a {kind.__module__}.{kind.__qualname__}, of which nothing can be seen")
         if attributes is not None and id(attributes) in self._watched and is_users(kind):
             attributes = {}  # a watch of its own
