@@ -140,7 +140,9 @@ class _Painter:
             for key, item in vars(opt).items():
                 if key not in _OF_OPTIMIZERS:
                     yield f"{name}.{key}", self.named(f"{name}.{key}", item)
-            yield f"{name}.defaults", self.named(name, {k: v for k, v in opt.defaults.items() if not _is_number(v)})
+            for key, item in opt.defaults.items():
+                if not _is_number(item):
+                    yield f"{name}.defaults.{key}", self.named(f"{name}.defaults.{key}", item)
             yield f"the groups of {name}", str([[self._number(p) for p in g["params"]] for g in opt.param_groups])
             hooks = (opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks)
             yield f"hooks of {name}", self.named(name, [list(one.values()) for one in hooks])
@@ -236,7 +238,7 @@ class _Painter:
         attributes = getattr(thing, "__dict__", None)
         slots = {name: getattr(thing, name) for name in walk.slots(kind) if hasattr(thing, name)}
         if attributes is None and not slots and kind is not object and "__slots__" not in vars(kind):
-            raise NotComparable(f"a {kind.__module__}.{kind.__qualname__}, of which nothing can be seen")
+            raise NotComparable(f"a {kind.__qualname__}, of which nothing can be seen")
         if attributes is not None and id(attributes) in self._watched and is_users(kind):
             attributes = {}  # a watch of its own
         return self._each([*(attributes or {}).items(), *slots.items()])
