@@ -9,11 +9,16 @@ from typing import Any
 import torch
 
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import cudagraph, eager, inductor
+from wholestep.lower import copies, cudagraph, eager, inductor
+from wholestep.passes.average import average_on_the_way
+from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
+from wholestep.passes.waits import delay_waits
+from wholestep.passes.wide import widen_products
+from wholestep.program.collectives import averages
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
@@ -55,6 +60,7 @@ class Inductor:
         self._options, self._on_gpu = options, device.type == "cuda"
         # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
         self.shares_kernels = not self._on_gpu
+        self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor()
         self._pool: Any = None
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
@@ -69,9 +75,20 @@ class Inductor:
         """See `Eager.passes`."""
         return [
             lean_cross_entropy,
+            # Before products are widened: the path from a gradient to its reduction is shorter then.
+            partial(average_on_the_way, averages=averages),
+            *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
+            partial(widen_products, widens=inductor.widens),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
-            partial(form_segments, compiles=inductor.compiles),
+            # A segment ends where a wait stands.
+            delay_waits,
+            partial(
+                form_segments,
+                compiles=inductor.compiles,
+                postpones=inductor.follows,
+                pays_alone=inductor.pays_alone,
+            ),
         ]
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:

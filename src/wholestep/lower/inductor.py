@@ -35,6 +35,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
+from wholestep.passes import wide
 from wholestep.program import meta, ops
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
@@ -43,7 +44,16 @@ log = logging.getLogger("wholestep")
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
-_KEEPS_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+_SETTINGS: dict[str, dict[str, object]] = {
+    # What stands where is the plan's affair.
+    "cpu": {"reorder_for_peak_memory": False, "reorder_for_locality": False},
+    # Many small kernels at once: the casts of weights, the updates of parameters. Reductions that share their block
+    # sizes with others are several times slower.
+    "cuda": {
+        "reorder_for_peak_memory": False, "reorder_for_locality": False,
+        "combo_kernels": True, "combo_kernels_pointwise_only": True,
+    },
+}  # fmt: skip
 
 _aten = torch.ops.aten
 _QUIET_ATTENTION = frozenset(
@@ -80,10 +90,27 @@ def _is_known(node: fx.Node) -> bool:
         return False
     taken = [one for arg in node.all_input_nodes for one in meta.tensors(arg)]
     given = list(meta.tensors(node))
+    if node.target is wide.WIDE or wide.fills(node):
+        return False  # it writes to a slice of a bucket
     # A kernel on the CPU that finds an index out of range throws in one of its threads, which ends the process.
     if ops.may_fail(node.target) and not all(one.is_cuda for one in given):
         return False
     return bool(given) and all(map(_is_plain, taken + given)) and _one_device(taken + given)
+
+
+def pays_alone(node: fx.Node) -> bool:
+    """Whether one call is worth a segment: the kernel of ATen sorts the indices first."""
+    return node.target is _aten.embedding_dense_backward.default and meta.tensor(node).is_cuda
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether a node that Inductor does not have may follow the segment that it reads."""
+    return node.target is wide.WIDE
+
+
+def widens(node: fx.Node) -> bool:
+    """Whether the device of a product can write it in float32."""
+    return meta.tensor(node).is_cuda
 
 
 def _gives_tensors(node: fx.Node) -> bool:
@@ -125,7 +152,7 @@ class Inductor:
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
-            with tracing(TracingContext(mode)), mode, inductor_config.patch(_KEEPS_ORDER):
+            with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
                 self._compiled[segment] = compile_fx_inner(graph, inputs)
         return self._compiled[segment]
 

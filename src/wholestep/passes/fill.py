@@ -33,6 +33,7 @@ _aten = torch.ops.aten
 # Operators whose kernel for ``out=`` is the one that computes: others would make a tensor and copy it.
 _OUT = {
     _aten.mm.default: _aten.mm.out,
+    _aten.mm.dtype: _aten.mm.dtype_out,
     _aten.bmm.default: _aten.bmm.out,
     _aten.addmm.default: _aten.addmm.out,
     _aten.sum.dim_IntList: _aten.sum.IntList_out,

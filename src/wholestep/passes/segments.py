@@ -36,23 +36,33 @@ from wholestep.program.numbers import element
 from wholestep.program.program import Program, Stage
 from wholestep.program.segment import Segment
 
-Compiles = Callable[[fx.Node], bool]
+Says = Callable[[fx.Node], bool]
+"""What a compiler says of a node."""
 
 MIN_CALLS = 2
-"""Nodes that compute, below which a compiler has nothing to gain."""
+"""Nodes that compute, below which a compiler mostly has nothing to gain."""
 
 
-def form_segments(program: Program, *, compiles: Compiles) -> Program:
+def _never(node: fx.Node) -> bool:
+    return False
+
+
+def form_segments(program: Program, *, compiles: Says, postpones: Says = _never, pays_alone: Says = _never) -> Program:
     """The program with runs of nodes as segments, in the same order.
 
-    `compiles` says of a node whether the compiler may have it. Notes say how many nodes are in segments, and which
-    operators are not.
+    Args:
+        program: one that is not scheduled yet; another comes back as it is.
+        compiles: whether the compiler may have a node.
+        postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
+        pays_alone: whether a node is a segment if there is no other one to join.
+
+    Notes say how many nodes are in segments, and which operators are not.
     """
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
     edit.remove_dead_code(graph)
-    runs = [run for run in _runs(program, compiles) if len(run) >= MIN_CALLS or any(map(_reads_packed, run))]
+    runs = [run for run in _runs(program, compiles, postpones) if _is_worth_it(run, pays_alone)]
     for number, run in enumerate(runs):
         _enclose(graph, run, number)
     edit.sort_topologically(graph)
@@ -60,6 +70,10 @@ def form_segments(program: Program, *, compiles: Compiles) -> Program:
     edit.remove_dead_code(graph)
     inside = sum(len(run) for run in runs)
     return program.with_notes(f"{inside} calls in {len(runs)} segments, {_left_out(graph)}")
+
+
+def _is_worth_it(run: list[fx.Node], pays_alone: Says) -> bool:
+    return len(run) >= MIN_CALLS or any(_reads_packed(node) or pays_alone(node) for node in run)
 
 
 def _left_out(graph: fx.Graph) -> str:
@@ -93,11 +107,13 @@ class _Open:
     behind: set[fx.Node] = field(default_factory=set)
     """Its calls, and views of what they give."""
     may_fail: bool = False
+    postponed: set[fx.Node] = field(default_factory=set)
+    """Calls outside of it that follow it, and what depends on them."""
     updating: bool = False
     """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
-def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
+def _runs(program: Program, compiles: Says, postpones: Says) -> list[list[fx.Node]]:
     """Nodes that become a segment each. Between the first and the last of a run nothing depends on it but itself."""
     _bring_items_up(program.graph)
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
@@ -108,9 +124,11 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
         if node.op != "call_function":
             continue
         depends = any(arg in run.behind for arg in node.all_input_nodes)
-        if is_view(node):
-            if depends:
-                run.behind.add(node)
+        follows = any(arg in run.postponed for arg in node.all_input_nodes)
+        if is_view(node) and (depends or follows):
+            (run.postponed if follows else run.behind).add(node)
+        elif is_view(node):
+            continue
         elif node.target is operator.getitem and node.args[0] in run.behind:
             run.calls.append(node)  # with the call that gives it, wherever that belongs
             run.behind.add(node)
@@ -120,13 +138,15 @@ def _runs(program: Program, compiles: Compiles) -> list[list[fx.Node]]:
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
-            if (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
+            if follows or (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
                 done.append(run.calls)
                 run = _Open()
             run.updating = updating
             run.calls.append(node)
             run.behind.add(node)
             run.may_fail |= ops.may_fail(node.target)
+        elif (depends and postpones(node)) or (follows and not _keeps_its_place(node)):
+            run.postponed.add(node)
         elif depends or _keeps_its_place(node):
             done.append(run.calls)
             run = _Open()

@@ -1,0 +1,128 @@
+"""Products in half precision whose result is a gradient in float32 are written in float32, straight into their bucket.
+
+A weight that autocast has cast has a gradient of the small type, which is cast back and put into its bucket. The
+product adds up in float32 anyway. Before and after::
+
+    mm = aten.mm(dy.t(), x)                   # bfloat16        mm = aten.mm.dtype(dy.t(), x, float32)
+    grad = aten._to_copy(mm, dtype=float32)                ->   flat = aten.cat([mm, ...])
+    flat = aten.cat([grad, ...])
+
+and `fill_buckets` lets the product write to its slice of the bucket. A cast of a gradient reads and writes 6 bytes per
+element, which go. The gradient is rounded once less than eager code rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from wholestep.passes.segments import is_view
+from wholestep.program import edit, meta, ops
+from wholestep.program.program import Program, Stage
+
+_aten = torch.ops.aten
+WIDE = _aten.mm.dtype
+"""A product with a result of another type than its factors."""
+
+
+def widen_products(program: Program, *, widens: Callable[[fx.Node], bool]) -> Program:
+    """The program with casts of weight gradients to float32 left to their products.
+
+    `widens` says of a product whether its device can. That is done for buckets of which such gradients are at least
+    half, since `fill_buckets` leaves others as they are. The note says how many products those are, and the bytes of
+    casts that are not read and written.
+    """
+    if program.stage is Stage.SCHEDULED:
+        return program
+    graph = program.graph
+    found: dict[fx.Node, list[_Cast]] = {}
+    for cast in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
+        chain, bucket = list(_viewed(cast.all_input_nodes[0])), _bucket(cast)
+        alone = all(len(one.users) == 1 for one in chain)
+        if bucket is not None and alone and _is_cast_product(cast, chain[-1]) and widens(chain[-1]):
+            found.setdefault(bucket, []).append(_Cast(cast, chain))
+    chosen = [one for bucket, casts in found.items() if _are_half(casts, bucket) for one in casts]
+    if not chosen:
+        return program
+    saved_bytes = sum(3 * one.num_bytes // 2 for one in chosen)
+    for one in chosen:
+        _widen(graph, one)
+    edit.remove_dead_code(graph)
+    return program.with_notes(f"{len(chosen)} weight gradients are products in float32: no casts of {saved_bytes:,} B")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A cast to float32 of a product."""
+
+    node: fx.Node
+    chain: list[fx.Node]
+    """What is cast: views, from the last to the first, and the product."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return meta.num_bytes(self.node)
+
+
+def _are_half(casts: list[_Cast], bucket: fx.Node) -> bool:
+    return 2 * sum(one.num_bytes for one in casts) >= meta.num_bytes(bucket)
+
+
+def _widen(graph: fx.Graph, cast: _Cast) -> None:
+    *views, product = cast.chain
+    with graph.inserting_before(product):
+        new = edit.emit(graph, WIDE, *product.args, torch.float32, like=product)
+        for view in reversed(views):
+            new = edit.emit(graph, view.target, new, *view.args[1:], like=view, **view.kwargs)  # type: ignore[arg-type]
+    edit.replace_node(cast.node, new)
+    _renew_views(new)
+
+
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """The node, what it is a view of, and so on."""
+    yield node
+    while is_view(node) and node.target is not WIDE:
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _renew_views(node: fx.Node) -> None:
+    """Lets the values of views be views of the node's value, so that one sees whose memory they are."""
+    for user in node.users:
+        if is_view(user):
+            edit.evaluate(user)
+            _renew_views(user)
+
+
+def _is_cast_product(cast: fx.Node, product: fx.Node) -> bool:
+    """Whether the cast takes all of a product in half precision to float32, in the layout that it has."""
+    if product.target is not _aten.mm.default or cast.kwargs.get("memory_format") is not None:
+        return False
+    made, taken, given = meta.tensor(product), meta.tensor(cast.all_input_nodes[0]), meta.tensor(cast)
+    small = made.dtype in (torch.bfloat16, torch.float16) and given.dtype is torch.float32
+    same = taken.numel() == made.numel() and taken.stride() == given.stride() and given.device == made.device
+    return small and same
+
+
+def _bucket(grad: fx.Node) -> fx.Node | None:
+    """The bucket that a gradient goes into and nowhere else, as its reduction is given it."""
+    if len(grad.users) != 1:
+        return None
+    user = next(iter(grad.users))
+    if ops.is_collective(user):
+        return grad if meta.bucket(user) is not None else None
+    passes_on = is_view(user) or user.target in (_aten.cat.default, _aten.mul.Tensor)
+    return _bucket(user) if passes_on else None
+
+
+def fills(cat: fx.Node) -> bool:
+    """Whether at least half of the bytes that are put together are products that can write them there."""
+    if cat.target is not _aten.cat.default:
+        return False
+    parts = list(edit.nodes_of(cat.args[0]))
+    own = sum(meta.num_bytes(part) for part in parts if list(_viewed(part))[-1].target is WIDE)
+    return own > 0 and 2 * own >= meta.num_bytes(cat)
