@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.outside import Outside, own_digest, switches
+from wholestep.capture.outside import Outside, edited, own_digest, switches
 from wholestep.capture.portrait import NotComparable, portrait
 from wholestep.capture.scene import Scene
 from wholestep.capture.ties import Captured, Ties, tie
@@ -153,6 +153,9 @@ class Warm:
             return Look(fingerprint=None, ready=None, why_not=f"{error}. It cannot be compared in another process.")
         except WholestepError as error:  # the capture will say it better
             return Look(fingerprint=None, ready=None, why_not=str(error))
+        except Exception as error:  # a cache may fail in a hundred ways, and none of them is a reason not to train
+            log.warning("the look for a saved %s failed", self.name, exc_info=True)
+            return Look(fingerprint=None, ready=None, why_not=f"{type(error).__name__}: {error}")
 
     def _ready(self, scene: Scene, fingerprint: Fingerprint, setting: Setting) -> Ready:
         """The saved step that fits. Raises ArtifactError."""
@@ -205,8 +208,10 @@ class Warm:
             folder = artifact.make_folder()
             artifact.write(folder / artifact.key_of(self.name, header.fingerprint), header, body)
             artifact.forget_old(folder.glob(f"{artifact.prefix_of(self.name)}*"))
-        except (ArtifactError, OSError) as error:
+        except ArtifactError as error:
             log.info("%s is not kept for other processes: %s", self.name, error)
+        except Exception:  # as above
+            log.warning("%s is not kept for other processes", self.name, exc_info=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +275,11 @@ def written(name: str, entry: Saved, options: Options | None = None) -> tuple[He
         )  # fmt: skip
     except portable.NotPortable as error:
         raise ArtifactError(f"It cannot be saved: {error}.") from error
-    outside = _outside_lines(Outside.seen(captured.ties.environment), entry.choices[COSTS])
-    return Header(step=name, fingerprint=entry.look.fingerprint, outside=outside), body
+    outside = Outside.seen(captured.ties.environment)
+    if (path := edited(outside.files)) is not None:
+        raise ArtifactError(f"It cannot be saved: {path} was written while this process ran, and may not be what runs.")
+    lines = _outside_lines(outside, entry.choices[COSTS])
+    return Header(step=name, fingerprint=entry.look.fingerprint, outside=lines), body
 
 
 def _loaded(path: Path, data: bytes) -> _Body:

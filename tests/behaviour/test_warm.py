@@ -193,7 +193,9 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def make(weight: float = 1.0, more: str = "") -> Any:
-        (tmp_path / "users_helper.py").write_text(HELPER.format(weight=weight, more=more))
+        path = tmp_path / "users_helper.py"
+        path.write_text(HELPER.format(weight=weight, more=more))
+        os.utime(path, (0, 0))  # as if it had been there before this process
         sys.modules.pop("users_helper", None)
         importlib.invalidate_caches()
         return importlib.import_module("users_helper")
@@ -234,6 +236,13 @@ def test_a_file_that_no_walk_would_reach(helper: Callable[..., Any], caplog: pyt
     Path(module.__file__).write_text("print('something else')\n")
     with caplog.at_level(logging.INFO, "wholestep"):
         assert "users_helper.py was" in refused(run(), caplog)
+
+
+def test_a_file_that_was_written_while_the_process_ran(helper: Callable[..., Any], cache: Path) -> None:
+    """What was imported may be what it said before."""
+    Path(helper().__file__).touch()
+    run()
+    assert not list(cache.glob("*"))
 
 
 def test_a_variable_of_the_environment(

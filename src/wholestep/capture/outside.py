@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 from wholestep.capture.whose import is_users_file
 
 UNSET = "not set"
+_STARTED_S = time.time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,14 @@ def _user_files() -> dict[str, str]:
     return {path: _digest(path) for path in sorted(filter(None, paths)) if is_users_file(path)}
 
 
+def edited(files: Iterable[str]) -> str | None:
+    """The first of some files that was written while this process ran; None if none was.
+
+    What was imported of such a file may be what it said before.
+    """
+    return next((path for path in files if os.path.exists(path) and os.stat(path).st_mtime > _STARTED_S), None)
+
+
 def _digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -108,11 +118,12 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:  # a package whose distribution has another name: one may not import it to ask
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:
-            return "not installed"
-        told = Path(found.origin).stat()
-        return f"{told.st_size} bytes of {told.st_mtime_ns}"
+        try:
+            found = importlib.util.find_spec(name)
+            told = Path(found.origin).stat() if found is not None and found.origin is not None else None
+        except (ValueError, ImportError, OSError):
+            told = None
+        return f"{told.st_size} bytes of {told.st_mtime_ns}" if told is not None else "not installed"
 
 
 @functools.cache
