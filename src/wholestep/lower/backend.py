@@ -20,6 +20,7 @@ from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
 from wholestep.program.collectives import averages
 from wholestep.program.program import Program
+from wholestep.program.segment import Segment
 from wholestep.program.show import Step
 
 log = logging.getLogger("wholestep")
@@ -35,6 +36,17 @@ class Eager:
     def passes(self) -> list[Pass]:
         """Passes before the one that lets operators write in place."""
         return []
+
+    def marks(self) -> list[tuple[str, str]]:
+        """What its compiled code depends on besides the program, and how that is."""
+        return []
+
+    def kernels(self, program: Program) -> tuple[bytes | None, ...]:
+        """What it has compiled of a program, for another process; None for what cannot be written."""
+        return ()
+
+    def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
+        """Has what another process has compiled of a program used when it is lowered."""
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """A function from flat inputs to flat results. `wait` stands in for ``wait_tensor``."""
@@ -93,9 +105,28 @@ class Inductor:
             self._pool = torch.cuda.graph_pool_handle()
         return cudagraph.Graphed(program, parts, lower, self._pool, self._goes_without)
 
+    def marks(self) -> list[tuple[str, str]]:
+        """See `Eager.marks`."""
+        return inductor.marks()
+
+    def kernels(self, program: Program) -> tuple[bytes | None, ...]:
+        """See `Eager.kernels`."""
+        return tuple(map(self._inductor.written, segments_of(program)))
+
+    def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
+        """See `Eager.give`."""
+        for segment, data in zip(segments_of(program), kernels, strict=True):
+            if data is not None:
+                self._inductor.take(segment, data)
+
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
         log.info("no CUDA graph: %s", reason)
+
+
+def segments_of(program: Program) -> list[Segment]:
+    """The segments of a program, in order."""
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
 
 
 Backend = Eager | Inductor
