@@ -147,9 +147,10 @@ Strategy = DDP
 class Inductor:
     """The backend that compiles kernels."""
 
-    cuda_graph: bool | Literal["auto"] = "auto"
-    """Whether a step on a GPU runs as one CUDA graph; "auto": where it can be captured."""
+    cuda_graph: Literal["auto", False] = "auto"
+    """"auto": a step on a GPU runs as one CUDA graph where it can be captured, and `explain` says why where it cannot;
+    False: as compiled segments, one by one."""
 
     def __post_init__(self) -> None:
-        if self.cuda_graph not in (True, False, "auto"):
-            raise ConfigError(f'Inductor(cuda_graph=...) wants True, False or "auto", got {self.cuda_graph!r}.')
+        if self.cuda_graph is not False and self.cuda_graph != "auto":
+            raise ConfigError(f'Inductor(cuda_graph=...) wants "auto" or False, got {self.cuda_graph!r}.')

@@ -134,7 +134,7 @@ class CompiledStep:
         try:
             placed = place(captured.program, strategy, axis)
             lowering = self._lowering(world)
-            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes()))
+            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes(placed)))
             held = comm.hold(scheduled) if comm is not None else None
             # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
             runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
@@ -207,7 +207,10 @@ class CompiledStep:
     def _lowering(self, world: World) -> Lowering:
         """The backend, made when it is first needed: before that the device is not known."""
         if self._backend is None:
-            self._backend = backend_for(self._options.backend, world.device)
+            what = f"the choice of a backend for {self._name}"
+            objection = functools.partial(self._meetings.objection, world=world, what=what)
+            costs = functools.partial(agreed_costs, self._meetings, world)
+            self._backend = backend_for(self._options.backend, world.device, costs, objection)
         return self._backend
 
     def _passes(
@@ -279,7 +282,9 @@ class CompiledStep:
         """Times your next calls with the last signature used, `num_calls` of them behind a first one, for `explain`.
 
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
-        each of them. Raises ConfigError before the first call, and for fewer than one.
+        each of them, and they run without a CUDA graph, inside of which no wait could be seen.
+
+        Raises ConfigError before the first call, and for fewer than one.
         """
         last, lower = self._last(), self._lowering(init()).lower
         last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))
@@ -351,7 +356,8 @@ def compile(
         mesh: a DeviceMesh with one axis; by default one axis over the world.
         backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
-            "eager" so far.
+            "inductor" on a GPU, and on a CPU where the calibration of the host says that it pays, else "eager".
+            `CompiledStep.explain` says which it is, and why.
         passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
             graph; only the passes that let operations run in place come after them. Or the default passes with
             options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.

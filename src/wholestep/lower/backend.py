@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import cudagraph, eager, inductor
+from wholestep.cost.model import CostModel
+from wholestep.errors import InternalError
+from wholestep.lower import choice, cudagraph, eager, inductor
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
@@ -30,8 +34,8 @@ class Eager:
     shares_kernels = False
     """Whether a rank can use what another one has compiled."""
 
-    def passes(self) -> list[Pass]:
-        """Passes before the one that lets operators write in place."""
+    def passes(self, placed: Program) -> list[Pass]:
+        """Passes before the one that lets operators write in place, for this program."""
         return []
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
@@ -56,7 +60,7 @@ class Inductor:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
 
-    def passes(self) -> list[Pass]:
+    def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
             lean_cross_entropy,
@@ -78,7 +82,7 @@ class Inductor:
         lower = partial(eager.lower, wait=wait, compile_segment=self._inductor.compile)
         if not self._on_gpu or wait is not None:
             return lower(program)
-        parts = cudagraph.split(program) if self._options.cuda_graph else "it was not asked for"
+        parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             self._goes_without(parts)
             return lower(program)
@@ -92,11 +96,76 @@ class Inductor:
         log.info("no CUDA graph: %s", reason)
 
 
-Backend = Eager | Inductor
+class Auto:
+    """Inductor where it can run and pays, else the eager backend. Decided once, at the first plan, alike on all ranks.
+
+    On a GPU it pays: kernels are few there, and one CUDA graph launches all of them. On a CPU the calibration of the
+    host says so (`wholestep.lower.choice`); without one the step runs as it is.
+    """
+
+    def __init__(self, device: torch.device, cost: Callable[[], CostModel], objection: Callable[[str], str]) -> None:
+        """`cost` gives what predictions are made from; `objection` takes why this rank objects to Inductor, if it does,
+        and gives what the first one says that does. Both give the same on every rank."""
+        self._device, self._cost, self._objection = device, cost, objection
+        self._chosen: Eager | Inductor | None = None
+        self._why = ""
+
+    @property
+    def _backend(self) -> Eager | Inductor:
+        if self._chosen is None:
+            raise InternalError("A backend was used before it was chosen, which happens when a step is planned.")
+        return self._chosen
+
+    @property
+    def name(self) -> str:
+        """What runs, for people, and why it was chosen."""
+        return f"{self._backend.name} (auto: {self._why})"
+
+    @property
+    def shares_kernels(self) -> bool:
+        """See `Eager.shares_kernels`."""
+        return self._backend.shares_kernels
+
+    def passes(self, placed: Program) -> list[Pass]:
+        """See `Eager.passes`."""
+        if self._chosen is None:
+            self._chosen = self._choose(placed)
+        return self._chosen.passes(placed)
+
+    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+        """See `Eager.lower`."""
+        return self._backend.lower(program, wait)
+
+    def _choose(self, placed: Program) -> Eager | Inductor:
+        on_cpu = self._device.type == "cpu"
+        if on_cpu and not self._cost().is_calibrated:
+            self._why = "this host is not calibrated; `wholestep calibrate` shows whether compiled kernels pay"
+            return Eager()
+        cannot = inductor.why_not(self._device)
+        share = choice.saved_share(choice.calls_of(placed, self._cost(), compiles=_may_compile)) if on_cpu else 1.0
+        gain = f"compiled kernels would take {share:.0%} off the computation"
+        objection = self._objection(cannot or ("" if share >= choice.ENOUGH else gain))
+        if objection:
+            self._why = objection
+            log.log(logging.WARNING if cannot else logging.INFO, "the step runs uncompiled: %s", objection)
+            return Eager()
+        self._why = f"{gain}, as predicted" if on_cpu else "there is a GPU"
+        return Inductor(InductorOptions(), self._device)
 
 
-def backend_for(chosen: str | InductorOptions, device: torch.device) -> Backend:
-    """The backend that `compile` was asked for, on this device."""
+def _may_compile(node: fx.Node) -> bool:
+    return inductor.compiles(node) or inductor.reads_packed(node)
+
+
+Backend = Eager | Inductor | Auto
+
+
+def backend_for(
+    chosen: str | InductorOptions, device: torch.device, cost: Callable[[], CostModel], objection: Callable[[str], str]
+) -> Backend:
+    """The backend that `compile` was asked for, on this device. `cost` and `objection` as for `Auto`."""
     if isinstance(chosen, InductorOptions):
         return Inductor(chosen, device)
-    return Inductor(InductorOptions(), device) if chosen == "inductor" else Eager()
+    if chosen == "inductor":
+        return Inductor(InductorOptions(), device)
+    return Auto(device, cost, objection) if chosen == "auto" else Eager()

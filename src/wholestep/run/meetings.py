@@ -65,5 +65,21 @@ class Meetings:
                 self._chosen[question] = json.loads(world.store.get(key))
         return self._chosen[question]
 
+    def objection(self, own: str, world: World, what: str) -> str:
+        """What the first rank that objects says, the same on every rank; empty if none does.
+
+        `own` is what this rank says, empty if it does not object; `what` names the meeting in messages.
+        """
+        if world.size == 1:
+            return own
+        key = self._next()
+        world.store.set(f"wholestep/{key}/{world.rank}", own)
+        agree(
+            "all are here", store=world.store, rank=world.rank, size=world.size, key=key, timeout_s=world.timeout_s,
+            what=what, call=self.call(), peers=world,
+        )  # fmt: skip
+        said = (world.store.get(f"wholestep/{key}/{rank}").decode() for rank in range(world.size))
+        return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
+
     def _next(self) -> str:
         return f"plan/{self._name}/{self._number}/{next(self._count)}"
