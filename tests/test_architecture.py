@@ -69,6 +69,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._autograd": "sets version counters; replaced while a step is traced",
         "torch._C.TensorBase": "the counter itself, where the attribute is replaced",
     },
+    "lower/copies.py": {
+        "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
+    },
     "lower/inductor.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",

@@ -150,7 +150,12 @@ class Inductor:
     cuda_graph: Literal["auto", False] = "auto"
     """"auto": a step on a GPU runs as one CUDA graph where it can be captured, and `explain` says why where it cannot;
     False: as compiled segments, one by one."""
+    copy_engines: Literal["auto", False] = "auto"
+    """Whether large reductions among the GPUs of one host go through their copy engines, so that multiprocessors stay
+    with computation; "auto": where the GPUs can access each other's memory. False: all reductions are NCCL's."""
 
     def __post_init__(self) -> None:
-        if self.cuda_graph is not False and self.cuda_graph != "auto":
-            raise ConfigError(f'Inductor(cuda_graph=...) wants "auto" or False, got {self.cuda_graph!r}.')
+        for name in ("cuda_graph", "copy_engines"):
+            chosen = getattr(self, name)
+            if chosen is not False and chosen != "auto":
+                raise ConfigError(f'Inductor({name}=...) wants "auto" or False, got {chosen!r}.')

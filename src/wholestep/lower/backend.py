@@ -13,8 +13,9 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, cudagraph, eager, inductor
+from wholestep.lower import choice, copies, cudagraph, eager, inductor
 from wholestep.passes.average import average_on_the_way
+from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
@@ -50,6 +51,7 @@ class Inductor:
         self._options, self._on_gpu = options, device.type == "cuda"
         # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
         self.shares_kernels = not self._on_gpu
+        self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor()
         self._pool: Any = None
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
@@ -66,6 +68,7 @@ class Inductor:
             lean_cross_entropy,
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
+            *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
             partial(widen_products, widens=inductor.widens),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-_LIBRARY = torch.library.Library("wholestep", "FRAGMENT")
+LIBRARY = torch.library.Library("wholestep", "FRAGMENT")
 for _schema in (
     "reduce(Tensor input, str reduce_op, int dst, str group) -> Tensor",
     "reduce_scatter(Tensor[] inputs, str reduce_op, str group) -> Tensor",
@@ -24,8 +24,10 @@ for _schema in (
     "scatter(Tensor[] inputs, Tensor like, int src, str group) -> Tensor",
     "exchange(Tensor[] tensors, bool[] sends, SymInt[] peers, int[] tags, str group) -> Tensor[]",
     "barrier(str group) -> ()",
+    "all_reduce_by_copies(Tensor input, str reduce_op, str group) -> Tensor",
+    "all_reduce_by_copies_(Tensor(a!) input, str reduce_op, str group) -> Tensor(a!)",
 ):
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 REDUCE_OPS: dict[str, Any] = {
     name: getattr(dist.ReduceOp, name.upper()) for name in "sum avg product min max band bor bxor".split()
@@ -50,6 +52,13 @@ def _started(result: torch.Tensor, work: Any) -> torch.Tensor:
     """`result`, of which ``wait_tensor`` knows what to wait for."""
     _distributed_c10d._register_work(result, work)
     return result
+
+
+def started_on_this_stream(result: torch.Tensor) -> torch.Tensor:
+    """`result` on a GPU: whoever waits for it waits for what the current stream has been given so far."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device])
+    future.set_result(result)
+    return _started(result, _distributed_c10d._create_work_from_future(future))  # type: ignore[attr-defined,unused-ignore]
 
 
 def _reduce(input: torch.Tensor, reduce_op: str, dst: int, group: str) -> torch.Tensor:
@@ -97,30 +106,30 @@ def _barrier(group: str) -> None:
 
 
 for _run in (_reduce, _reduce_scatter, _gather, _scatter, _exchange, _barrier):
-    _LIBRARY.impl(_run.__name__.removeprefix("_"), _run, "CompositeExplicitAutograd")
+    LIBRARY.impl(_run.__name__.removeprefix("_"), _run, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("wholestep::reduce", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::reduce", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_reduce(input: torch.Tensor, reduce_op: str, dst: int, group: str) -> torch.Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("wholestep::reduce_scatter", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::reduce_scatter", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_reduce_scatter(inputs: Sequence[torch.Tensor], reduce_op: str, group: str) -> torch.Tensor:
     return torch.empty_like(inputs[0])
 
 
-@torch.library.register_fake("wholestep::gather", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::gather", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_gather(input: torch.Tensor, dst: int, group_size: int, group: str) -> torch.Tensor:
     return input.new_empty((group_size, *input.shape))
 
 
-@torch.library.register_fake("wholestep::scatter", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::scatter", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_scatter(inputs: Sequence[torch.Tensor], like: torch.Tensor, src: int, group: str) -> torch.Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("wholestep::exchange", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::exchange", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_exchange(
     tensors: Sequence[torch.Tensor], sends: Sequence[bool], peers: Sequence[int], tags: Sequence[int], group: str
 ) -> list[torch.Tensor]:
@@ -130,10 +139,20 @@ def _fake_exchange(
     ]
 
 
-@torch.library.register_fake("wholestep::barrier", lib=_LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::barrier", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_barrier(group: str) -> None:
     return None
 
+
+LIBRARY.impl(
+    "all_reduce_by_copies",
+    lambda input, reduce_op, group: torch.ops.wholestep.all_reduce_by_copies_(input.clone(), reduce_op, group),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    "wholestep::all_reduce_by_copies", lambda input, reduce_op, group: torch.empty_like(input), lib=LIBRARY
+)
+torch.library.register_fake("wholestep::all_reduce_by_copies_", lambda input, reduce_op, group: input, lib=LIBRARY)
 
 REDUCE = torch.ops.wholestep.reduce.default
 """The reduction to the root `dst`, a rank of the group."""
@@ -147,3 +166,7 @@ EXCHANGE = torch.ops.wholestep.exchange.default
 """Sends and receives that start together; `peers` are ranks of the group."""
 BARRIER = torch.ops.wholestep.barrier.default
 """Returns when every rank of the group has come."""
+ALL_REDUCE_BY_COPIES = torch.ops.wholestep.all_reduce_by_copies.default
+"""An all-reduce that leaves the multiprocessors of GPUs to others (`lower/copies.py`)."""
+ALL_REDUCE_BY_COPIES_ = torch.ops.wholestep.all_reduce_by_copies_.default
+"""The same, in place."""

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program.collectives import BARRIER, EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from wholestep.program.collectives import (
+    ALL_REDUCE_BY_COPIES,
+    ALL_REDUCE_BY_COPIES_,
+    BARRIER,
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from wholestep.program.segment import Segment
 
 c10d = torch.ops._c10d_functional
@@ -79,13 +88,13 @@ COLLECTIVES = frozenset({
     c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default, c10d.broadcast_.default,
     c10d.all_reduce_coalesced.default, c10d.all_reduce_coalesced_.default,
     c10d.all_gather_into_tensor_coalesced.default, c10d.reduce_scatter_tensor_coalesced.default,
-    REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE,
+    REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE, ALL_REDUCE_BY_COPIES, ALL_REDUCE_BY_COPIES_,
 })  # fmt: skip
 """Collectives that start work; each of their results is followed by a WAIT."""
 
 SYMMETRIC = frozenset({
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, REDUCE_SCATTER,
+    c10d.all_to_all_single.default, REDUCE_SCATTER, ALL_REDUCE_BY_COPIES,
 })  # fmt: skip
 """Collectives to which every rank gives a value that counts: equal ones on one rank are equal on all."""
 

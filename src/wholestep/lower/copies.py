@@ -1,0 +1,221 @@
+"""All-reduce by the copy engines of GPUs that see each other's memory, so that multiprocessors stay with computation.
+
+A message is cut into pieces of fixed size, and a piece into one part per rank, its owner's. For every piece::
+
+    push    each rank copies part p of what it has into its slot in the memory of rank p
+    meet    all parts have come
+    add     each rank adds the slots of its own part, in the order of the ranks, into its result
+    meet    all results are there
+    pull    each rank copies the results of all ranks back to where the parts were
+
+Copies between GPUs run on their copy engines; only the addition and copies within a GPU take multiprocessors. The
+memory of slots and results is symmetric: every rank has mapped that of all others. One of it is enough for all
+messages, since they follow each other on one stream: what a rank pushes for the next piece reaches slots that their
+owner has read before it met the others for the second time, and a result is written behind a first meeting, to which a
+rank comes when it has pulled.
+
+Sources: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005 (reduce-scatter and
+all-gather); PyTorch's symmetric memory, for the mapping and the meetings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wholestep.errors import ConfigError
+from wholestep.lower.inductor import Inductor
+from wholestep.program import edit, meta
+from wholestep.program.collectives import LIBRARY, averages, group_named, started_on_this_stream
+from wholestep.program.segment import Segment
+
+PIECE_BYTES = 128 << 20
+"""Of a message that travel at once. The symmetric memory of a group is this and a part more."""
+_ALIGNED_BYTES = 128
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Peers(Protocol):
+    """The symmetric memory of a group, as one rank sees it."""
+
+    @property
+    def rank(self) -> int:
+        """Of this rank in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """That of a rank, in one dimension."""
+        ...
+
+    def meet(self) -> None:
+        """What stands behind it runs when all ranks have come."""
+        ...
+
+
+Add = Callable[[Tensor, Tensor], None]
+"""``add(slots, result)`` for slots of shape (ranks, elements) and a result of (elements)."""
+
+
+def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
+    """Gives every rank what `add` makes of the messages of all, in place. `message` has one dimension."""
+    length = part_length(peers.size, message.dtype)
+    memories = [peers.memory(rank, message.dtype) for rank in range(peers.size)]
+    own = memories[peers.rank][: (peers.size + 1) * length].view(peers.size + 1, length)
+    for piece in _even(message, peers.size * length):
+        parts = _even_parts(piece, peers.size)
+        others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
+        for rank in (*others, peers.rank):
+            slot = memories[rank][peers.rank * length :][: parts[rank].numel()]
+            slot.copy_(parts[rank], non_blocking=True)
+        peers.meet()
+        add(own[:-1], own[-1])
+        peers.meet()
+        for rank in (peers.rank, *reversed(others)):
+            result = memories[rank][peers.size * length :][: parts[rank].numel()]
+            parts[rank].copy_(result, non_blocking=True)
+
+
+def part_length(num_ranks: int, dtype: torch.dtype) -> int:
+    """Elements of a part of the largest piece."""
+    aligned = num_ranks * _ALIGNED_BYTES
+    return PIECE_BYTES // aligned * _ALIGNED_BYTES // dtype.itemsize
+
+
+def _even(message: Tensor, most: int) -> Sequence[Tensor]:
+    """The message in as few pieces of at most `most` elements as there can be, of about one size."""
+    count = -(-message.numel() // most)
+    return message.tensor_split(count) if count else []
+
+
+def _even_parts(piece: Tensor, count: int) -> Sequence[Tensor]:
+    """A part for each rank, all but the last ones of one aligned size; the last may be smaller, or empty."""
+    step = _ALIGNED_BYTES // piece.element_size()
+    length = -(-piece.numel() // (count * step)) * step
+    return [piece[rank * length : (rank + 1) * length] for rank in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mapped:
+    """Symmetric memory of GPUs."""
+
+    rank: int
+    size: int
+    handle: Any
+    memories: Sequence[Tensor]
+    timeout_ms: int
+
+    def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """See `Peers`."""
+        return self.memories[rank].view(dtype)
+
+    def meet(self) -> None:
+        """See `Peers`. A rank that waits for longer than the group's timeout ends with an error of the device."""
+        self.handle.barrier(0, self.timeout_ms)
+
+
+class _Group:
+    """What a group needs to reduce by copies, made when all its ranks do so for the first time."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        group = group_named(name)
+        size = group.size()
+        num_bytes = (size + 1) * part_length(size, torch.uint8)
+        try:
+            memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+            handle = symmetric_memory.rendezvous(memory, group)
+            memories = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(size)]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"The GPUs of group {name} cannot map each other's memory ({str(error).splitlines()[0]}), which "
+                f"reductions by copy engines need. Use ws.Inductor(copy_engines=False)."
+            ) from error
+        timeout_s = group._get_backend(device).options._timeout.total_seconds()
+        self.peers = _Mapped(
+            rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s)
+        )
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._inductor = Inductor()
+        self._adds: dict[tuple[torch.dtype, str], Add] = {}
+
+    def add(self, dtype: torch.dtype, op: str) -> Add:
+        """The compiled addition."""
+        if (dtype, op) not in self._adds:
+            compiled = self._inductor.compile(addition(self.peers.size, dtype, op, self.stream.device))
+
+            def add(slots: Tensor, result: Tensor) -> None:
+                compiled([slots, result])
+
+            self._adds[dtype, op] = add
+        return self._adds[dtype, op]
+
+
+def addition(num_ranks: int, dtype: torch.dtype, op: str, device: torch.device) -> Segment:
+    """``result = sum or mean of slots``, for a compiler. Half precision is added in float32."""
+    length = part_length(num_ranks, dtype)
+    graph = fx.Graph()
+    with FakeTensorMode():
+        fakes = [torch.empty(*shape, dtype=dtype, device=device) for shape in ((num_ranks, length), (length,))]
+    inputs = [graph.placeholder(name) for name in ("slots", "result")]
+    for node, fake in zip(inputs, fakes, strict=True):
+        meta.set_value(node, fake)
+    aten = torch.ops.aten
+    total = None
+    for rank in range(num_ranks):
+        one = edit.emit(graph, aten.select.int, inputs[0], 0, rank)
+        if dtype in _HALF:
+            one = edit.emit(graph, aten._to_copy.default, one, dtype=torch.float32)
+        total = one if total is None else edit.emit(graph, aten.add.Tensor, total, one)
+    if op == "avg":
+        total = edit.emit(graph, aten.mul.Tensor, total, 1 / num_ranks)
+    if dtype in _HALF:
+        total = edit.emit(graph, aten._to_copy.default, total, dtype=dtype)
+    graph.output((total,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Segment(name=f"add_{num_ranks}", module=module, stored=((1, 0),))
+
+
+_groups: dict[str, _Group] = {}
+
+
+def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
+    """The in-place operator on a GPU: starts the reduction on a stream of its own."""
+    if group not in _groups:
+        _groups[group] = _Group(group, message.device)
+    own = _groups[group]
+    add = own.add(message.dtype, reduce_op)
+    own.stream.wait_stream(torch.cuda.current_stream(message.device))
+    with torch.cuda.stream(own.stream), torch.no_grad():
+        all_reduce(message.view(-1), own.peers, add)
+        return started_on_this_stream(message)
+
+
+LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")
+
+
+def why_not(group: str, device: torch.device) -> str:
+    """Why tensors of a device cannot be reduced by copies in this group; empty if they can. The same on every rank."""
+    if not averages(group, device):
+        return "the group does not use NCCL"
+    size, local = group_named(group).size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if local != int(os.environ.get("WORLD_SIZE", "-1")):
+        return "ranks are on several hosts, or nobody says that they are on one (LOCAL_WORLD_SIZE)"
+    count = torch.cuda.device_count()
+    if count < size:
+        return f"this process sees {count} of {size} GPUs"
+    pairs = ((one, other) for one in range(count) for other in range(one))
+    if not all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs):
+        return "the GPUs cannot access each other's memory"
+    return ""

@@ -1,0 +1,47 @@
+"""Large reductions go through the copy engines, where the ranks of a group see each other's memory.
+
+A reduction by NCCL holds multiprocessors for as long as it runs, and a product of matrices that is cut for all of them
+takes up to twice as long beside it. What runs instead is in `lower/copies.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from wholestep.program import meta, ops, show
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES
+from wholestep.program.program import Program, Stage
+
+MIN_BYTES = 4 << 20
+"""Of a message: below, its meetings cost more than the multiprocessors of NCCL."""
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def reduce_by_copies(program: Program, *, why_not: Callable[[str, torch.device], str]) -> Program:
+    """The program with its large sums and means by copies.
+
+    `why_not` says of a group, by its name, and a device why that cannot be; empty if it can. The note says how many
+    reductions go which way, and why.
+    """
+    if program.stage is Stage.SCHEDULED:
+        return program
+    count = num_bytes = others = 0
+    reasons: dict[str, None] = {}
+    for start in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
+        message, op, group = meta.tensor(start.args[0]), start.args[1], str(start.args[2])
+        large = message.nbytes >= MIN_BYTES and message.is_contiguous()
+        if not large or op not in ("sum", "avg") or message.dtype not in _DTYPES:
+            others += 1
+        elif reason := why_not(group, message.device):
+            reasons[reason] = None
+            others += 1
+        else:
+            start.target = ALL_REDUCE_BY_COPIES
+            count, num_bytes = count + 1, num_bytes + message.nbytes
+    if not count and not reasons:
+        return program
+    ways = f"{count} reductions by copy engines ({show.bytes_text(num_bytes)}), {others} not"
+    return program.with_notes("; ".join([ways, *reasons]))

@@ -1,0 +1,70 @@
+"""Reductions by copy engines, on GPUs that see each other's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import wholestep as ws
+from tests.gpu.test_inductor import TOLERANCE, close, train
+from tests.unit.lower.test_inductor import train_step
+from wholestep.lower import copies
+from wholestep.passes import by_copies
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
+from wholestep.program.ops import WAIT
+
+pytestmark = pytest.mark.gpu
+
+
+def _operator() -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    group = dist.group.WORLD
+    assert copies.why_not(group.group_name, world.device) == ""
+    draw = torch.Generator(device="cuda").manual_seed(world.rank)
+    piece = copies.PIECE_BYTES // 4
+    for dtype, length in [
+        (torch.float32, 1), (torch.float32, piece - 3), (torch.float32, 2 * piece + 1001), (torch.bfloat16, 5_000_001),
+        (torch.float64, 1_000_003), (torch.float32, 4096),
+    ]:  # fmt: skip
+        message = torch.randn(length, generator=draw, device="cuda").to(dtype)
+        gathered = [torch.empty_like(message) for _ in range(world.size)]
+        dist.all_gather(gathered, message)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        wanted = sum(one.to(wide) for one in gathered) / world.size
+        found = WAIT(ALL_REDUCE_BY_COPIES_(message, "avg", group.group_name))
+        assert found.data_ptr() == message.data_ptr()
+        torch.testing.assert_close(found, wanted.to(dtype))
+        dist.all_gather(gathered, message)
+        assert all(torch.equal(one, message) for one in gathered), "ranks differ"
+
+
+def test_the_operator_reduces(nccl2) -> None:
+    nccl2.run(_operator)
+
+
+def test_the_operator_reduces_on_four_gpus(nccl4) -> None:
+    nccl4.run(_operator)
+
+
+def _trains() -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    by_copies.MIN_BYTES = 0
+    step = ws.compile(train_step, backend="inductor")
+    close(train("adamw_fused", step, rank=world.rank), train("adamw_fused", train_step, rank=world.rank, ddp=True))
+    assert step.explain().backend == "inductor, one CUDA graph"
+    assert "all_reduce_by_copies" in step.plan
+    plain = ws.compile(train_step, backend=ws.Inductor(copy_engines=False))
+    losses, _ = train("sgd_fused", plain, rank=world.rank)
+    assert "all_reduce_by_copies" not in plain.plan
+    torch.testing.assert_close(losses, train("sgd_fused", step, rank=world.rank)[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_two_ranks_train_as_eager_ddp_does(nccl2) -> None:
+    nccl2.run(_trains)
+
+
+def test_four_ranks_train_as_eager_ddp_does(nccl4) -> None:
+    nccl4.run(_trains)
