@@ -41,6 +41,7 @@ from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
 from wholestep.run.meetings import Meetings
+from wholestep.run.progress import shown, tell
 from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
@@ -108,7 +109,8 @@ class CompiledStep:
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
-        entry = self._compile(args, kwargs, reason)
+        with shown(self._name, init().rank):
+            entry = self._compile(args, kwargs, reason)
         with entry.captured.undone_on_error():
             result = self._run(entry, leaves)
         self._entries.insert(0, entry)
@@ -120,6 +122,7 @@ class CompiledStep:
         world = init()
         self._allow_retrace(reason)
         try:
+            tell("capturing")
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:
@@ -132,6 +135,7 @@ class CompiledStep:
         """Every stage behind capture, in order."""
         axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
         try:
+            tell("planning")
             placed = place(captured.program, strategy, axis)
             lowering = self._lowering(world)
             scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes(placed)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,9 @@ from wholestep.passes.segments import form_segments
 from wholestep.passes.wide import widen_products
 from wholestep.program.collectives import averages
 from wholestep.program.program import Program
+from wholestep.program.segment import Segment
 from wholestep.program.show import Step
+from wholestep.run.progress import tell
 
 log = logging.getLogger("wholestep")
 
@@ -82,7 +85,7 @@ class Inductor:
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
-        lower = partial(eager.lower, wait=wait, compile_segment=self._inductor.compile)
+        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program))
         if not self._on_gpu or wait is not None:
             return lower(program)
         parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
@@ -93,6 +96,17 @@ class Inductor:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return cudagraph.Graphed(program, parts, lower, self._pool, self._goes_without)
+
+    def _compiled_of(self, program: Program) -> eager.Compile:
+        """Compiles segments of a program, and tells how far it is."""
+        whole = sum(isinstance(node.target, Segment) for node in program.graph.nodes)
+        numbers = itertools.count(1)
+
+        def compile_segment(segment: Segment) -> inductor.Compiled:
+            tell(f"compiling segment {next(numbers)} of {whole}")
+            return self._inductor.compile(segment)
+
+        return compile_segment
 
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
