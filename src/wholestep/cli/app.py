@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from wholestep.cli import bench, calibrate, demo, explain, run, suite
+from wholestep.cli import bench, calibrate, demo, explain, run
 from wholestep.errors import WholestepError
 
 ERROR_STATUS = 2
@@ -27,7 +27,6 @@ app.command("demo")(demo.command)
 app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
 app.command("explain")(explain.command)
 app.command("bench")(bench.command)
-app.command("suite")(suite.command)
 app.command("calibrate")(calibrate.command)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -18,12 +20,8 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import wholestep as ws
-from wholestep.cli.demo import DemoSettings, demo_batches
-from wholestep.cli.gpt import GPT, GPTConfig, train_step
 from wholestep.cli.lanes import (
     Batch,
     Lane,
@@ -38,7 +36,10 @@ from wholestep.cli.lanes import (
     timing,
 )
 from wholestep.cli.options import AsJson, Nproc, choose_nproc, num_cores, threads_per_rank
-from wholestep.cli.text import standard_library
+from wholestep.cli.small import WORKLOADS, WorkloadName
+from wholestep.cli.suite.kinds import Kind
+from wholestep.cli.suite.records import as_json as suite_as_json
+from wholestep.cli.suite.run import SuiteSettings, kinds_named, run_suite, trainings_named
 from wholestep.errors import ConfigError
 from wholestep.report.prediction import Prediction
 
@@ -46,19 +47,9 @@ BLOCK_STEPS = 10
 """Steps of one lane before the next takes over."""
 FIRST_BLOCKS = 4
 """Blocks that are run in any case, and say how long a step takes."""
+LANES = tuple(kind.name.lower() for kind in Kind)
 MOST_STEPS = 2000
 """Steps of a lane, however short they are."""
-
-
-class WorkloadName(StrEnum):
-    """What is trained."""
-
-    MLP = "mlp"
-    """Sixty-four narrow layers: mostly launches and small collectives."""
-    GPT = "gpt"
-    """The step and the text of the demo, and a model of three times the size: mostly arithmetic."""
-    CONV = "conv"
-    """Convolutions with batch norm: buffers that are broadcast at every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,87 +137,6 @@ class BenchReport:
         return table
 
 
-class MLP(nn.Module):
-    """(B, 64) -> (B, 64) through `num_layers` residual layers of width 64."""
-
-    def __init__(self, num_layers: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-class ConvNet(nn.Module):
-    """(B, 3, 32, 32) -> (B, 64): three stages of residual convolutions with batch norm, each half as wide in space."""
-
-    def __init__(self, widths: tuple[int, ...] = (16, 32, 64), num_blocks: int = 2) -> None:
-        super().__init__()
-        stages = []
-        for before, width in pairwise((3, *widths)):
-            stages += [nn.Conv2d(before, width, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-            stages += [ConvBlock(width) for _ in range(num_blocks)]
-        self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(widths[-1], 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        return self.head(self.stages(x).mean(dim=(2, 3)))  # type: ignore[no-any-return]
-
-
-class ConvBlock(nn.Module):
-    """(B, C, H, W) -> the same: x + norm(conv(x))."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        return x + F.relu(self.norm(self.conv(x)))
-
-
-def regression_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """One ordinary regression step; returns the loss, 0-d."""
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def _gpt_batches(*, steps: int, rank: int) -> Iterator[Batch]:
-    settings = DemoSettings(model=GPTConfig(), rows=8)
-    return demo_batches(standard_library(max_bytes=settings.text_bytes).train, settings, rank=rank, num_batches=steps)
-
-
-def _drawn(shape: tuple[int, ...], *, steps: int, rank: int) -> Iterator[Batch]:
-    """Random inputs of `shape`, and 64 numbers for each."""
-    draw = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
-        yield torch.randn(shape, generator=draw), torch.randn(shape[0], 64, generator=draw)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A model, its step and its data."""
-
-    build: Callable[[], nn.Module]
-    step: Callable[..., Tensor]
-    batches: Callable[..., Iterator[Batch]]
-    """`batches(steps=..., rank=...)`, on the CPU."""
-
-
-WORKLOADS = {
-    WorkloadName.MLP: Workload(build=MLP, step=regression_step, batches=partial(_drawn, (32, 64))),
-    WorkloadName.GPT: Workload(build=partial(GPT, GPTConfig()), step=train_step, batches=_gpt_batches),
-    WorkloadName.CONV: Workload(build=ConvNet, step=regression_step, batches=partial(_drawn, (8, 3, 32, 32))),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankResult:
     device: str
@@ -285,29 +195,82 @@ def _steps_left(seconds: float, lanes: Iterable[Lane], world: ws.World) -> int:
     return int(found)
 
 
-def command(
-    *,
-    workload: Annotated[
-        list[WorkloadName] | None,
-        typer.Option(help="mlp: mostly launches; gpt: mostly arithmetic; conv: batch norm. Default: all, in turn."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="About how long each training is timed.")] = BenchSettings().seconds,
-    steps: Annotated[int | None, typer.Option(help="Steps of each lane, in place of a time.")] = None,
-    torch_compile: Annotated[bool, typer.Option("--torch-compile", help="A third lane: torch.compile + DDP.")] = False,
-    nproc: Nproc = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time the compiled step against eager DDP, and if asked against torch.compile + DDP, on small trainings.
+class Suite(StrEnum):
+    """Trainings that are timed in every stock way."""
 
-    Predictions are those of `wholestep calibrate`, if it has run on this host.
-    """
-    lanes = BenchSettings().lanes + ((LaneKind.TORCH_COMPILE_DDP,) if torch_compile else ())
+    GPU = "gpu"
+    """Language models at full size: W1, W2 and W3."""
+    CPU = "cpu"
+    """The small trainings, and a language model that takes milliseconds."""
+
+
+def _in_suite(settings: SuiteSettings, *, nproc: int, as_json: bool, with_breakdown: bool) -> None:
+    """Runs a suite and prints what came of it. Leaves with status 1 for a wrong loss or a lane that failed."""
+    reports = run_suite(settings, nproc=nproc)
+    if as_json:
+        print(suite_as_json(reports))
+    else:
+        out = Console()
+        if not out.is_terminal:
+            out.width = 160  # whole tables in a file
+        for report in reports:
+            out.print(report)
+            if with_breakdown:
+                out.print(report.breakdowns())
+    if not all(report.is_sound for report in reports):
+        raise typer.Exit(1)
+
+
+def _race(names: Sequence[str], *, nproc: int, as_json: bool, **options: Any) -> None:
+    """Races the small trainings one after another."""
+    if unknown := [name for name in names if name not in list(WorkloadName)]:
+        raise ConfigError(f"--workload wants some of {', '.join(WorkloadName)}, got {', '.join(unknown)}.")
     reports = []
-    for name in workload or WorkloadName:
-        settings = BenchSettings(workload=name, seconds=seconds, steps=steps, lanes=lanes)
-        report = run_bench(settings, nproc=choose_nproc(nproc))
+    for name in map(WorkloadName, names or WorkloadName):
+        report = run_bench(BenchSettings(workload=name, **options), nproc=nproc)
         reports.append(report.to_json())
         if not as_json:
             Console().print(report)
     if as_json:
         print(json.dumps(reports, indent=2))
+
+
+def _listed(given: list[str] | None) -> list[str]:
+    """Names that may be separated by commas."""
+    return [name for one in given or () for name in one.split(",") if name]
+
+
+def command(
+    *,
+    suite: Annotated[Suite | None, typer.Option(help="gpu: W1, W2, W3; cpu: mlp, gpt, conv, tiny; all lanes.")] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="mlp: mostly launches; gpt: mostly arithmetic; conv: batch norm. Default: all, in turn."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long each training is timed.")] = BenchSettings().seconds,
+    steps: Annotated[int | None, typer.Option(help="Steps of each lane, in place of a time; 60 with --suite.")] = None,
+    lanes: Annotated[list[str] | None, typer.Option(help=f"With --suite, some of {', '.join(LANES)}.")] = None,
+    budget_s: Annotated[
+        float, typer.Option(help="With --suite: what does not fit into so many seconds is left.")
+    ] = 540,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="With --suite: time by kernel class.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --suite: JSON, written as soon as a lane is done.")] = None,
+    nproc: Nproc = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the compiled step against eager DDP on small trainings, or with --suite against every stock way.
+
+    Predictions are those of `wholestep calibrate`, if it has run on this host. Lanes of a suite take turns in one
+    process group; the same graph without communication is the limit, and JAX follows where it is installed.
+    """
+    names, processes = _listed(workload), choose_nproc(nproc)
+    if suite is not None:
+        settings = SuiteSettings(
+            suite=suite.value, trainings=trainings_named(suite.value, names), kinds=kinds_named(_listed(lanes)),
+            num_steps=steps or 60, budget_s=budget_s, path=out, command=shlex.join(["wholestep", *sys.argv[1:]]),
+        )  # fmt: skip
+        _in_suite(settings, nproc=processes, as_json=as_json, with_breakdown=breakdown)
+        return
+    if lanes or breakdown or out:
+        raise ConfigError("--lanes, --breakdown and --out go with --suite.")
+    _race(names, nproc=processes, as_json=as_json, seconds=seconds, steps=steps)

@@ -31,7 +31,6 @@ class LaneKind(Enum):
 
     WHOLESTEP = "wholestep"
     EAGER_DDP = "eager DDP"
-    TORCH_COMPILE_DDP = "torch.compile + DDP"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +75,6 @@ def open_lane(kind: LaneKind, recipe: Recipe, world: ws.World) -> Lane:
         step = ws.compile(recipe.step, strategy=ws.DDP())
     else:
         model = DistributedDataParallel(module, device_ids=[world.device] if world.device.type == "cuda" else None)
-        if kind is LaneKind.TORCH_COMPILE_DDP:
-            model.compile()  # in place: still a Module, and DistributedDataParallel knows to split the graph
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     return Lane(
         kind=kind,

@@ -1,0 +1,1 @@
+"""`wholestep bench --suite`: one training, ours against every stock way, by turns in one process group."""

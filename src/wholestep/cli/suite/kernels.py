@@ -1,0 +1,149 @@
+"""Kernels of the device by class, read from their names, and what a few steps spend on each class.
+
+Names are those of torch 2.11 and 2.13 on CUDA: libraries (nvjet, cutlass, cuDNN, NCCL), ATen templates, and kernels of
+Inductor, whose names list the operators that are fused into them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from wholestep.cli.suite.intervals import exposed, idle, total
+
+
+class KernelClass(StrEnum):
+    """What a kernel is for."""
+
+    PRODUCTS = "matrix products"
+    ATTENTION = "attention"
+    NCCL = "communication"
+    UPDATE = "optimizer update"
+    LOSS = "cross-entropy"
+    NORMS = "norms"
+    POINTWISE = "other fused and pointwise"
+    COMBINED = "small kernels in one: casts, updates"
+    COPIES = "copies, casts and fills"
+
+
+_FUSED = re.compile(r"triton_(?!tem)[a-z]+_fused_?(.*)")
+"""A kernel of Inductor: ``triton_poi_fused_add_mul_3``. Templates (``triton_tem_fused_mm``) are products."""
+_MOVES = re.compile(r"_to_copy|copy_?|clone|cat|stack|unsqueeze|expand|t_?|transpose|permute|view|slice|_|\d")
+
+_FUSED_RULES = (
+    # Adam as Inductor lists it; only lists of tensors give the kind "for".
+    (KernelClass.UPDATE, r"^for_|adam|sgd|lerp|addcdiv|addcmul|(?<!r)sqrt"),
+    (KernelClass.LOSS, r"softmax|nll|cross_entropy|logsumexp|amax.*exp|exp.*log"),
+    (KernelClass.NORMS, r"layer_norm|rms_norm|batch_norm|group_norm|rsqrt"),
+)
+_RULES = (
+    # The first that is found counts, so what may stand in names of other classes comes first.
+    (KernelClass.NCCL, r"nccl|ptop|symmetric_memory|one_shot_all_reduce|two_shot_all_reduce|multimem"),
+    (KernelClass.ATTENTION, r"flash|fmha|attention|sdpa|mha_|cudnn::fusion"),
+    (KernelClass.UPDATE, r"adam|fusedsgd|fused_sgd|fusedoptimizer|lerp|addcdiv"),
+    (KernelClass.LOSS, r"softmax|nll_loss|nllloss|cross_entropy"),
+    (KernelClass.PRODUCTS, r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|triton_tem_|wgmma|matmul"),
+    (KernelClass.NORMS, r"layer_?norm|rms_?norm|batch_?norm|group_?norm|gammabeta"),
+    (KernelClass.COPIES, r"memcpy|memset|copy|catarray|chunk_cat|split_with_sizes|fillfunctor"),
+)
+
+
+def class_of(name: str) -> KernelClass:
+    """The class of a kernel, by its name as a profiler gives it."""
+    lowered = name.lower()
+    if (fused := _FUSED.match(lowered)) is None:
+        return _first(_RULES, lowered)
+    kind, names = lowered.removeprefix("triton_").partition("_")[0], fused.group(1)
+    if kind == "poi" and not names.strip("_0123456789"):
+        return KernelClass.COMBINED  # Inductor names them by number alone
+    if _MOVES.sub("", names) == "" and kind == "poi":
+        return KernelClass.COPIES
+    return _first(_FUSED_RULES, f"{kind}_{names}")
+
+
+def _first(rules: Sequence[tuple[KernelClass, str]], name: str) -> KernelClass:
+    return next((one for one, pattern in rules if re.search(pattern, name)), KernelClass.POINTWISE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelEvent:
+    """One run of a kernel, or a copy of the device's own."""
+
+    name: str
+    start_us: float
+    stop_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the time of one step goes on one device."""
+
+    step_ms: float
+    """From the first kernel to the last, per step."""
+    busy_ms: dict[str, float]
+    """Sum of the times of kernels by class; those that run beside each other count twice."""
+    exposed_ms: float
+    """Time in which nothing but communication runs."""
+    idle_ms: float
+    """Time in which nothing runs."""
+    kernels: float
+    """Kernels and copies of a step."""
+    longest: tuple[tuple[str, float], ...]
+    """The names that take longest, ms of a step each."""
+
+
+MARKER = "bitwisexor"
+"""A kernel that no training has: what runs on the device up to its end only lets ranks meet."""
+
+_DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+
+
+def device_events(trace: Mapping[str, Any]) -> list[KernelEvent]:
+    """What ran on the device, of a trace in Chrome's format as ``torch.profiler`` exports it."""
+    return [
+        KernelEvent(name=event["name"], start_us=float(event["ts"]), stop_us=float(event["ts"]) + float(event["dur"]))
+        for event in trace.get("traceEvents", ())
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK
+    ]
+
+
+def read_trace(path: str) -> list[KernelEvent]:
+    """The same of a file."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return device_events(json.load(file))
+
+
+def behind_marker(events: Sequence[KernelEvent]) -> list[KernelEvent]:
+    """The events that start behind the last marker; all of them where there is none."""
+    start_us = max((one.stop_us for one in events if MARKER in one.name.lower()), default=-math.inf)
+    return [one for one in events if one.start_us >= start_us]
+
+
+def breakdown(events: Sequence[KernelEvent], *, num_steps: int, num_longest: int = 12) -> Breakdown | None:
+    """What `num_steps` steps in a row spend, per step; None where nothing ran on a device."""
+    if not events:
+        return None
+    everything = [(one.start_us, one.stop_us) for one in events]
+    sent = [(one.start_us, one.stop_us) for one in events if class_of(one.name) is KernelClass.NCCL]
+    rest = [(one.start_us, one.stop_us) for one in events if class_of(one.name) is not KernelClass.NCCL]
+    by_class, by_name = dict.fromkeys(map(str, KernelClass), 0.0), dict[str, float]()
+    for one in events:
+        took_us = one.stop_us - one.start_us
+        by_class[class_of(one.name)] += took_us
+        by_name[one.name] = by_name.get(one.name, 0.0) + took_us
+    per_step_ms = 1e-3 / num_steps
+    first = sorted(by_name.items(), key=lambda pair: (-pair[1], pair[0]))[:num_longest]
+    gaps_us = idle(everything)
+    return Breakdown(
+        step_ms=(total(everything) + gaps_us) * per_step_ms,
+        busy_ms={name: us * per_step_ms for name, us in by_class.items()},
+        exposed_ms=exposed(sent, rest) * per_step_ms,
+        idle_ms=gaps_us * per_step_ms,
+        kernels=len(events) / num_steps,
+        longest=tuple((name, us * per_step_ms) for name, us in first),
+    )

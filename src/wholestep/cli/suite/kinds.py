@@ -1,0 +1,102 @@
+"""The lanes: who runs a training, each at its best settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from wholestep.cli.suite.silent import silent_mesh
+from wholestep.cli.suite.trainings import Training
+
+
+class Kind(Enum):
+    """Who runs the step. The value is what a reader sees."""
+
+    EAGER = "eager DDP"
+    OURS = "wholestep"
+    LIMIT = "wholestep, communication left out"
+    COMPILED_DDP = "torch.compile(DDP)"
+    FSDP = "FSDP2, compiled by block"
+    OURS_BF16 = "wholestep, gradients in bf16"
+    DDP_COMPILED = "DDP(torch.compile)"
+    EAGER_BF16 = "eager DDP, gradients in bf16"
+    JAX = "JAX, jit over a mesh"
+
+
+OWN = (Kind.OURS, Kind.LIMIT, Kind.OURS_BF16)
+STOCK = (Kind.EAGER, Kind.COMPILED_DDP, Kind.FSDP, Kind.DDP_COMPILED, Kind.EAGER_BF16)
+"""What PyTorch has without us."""
+DEFAULT = tuple(kind for kind in Kind if kind is not Kind.EAGER_BF16)
+"""The order in which lanes are opened: what others are compared with comes first."""
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """A training that is ready to run: ``call()`` is one step and gives the loss."""
+
+    kind: Kind
+    call: Callable[[], Tensor]
+    step: ws.CompiledStep | None
+    """The compiled step of a lane of ours."""
+
+
+def prepare(kind: Kind, training: Training, world: ws.World) -> Lane:
+    """Builds a lane on the device of `world`; every rank has to. All start from the same weights."""
+    torch.manual_seed(0)
+    x, y = (one.to(world.device) for one in training.draw(world.rank))
+    model = training.build(world.device)
+    if kind in OWN:
+        optimizer = _optimizer(model)
+        strategy = ws.DDP(compress=ws.CastCompress(torch.bfloat16)) if kind is Kind.OURS_BF16 else ws.DDP()
+        mesh = silent_mesh(world) if kind is Kind.LIMIT else None
+        step = ws.compile(training.step, strategy=strategy, mesh=mesh, backend="inductor")
+        return Lane(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
+    wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)
+    optimizer = _optimizer(wrapped)
+    plain = training.sharded_step if kind is Kind.FSDP else training.step
+    return Lane(kind=kind, call=lambda: plain(wrapped, optimizer, x, y), step=None)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _replicated(kind: Kind, model: nn.Module, world: ws.World) -> nn.Module:
+    """DistributedDataParallel around the compiled model, or compiled itself, or neither."""
+    if kind is Kind.DDP_COMPILED:
+        model.compile()
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        static_graph=kind is Kind.DDP_COMPILED,
+    )
+    if kind is Kind.EAGER_BF16:
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    if kind is Kind.COMPILED_DDP:
+        ddp.compile()  # in place: it stays a module, and DistributedDataParallel knows to split the graph
+    return ddp
+
+
+def _sharded(model: nn.Module, training: Training) -> nn.Module:
+    """FSDP2: gathered in the type of the training, reduced in float32; the blocks compiled one by one."""
+    low = training.dtype if training.dtype is not torch.float32 else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    blocks: Iterable[nn.Module] | None = getattr(model, "blocks", None)
+    if blocks is None:
+        model.compile()
+    for block in blocks or ():
+        block.compile()
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model

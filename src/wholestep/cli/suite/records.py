@@ -1,0 +1,185 @@
+"""What became of each lane, as plain values: kept in a file from the first lane on, and shown as tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from wholestep.cli.suite.kernels import Breakdown
+from wholestep.cli.suite.kinds import Kind
+
+LOSS_STEPS = 20
+"""Steps that each lane is opened with; the loss behind the last of them is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneResult:
+    """One lane. What was not measured is None."""
+
+    outcome: str = "ok"
+    """"ok", "differs" (its loss is not that of eager DDP), "failed" or "not run"."""
+    note: str = ""
+    median_ms: float | None = None
+    """Of blocks of steps that took turns with the other lanes, or ran alone where the note says so; the slowest rank
+    of each block counts."""
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    tokens_per_s: float | None = None
+    """Of all ranks together, from the median; rows where the training has no tokens."""
+    first_s: float | None = None
+    """The first call, which compiles."""
+    loss: float | None = None
+    """Mean over the ranks, of the last of `LOSS_STEPS` steps."""
+    loss_difference: float | None = None
+    """From eager DDP, relative to it."""
+    peak_bytes: int | None = None
+    """Most that was allocated at once, by this lane alone; the rank with most."""
+    reserved_bytes: int | None = None
+    """Most that was held from the device at once, memory of CUDA graphs included."""
+    exposed_ms: float | None = None
+    """Of a step: nothing but communication runs. The largest over the ranks."""
+    exposed_ms_by_rank: tuple[float, ...] = ()
+    breakdown: Breakdown | None = None
+    """Of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One aim and what came of it."""
+
+    what: str
+    wanted: str
+    found: str
+    reached: bool | None
+    """None: not measured."""
+
+    def __str__(self) -> str:
+        word = {True: "reached", False: "not reached", None: "not measured"}[self.reached]
+        return f"{word}: {self.what}: wanted {self.wanted}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteReport:
+    """One training in all lanes."""
+
+    training: str
+    nproc: int
+    device: str
+    torch_version: str
+    date: str
+    command: str
+    floor: str = ""
+    loss_tolerance: float = 0.0
+    lanes: Mapping[str, LaneResult] = field(default_factory=dict)
+    """By the name of the kind, in the order of the run."""
+    checks: tuple[Check, ...] = ()
+
+    def lane(self, kind: Kind) -> LaneResult:
+        """The result of a lane; one that was not run where there is none."""
+        return self.lanes.get(kind.name.lower(), LaneResult(outcome="not run"))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no lane failed and no loss is wrong. Speed is no matter of soundness."""
+        return all(one.outcome in ("ok", "not run") for one in self.lanes.values())
+
+    def __rich__(self) -> RenderableType:
+        caption = (
+            f"torch {self.torch_version}, {self.date}, {self.command}. Blocks of steps in turn, the slowest rank "
+            f"counts; memory is that of the lane alone; first: the first call, which compiles, with an empty cache; "
+            f"loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP."
+        )
+        table = Table(title=f"{self.training}: {self.nproc} x {self.device}", title_justify="left")
+        table.add_column("lane", no_wrap=True)
+        columns = ("ms", "10% to 90%", "x ours", "tokens/s", "peak GiB", "held GiB", "first s", "exposed ms", "loss")
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        ours = self.lane(Kind.OURS).median_ms
+        for name, one in self.lanes.items():
+            table.add_row(Kind[name.upper()].value, *_cells(one, ours))
+        notes = [f"{Kind[name.upper()].value}: {said}" for name, one in self.lanes.items() if (said := _said(one))]
+        lines = filter(None, (caption, *notes, self.floor, *map(str, self.checks)))
+        return Group(table, *(Text(line) for line in lines))
+
+    def breakdowns(self) -> Table | str:
+        """Where the time of a step goes, by kernel class, a column per lane; ms of rank 0."""
+        found = {name: one.breakdown for name, one in self.lanes.items() if one.breakdown is not None}
+        title = (
+            f"{self.training}: ms of a step by kernel class (rank 0, profiled; kernels beside each other count twice)"
+        )
+        if not found:
+            return f"{self.training}: no kernels of a device were seen."
+        table = Table(title=title, title_justify="left")
+        table.add_column("class", no_wrap=True)
+        for name in found:
+            table.add_column(Kind[name.upper()].value, justify="right")
+        for one in next(iter(found.values())).busy_ms:
+            table.add_row(one, *(f"{each.busy_ms[one]:.2f}" for each in found.values()))
+        table.add_section()
+        for label, attribute in (
+            ("nothing but communication", "exposed_ms"), ("nothing", "idle_ms"), ("step", "step_ms"),
+            ("kernels, number", "kernels"),
+        ):  # fmt: skip
+            table.add_row(label, *(f"{getattr(each, attribute):.2f}" for each in found.values()))
+        return table
+
+
+def _said(one: LaneResult) -> str:
+    return "; ".join(filter(None, (one.outcome if one.outcome != "ok" else "", one.note)))
+
+
+def _cells(one: LaneResult, ours_ms: float | None) -> list[str]:
+    def shown(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:
+        return "" if value is None else format(value / unit, form)
+
+    spread = f"{one.p10_ms:.2f} to {one.p90_ms:.2f}" if one.p10_ms is not None and one.p90_ms is not None else ""
+    compared = one.median_ms / ours_ms if one.median_ms is not None and ours_ms else None
+    return [
+        shown(one.median_ms), spread, shown(compared), shown(one.tokens_per_s, ",.0f"),
+        shown(one.peak_bytes, unit=2**30), shown(one.reserved_bytes, unit=2**30), shown(one.first_s, ".1f"),
+        shown(one.exposed_ms), shown(one.loss, ".4f"),
+    ]  # fmt: skip
+
+
+def keep(path: Path, reports: Sequence[SuiteReport]) -> None:
+    """Writes `reports` to `path` at once: whoever reads it, or ends this process, finds a whole file."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(as_json(reports) + "\n")
+    os.replace(beside, path)
+
+
+def as_json(reports: Sequence[SuiteReport]) -> str:
+    """The reports as JSON."""
+    return json.dumps([asdict(one) for one in reports], indent=2)
+
+
+def load(path: Path) -> list[SuiteReport]:
+    """What `keep` wrote."""
+    return [_report(one) for one in json.loads(path.read_text())]
+
+
+def _report(fields: dict[str, Any]) -> SuiteReport:
+    lanes = {name: _lane(one) for name, one in fields["lanes"].items()}
+    checks = tuple(Check(**one) for one in fields["checks"])
+    return SuiteReport(**{**fields, "lanes": lanes, "checks": checks})
+
+
+def _lane(fields: dict[str, Any]) -> LaneResult:
+    told = breakdown_from(fields["breakdown"])
+    return LaneResult(**{**fields, "breakdown": told, "exposed_ms_by_rank": tuple(fields["exposed_ms_by_rank"])})
+
+
+def breakdown_from(fields: dict[str, Any] | None) -> Breakdown | None:
+    """A breakdown that travelled as JSON."""
+    if fields is None:
+        return None
+    longest = tuple((str(name), float(ms)) for name, ms in fields["longest"])
+    return Breakdown(**{**fields, "longest": longest})

@@ -1,0 +1,158 @@
+"""The suite from outside: starts the ranks, then JAX, keeps what is done in a file, and judges it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+
+import wholestep as ws
+from wholestep.cli.suite.checks import judged
+from wholestep.cli.suite.floors import floors
+from wholestep.cli.suite.kinds import DEFAULT, Kind
+from wholestep.cli.suite.records import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.session import Plan, on_rank
+from wholestep.cli.suite.trainings import SUITES, training
+from wholestep.errors import ConfigError, WholestepError
+
+JAX_RESERVE_S = 90.0
+"""What is kept of the time for JAX, which runs last."""
+GRACE_S = 120.0
+"""How long the ranks may go on behind the end of their time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteSettings:
+    """What is run."""
+
+    suite: str
+    trainings: tuple[str, ...]
+    kinds: tuple[Kind, ...] = DEFAULT
+    num_steps: int = 60
+    budget_s: float = 540.0
+    path: Path | None = None
+    """A file for all results, written whenever a lane has something new."""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 20:
+            raise ConfigError(f"--steps wants at least 20 with --suite, two blocks of steps; got {self.num_steps}.")
+        if not self.budget_s > 0:
+            raise ConfigError(f"--budget-s wants a time above 0, got {self.budget_s}.")
+        if self.path is not None and not self.path.parent.is_dir():
+            raise ConfigError(f"--out wants a file in a folder that exists, got {str(self.path)!r}.")
+
+
+def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
+    """The lanes called so; all that run by default for no names. Raises ConfigError for unknown ones."""
+    known = {kind.name.lower(): kind for kind in Kind}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--lanes wants some of {', '.join(known)}, got {', '.join(unknown)}.")
+    return tuple(kind for kind in Kind if kind.name.lower() in names) or DEFAULT
+
+
+def trainings_named(suite: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The trainings called so; all of the suite for no names. Raises ConfigError for unknown ones."""
+    known = [*SUITES["gpu"], *SUITES["cpu"]]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--workload wants some of {', '.join(known)} with --suite, got {', '.join(unknown)}.")
+    return tuple(names) or SUITES[suite]
+
+
+def run_suite(settings: SuiteSettings, *, nproc: int) -> list[SuiteReport]:
+    """All trainings of `settings`, each on `nproc` new processes. Raises ConfigError for GPUs that are not there."""
+    if settings.suite == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("--suite gpu wants a GPU that torch sees, and there is none. Use --suite cpu.")
+    end = time.time() + settings.budget_s
+    reports: list[SuiteReport] = []
+    with TemporaryDirectory() as folder:
+        path = settings.path or Path(folder) / "reports.json"
+        for number, name in enumerate(settings.trainings):
+            share_s = (end - time.time()) / (len(settings.trainings) - number)
+            reports.append(_one(settings, name, nproc=nproc, end=time.time() + share_s, kept=(path, tuple(reports))))
+            keep(path, reports)
+    return reports
+
+
+def _one(
+    settings: SuiteSettings, name: str, *, nproc: int, end: float, kept: tuple[Path, tuple[SuiteReport, ...]]
+) -> SuiteReport:
+    path, earlier = kept
+    chosen = training(name)
+    report = SuiteReport(
+        training=name, nproc=nproc, device="", torch_version=torch.__version__, command=settings.command,
+        date=datetime.now(UTC).date().isoformat(), loss_tolerance=chosen.loss_tolerance,
+        floor=str(floors(chosen.size, nproc=nproc)) if chosen.size is not None else "",
+    )  # fmt: skip
+    keep(path, [*earlier, report])
+    with_jax = Kind.JAX in settings.kinds
+    kinds = tuple(kind for kind in settings.kinds if kind is not Kind.JAX)
+    deadline = end - (JAX_RESERVE_S if with_jax and _has_jax() and torch.cuda.is_available() else 0)
+    if kinds:
+        with TemporaryDirectory() as caches:
+            plan = Plan(
+                report=report, earlier=earlier, kinds=kinds, num_steps=settings.num_steps, deadline=deadline, path=path,
+                caches=Path(caches),
+            )  # fmt: skip
+            report = _on_ranks(plan, nproc)
+    if with_jax:
+        lanes = {**report.lanes, Kind.JAX.name.lower(): _jax(settings, name, nproc=nproc, end=end)}
+        report = replace(report, lanes=lanes)
+    return judged(report)
+
+
+def _on_ranks(plan: Plan, nproc: int) -> SuiteReport:
+    """What the ranks have put into the file, also where they did not come to their end."""
+    # A profiler that lets go of the GPU and comes back breaks CUDA graphs that were captured before.
+    os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1")
+    why = ""
+    try:
+        ws.run(on_rank, nproc, plan, timeout_s=max(1.0, plan.deadline - time.time()) + GRACE_S)
+    except (WholestepError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {str(error).strip()[:600]}"
+        Console(stderr=True).print(
+            f"{plan.report.training}: the ranks ended early. {why}", highlight=False, markup=False
+        )
+    report = load(plan.path)[-1]
+    lanes = dict(report.lanes)
+    for kind in plan.kinds if why else ():
+        lanes.setdefault(kind.name.lower(), LaneResult(outcome="failed", note=f"the ranks ended early: {why}"))
+    return replace(report, lanes=lanes)
+
+
+def _has_jax() -> bool:
+    return importlib.util.find_spec("jax") is not None
+
+
+def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> LaneResult:
+    """The lane of JAX, in a process of its own behind those of torch."""
+    if not _has_jax():
+        return LaneResult(outcome="not run", note="not installed")
+    if training(name).size is None:
+        return LaneResult(outcome="not run", note="there is no JAX version of this training")
+    if (left_s := end - time.time()) < 10:
+        return LaneResult(outcome="not run", note="no time was left")
+    Console(stderr=True).print(f"{name}: {Kind.JAX.value}", highlight=False)
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if not torch.cuda.is_available():
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={nproc}"}
+    asked = [sys.executable, "-m", "wholestep.cli.suite.jax_peer", name, str(nproc), str(settings.num_steps)]
+    try:
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
+    except subprocess.TimeoutExpired:
+        return LaneResult(outcome="not run", note=f"not done within the {left_s:.0f} s that were left")
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return LaneResult(outcome="failed", note=said[0][:400])
+    return LaneResult(**json.loads(done.stdout.strip().splitlines()[-1]))

@@ -1,0 +1,137 @@
+"""The suite on two ranks: the limit is the same plan, a lane that fails is told everywhere, and the file has it all."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.pools import Pool
+from wholestep.cli.suite import session
+from wholestep.cli.suite.kinds import Kind, Lane
+from wholestep.cli.suite.kinds import prepare as real_prepare
+from wholestep.cli.suite.records import SuiteReport, load
+from wholestep.cli.suite.session import Plan, on_rank
+from wholestep.cli.suite.silent import silent_mesh
+from wholestep.cli.suite.talk import Talk
+from wholestep.cli.suite.trainings import Training
+from wholestep.errors import RankMissingError
+from wholestep.run import world
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train(silent: bool) -> tuple[list[str], str, list[Tensor]]:
+    """Operators that run, the plan, and the parameters behind three steps of batches that differ by rank."""
+    here = world.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    compiled = ws.compile(step, mesh=silent_mesh(here) if silent else None, backend="eager")
+    for number in range(3):
+        compiled(model, optimizer, torch.full((2, 4), float(here.rank + number)))
+    targets = [str(node.target) for node in compiled.graph.graph.nodes]
+    return targets, compiled.plan, [param.detach() for param in model.parameters()]
+
+
+def test_the_limit_runs_the_same_operators_and_sends_nothing(pool2: Pool) -> None:
+    (real, plan, first), (_, _, second) = pool2.run(train, False)
+    (silent, silent_plan, alone), (_, _, other) = pool2.run(train, True)
+    assert "_c10d_functional.all_reduce_.default" in real
+    assert (silent, silent_plan) == (real, plan)
+    assert all(map(torch.equal, first, second))
+    assert not any(map(torch.equal, alone, other))
+
+
+def prepare(kind: Kind, training: Training, here: ws.World) -> Lane:
+    """Lanes that need no compiler; one fails on rank 1 alone."""
+    if kind is Kind.FSDP and here.rank == 1:
+        raise MemoryError("too large for me")
+    if kind is Kind.FSDP:
+        return Lane(kind=kind, call=lambda: torch.zeros(()), step=None)
+    lane = real_prepare(Kind.EAGER, training, here)
+    return Lane(kind=kind, call=lane.call, step=None)
+
+
+def run_session(path: str, seconds: float, slow: bool) -> None:
+    session.prepare = prepare
+    if slow:
+        session.prepare = late(1.0)
+    try:
+        report = SuiteReport(
+            training="tiny", nproc=2, device="", torch_version="", date="", command="", loss_tolerance=1.0
+        )
+        plan = Plan(
+            report=report, earlier=(report,), kinds=(Kind.EAGER, Kind.FSDP, Kind.COMPILED_DDP), num_steps=40,
+            deadline=time.time() + seconds, path=Path(path), caches=Path(path).parent,
+        )  # fmt: skip
+        session._Session._set_up_compiler = lambda self: None  # type: ignore[method-assign]
+        on_rank(plan)
+    finally:
+        session.prepare = real_prepare
+
+
+def late(seconds: float) -> Callable[..., Lane]:
+    def slowly(kind: Kind, training: Training, here: ws.World) -> Lane:
+        time.sleep(seconds)
+        return prepare(kind, training, here)
+
+    return slowly
+
+
+def test_a_lane_that_fails_is_told_and_the_others_go_on(pool2: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    pool2.run(run_session, str(path), 60.0, False)
+    earlier, found = load(path)
+    assert earlier.lanes == {}
+    assert list(found.lanes) == ["eager", "fsdp", "compiled_ddp"]
+    assert found.lane(Kind.FSDP).outcome == "failed"
+    assert found.lane(Kind.FSDP).note == "rank 1: first steps: MemoryError: too large for me"
+    for kind in (Kind.EAGER, Kind.COMPILED_DDP):
+        one = found.lane(kind)
+        assert (one.outcome, one.note) == ("ok", "")
+        assert None not in (one.median_ms, one.p10_ms, one.p90_ms, one.loss, one.first_s)
+        assert one.p10_ms <= one.median_ms <= one.p90_ms
+        assert one.tokens_per_s == pytest.approx(1e3 * 2 * 2 * 64 / one.median_ms)
+        assert 5.0 < one.loss < 5.6
+        assert one.first_s > 0
+        assert (one.peak_bytes, one.exposed_ms, one.breakdown) == (None, None, None)  # there is no GPU
+
+
+def test_a_lane_for_which_there_is_no_time_is_not_run(pool2: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    pool2.run(run_session, str(path), 2.3, True)
+    found = load(path)[-1]
+    assert found.lane(Kind.EAGER).outcome == "ok"
+    assert found.lane(Kind.EAGER).median_ms is not None
+    assert {found.lane(kind).outcome for kind in (Kind.FSDP, Kind.COMPILED_DDP)} == {"not run"}
+    assert "no time" in found.lane(Kind.FSDP).note
+
+
+def talk(absent: bool) -> list[object]:
+    here = world.init()
+    line = Talk(here, deadline=time.time() + (0.5 if absent else 30))
+    heard = line.all([here.rank, "x"])
+    if absent and here.rank == 1:
+        return heard
+    if absent:
+        with pytest.raises(RankMissingError, match="Rank 1 did not come to round 2"):
+            line.all(None)
+        return heard
+    assert line.first(here.rank) == 0
+    return heard
+
+
+def test_ranks_hear_each_other_and_do_not_wait_for_ever(pool2: Pool) -> None:
+    assert pool2.run(talk, False) == [[[0, "x"], [1, "x"]]] * 2
+    pool2.renew()
+    assert pool2.run(talk, True) == [[[0, "x"], [1, "x"]]] * 2
