@@ -27,7 +27,7 @@ from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
-from wholestep.errors import ArtifactError, ConfigError, RetraceLimitError, WholestepError
+from wholestep.errors import ConfigError, RetraceLimitError
 from wholestep.lower.backend import Backend as Lowering
 from wholestep.lower.backend import backend_for
 from wholestep.options import Options, data_axis
@@ -39,11 +39,12 @@ from wholestep.place.strategies import place
 from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
 from wholestep.report.explain import explain
-from wholestep.report.explanation import Explanation
+from wholestep.report.explanation import CacheInfo, Explanation
 from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
 from wholestep.run.meetings import Meetings
+from wholestep.run.progress import shown, tell
 from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
@@ -51,18 +52,6 @@ from wholestep.run.world import World, init
 from wholestep.warm import Look, Ready, Saved, Setting, Warm
 
 log = logging.getLogger("wholestep")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheInfo:
-    """How often a step was captured and how often a captured graph was used again."""
-
-    traces: int
-    hits: int
-    reasons: tuple[str, ...]
-    """Why each trace after the first was needed."""
-    loaded: int = 0
-    """How many graphs came from a file and were not captured here."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +112,8 @@ class CompiledStep:
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
-        entry = self._compile(args, kwargs, reason)
+        with shown(self._name, init().rank):
+            entry = self._compile(args, kwargs, reason)
         with entry.captured.undone_on_error():
             result = self._run(entry, leaves)
         self._entries.insert(0, entry)
@@ -144,6 +134,7 @@ class CompiledStep:
             with look.ready.captured.undone_on_error():
                 return self._resume(look, look.ready, world)
         try:
+            tell("capturing")
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:
@@ -156,8 +147,9 @@ class CompiledStep:
         """Every stage behind capture, in order."""
         axis, strategy, lowering = data_axis(world, self._options.mesh), self._strategy(world), self._lowering(world)
         try:
+            tell("planning")
             placed = place(captured.program, strategy, axis)
-            scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes()))
+            scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes(placed)))
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
@@ -165,25 +157,11 @@ class CompiledStep:
         return self._lower(captured, programs, look, world)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:
-        """What there is of this step from earlier processes. All ranks use theirs, or none does."""
-        is_first = not self._entries
+        """What there is of this step from earlier processes."""
         if not self._starts_warm:
-            return Look(
-                fingerprint=None, ready=None, why_not="steps of the older surface are captured in every process"
-            )
-        look = self._warm.look(args, kwargs, self._setting(world), may_load=is_first or world.size == 1)
-        try:
-            why_not = self._meetings.objection(look.why_not, world) if is_first else look.why_not
-        except WholestepError:
-            look.dropped("")
-            raise
-        if why_not:
-            look = look.dropped(why_not)
-        if look.ready is None:
-            if self._warm.is_asked_for and is_first:
-                raise ArtifactError(look.why_not)
-            log.info("%s is captured: %s", self._name, look.why_not)
-        return look
+            return Look(fingerprint=None, ready=None, why_not="the older surface captures in every process")
+        first = self._meetings if not self._entries else None
+        return self._warm.agreed(args, kwargs, self._setting(world), first)
 
     def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
         """What follows capture and plan, for a step that was saved."""
@@ -294,7 +272,10 @@ class CompiledStep:
     def _lowering(self, world: World) -> Lowering:
         """The backend, made when it is first needed: before that the device is not known."""
         if self._backend is None:
-            self._backend = backend_for(self._options.backend, world.device)
+            what = f"the choice of a backend for {self._name}"
+            objection = functools.partial(self._meetings.objection, world=world, what=what)
+            costs = functools.partial(agreed_costs, self._meetings, world)
+            self._backend = backend_for(self._options.backend, world.device, costs, objection)
         return self._backend
 
     def _passes(
@@ -368,7 +349,9 @@ class CompiledStep:
         """Times your next calls with the last signature used, `num_calls` of them behind a first one, for `explain`.
 
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
-        each of them. Raises ConfigError before the first call, and for fewer than one.
+        each of them, and they run without a CUDA graph, inside of which no wait could be seen.
+
+        Raises ConfigError before the first call, and for fewer than one.
         """
         last, lower, self._shortcut = self._last(), self._lowering(init()).lower, None
         last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))

@@ -74,15 +74,18 @@ class Meetings:
         """Takes over answers that the same ranks have found in earlier processes."""
         self._chosen = {**choices, **self._chosen}
 
-    def objection(self, own: str, world: World) -> str:
-        """What the first rank that objects says, the same on every rank; empty if none does."""
+    def objection(self, own: str, world: World, what: str) -> str:
+        """What the first rank that objects says, the same on every rank; empty if none does.
+
+        `own` is what this rank says, empty if it does not object; `what` names the meeting in messages.
+        """
         if world.size == 1:
             return own
         key = self._next()
         world.store.set(f"wholestep/{key}/{world.rank}", own)
         agree(
             "all are here", store=world.store, rank=world.rank, size=world.size, key=key, timeout_s=world.timeout_s,
-            what=f"the look for a saved {self._name}", call=self.call(), peers=world,
+            what=what, call=self.call(), peers=world,
         )  # fmt: skip
         said = (world.store.get(f"wholestep/{key}/{rank}").decode() for rank in range(world.size))
         return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
