@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wholestep.capture import tree
 from wholestep.capture.blame import naming, place_of
 from wholestep.capture.capture import Captured, capture
+from wholestep.capture.quick import Shortcut
 from wholestep.capture.storage import is_freed
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP, Strategy
@@ -69,6 +70,7 @@ class _Entry:
     plan: str
     held: Held | None
     """The state of compressed communication that it reads."""
+    shortcut: Shortcut | None = None
 
 
 class CompiledStep:
@@ -78,10 +80,13 @@ class CompiledStep:
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
-        self._meetings = Meetings(self._name)
+        self._meetings = Meetings(self._name, lambda: self._calls + self._short())
         self._entries: list[_Entry] = []
+        self._shortcut: Shortcut | None = None
+        """That of the first entry, if it has one and may use it now."""
         self._reasons: list[str] = []
-        self._hits = self._traces = 0
+        self._calls = self._hits = self._traces = 0
+        """Without those that took a shortcut, which counts its own."""
         compress = options.strategy.compress if options.strategy is not None else None
         self._comm = CommState(compress) if compress is not None else None
         self._backend: Lowering | None = None
@@ -90,14 +95,12 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
+        shortcut = self._shortcut
+        if shortcut is not None and (result := shortcut(args, kwargs)) is not shortcut:
+            return result  # the usual case: as in the last call
         if is_capturing():  # one compiled step inside another: part of the outer graph
             return self._step(*args, **kwargs)
-        self._meetings.calls += 1
-        if self._entries:  # the usual case: as in the last call
-            entry = self._entries[0]
-            if (known := entry.captured.guards.leaves_of(args, kwargs)) is not None:
-                self._hits += 1
-                return entry.executable(known, self._meetings.call) if entry.held is None else self._run(entry, known)
+        self._calls += 1
         leaves, spec = tree.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
@@ -105,6 +108,7 @@ class CompiledStep:
             if why_not is None:
                 if position:
                     self._entries.insert(0, self._entries.pop(position))
+                    self._shortcut = None
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
@@ -146,7 +150,8 @@ class CompiledStep:
         self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
         buffers = self._meet(captured, strategy, axis, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
-        executable = Executable(scheduled, binding, runner or lowering.lower(scheduled), world, buffers)
+        runner = runner or lowering.lower(scheduled)
+        executable = Executable(scheduled, binding, runner, world, call=self._meetings.call, buffers=buffers)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held)
 
@@ -154,12 +159,25 @@ class CompiledStep:
         """One call of the first entry, or of a new one."""
         comm, held = self._comm, entry.held
         if comm is None or held is None:
-            return entry.executable(leaves, self._meetings.call)
+            result = entry.executable(leaves)
+            self._shorten(entry)
+            return result
         if comm.is_outdated(held):
             self._entries[0] = self._plan(entry.captured, init())
             return self._run(self._entries[0], leaves)
         with comm.call(held):
-            return entry.executable(leaves, self._meetings.call)
+            return entry.executable(leaves)
+
+    def _shorten(self, entry: _Entry) -> None:
+        """Has the next call try the way of this entry, where it is native all along and nothing is measured."""
+        run = entry.executable.run()
+        if run is not None and entry.shortcut is None:
+            entry.shortcut = entry.captured.guards.shortcut(run)
+        self._shortcut = entry.shortcut if run is not None else None
+
+    def _short(self) -> int:
+        """Calls that took a shortcut."""
+        return sum(entry.shortcut.hits for entry in self._entries if entry.shortcut is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """What `PowerSGD` remembers on this rank, for checkpoints; tensors are the step's own. {} without it."""
@@ -248,7 +266,7 @@ class CompiledStep:
         steps = [self, *self._bound.values()]
         return CacheInfo(
             traces=sum(step._traces for step in steps),
-            hits=sum(step._hits for step in steps),
+            hits=sum(step._hits + step._short() for step in steps),
             reasons=tuple(reason for step in steps for reason in step._reasons),
         )
 
@@ -281,7 +299,7 @@ class CompiledStep:
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
         each of them. Raises ConfigError before the first call, and for fewer than one.
         """
-        last, lower = self._last(), self._lowering(init()).lower
+        last, lower, self._shortcut = self._last(), self._lowering(init()).lower, None
         last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))
 
     def verify(

@@ -16,6 +16,7 @@ from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
+from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
 from wholestep.program.collectives import averages
 from wholestep.program.program import Program
@@ -68,6 +69,8 @@ class Inductor:
             partial(widen_products, widens=inductor.widens),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
+            # A segment ends where a wait stands.
+            delay_waits,
             partial(
                 form_segments,
                 compiles=inductor.compiles,

@@ -37,7 +37,7 @@ from wholestep.program import edit, meta
 from wholestep.program.collectives import LIBRARY, averages, group_named, started_on_this_stream
 from wholestep.program.segment import Segment
 
-PIECE_BYTES = 128 << 20
+PIECE_BYTES = 256 << 20
 """Of a message that travel at once. The symmetric memory of a group is this and a part more."""
 _ALIGNED_BYTES = 128
 _HALF = (torch.bfloat16, torch.float16)

@@ -42,10 +42,7 @@ def group_named(name: str) -> Any:
 
 def averages(name: str, device: torch.device) -> bool:
     """Whether the group of that name averages tensors of a device while it adds them: NCCL does, gloo refuses."""
-    if device.type != "cuda":
-        return False
-    backend = group_named(name)._get_backend(device)
-    return bool(backend.name() == "nccl")
+    return device.type == "cuda" and bool(group_named(name)._get_backend(device).name() == "nccl")
 
 
 def _started(result: torch.Tensor, work: Any) -> torch.Tensor:

@@ -17,17 +17,17 @@ _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # 
 class Meetings:
     """The meetings of one compiled step. Ranks hold them in the same order; a step that fails disturbs no other one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, calls: Callable[[], int] = lambda: 0) -> None:
+        """`calls` says how many calls of the step there were on this rank, the one that runs among them."""
         self._name, self._number, self._count = name, next(_made[name]), itertools.count()
+        self._calls = calls
         self._agreed: set[str] = set()
         self._chosen: dict[str, Any] = {}
-        self.calls = 0
-        """Calls of the step on this rank."""
 
     def call(self) -> str:
         """``train_step, call 7``: which call of which compiled step this is, in the same words on every rank."""
         number = f" ({self._number + 1})" if self._number else ""
-        return f"{self._name}{number}, call {self.calls}"
+        return f"{self._name}{number}, call {self._calls()}"
 
     def agree(self, plan: str, by_rank: Callable[[], str], world: World) -> None:
         """Returns when all ranks have shown the same plan. Raises as `agree.agree` does.

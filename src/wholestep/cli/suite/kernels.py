@@ -27,6 +27,7 @@ class KernelClass(StrEnum):
     LOSS = "cross-entropy"
     NORMS = "norms"
     POINTWISE = "other fused and pointwise"
+    COMBINED = "small kernels in one: casts, updates"
     COPIES = "copies, casts and fills"
 
 
@@ -42,8 +43,8 @@ _FUSED_RULES = (
 )
 _RULES = (
     # The first that is found counts, so what may stand in names of other classes comes first.
-    (KernelClass.NCCL, r"nccl|one_shot_all_reduce|two_shot_all_reduce|multimem|memcpy ptop|barrier_kernel"),
-    (KernelClass.ATTENTION, r"flash|fmha|attention|sdpa|mha_"),
+    (KernelClass.NCCL, r"nccl|ptop|symmetric_memory|one_shot_all_reduce|two_shot_all_reduce|multimem"),
+    (KernelClass.ATTENTION, r"flash|fmha|attention|sdpa|mha_|cudnn::fusion"),
     (KernelClass.UPDATE, r"adam|fusedsgd|fused_sgd|fusedoptimizer|lerp|addcdiv"),
     (KernelClass.LOSS, r"softmax|nll_loss|nllloss|cross_entropy"),
     (KernelClass.PRODUCTS, r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|triton_tem_|wgmma|matmul"),
@@ -58,6 +59,8 @@ def class_of(name: str) -> KernelClass:
     if (fused := _FUSED.match(lowered)) is None:
         return _first(_RULES, lowered)
     kind, names = lowered.removeprefix("triton_").partition("_")[0], fused.group(1)
+    if kind == "poi" and not names.strip("_0123456789"):
+        return KernelClass.COMBINED  # Inductor names them by number alone
     if _MOVES.sub("", names) == "" and kind == "poi":
         return KernelClass.COPIES
     return _first(_FUSED_RULES, f"{kind}_{names}")

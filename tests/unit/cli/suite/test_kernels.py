@@ -30,6 +30,7 @@ NAMES = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_4_64x128x64_4x1x1_kernel0_0",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128>>(...)",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*, void*)",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...>::Params)",
     ],
     KernelClass.NCCL: [
@@ -57,6 +58,7 @@ NAMES = {
         "triton_per_fused__to_copy_add_native_layer_norm_native_layer_norm_backward_12",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
     ],
+    KernelClass.COMBINED: ["triton_poi_fused_5"],
     KernelClass.COPIES: [
         "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
