@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     (Path(cache.name) / "wholestep").mkdir()
     (Path(cache.name) / "wholestep" / "native").symlink_to(built)
     os.environ["XDG_CACHE_HOME"] = cache.name  # workers of pytest and ranks inherit it
+    os.environ["WHOLESTEP_CACHE"] = "0"  # a test that captures shall capture
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache.name) / "inductor")
 
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "wholestep"
 
 LAYERS = (
-    "errors config program cost capture place passes run lower report options step spmd __init__ cli __main__"
+    "errors config program cost capture place passes run lower report options warm step compiling spmd __init__ cli "
+    "__main__"
 ).split()
 """A file may import from its own layer and from those to its left. `__init__` is the public surface, which cli uses."""
 
@@ -77,6 +78,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
+    },
+    "program/portable.py": {
+        "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },
     "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
     "program/collectives.py": {

@@ -5,6 +5,7 @@
 ... def train_step(model, opt, x, y): ...
 """
 
+from wholestep.compiling import compile, load
 from wholestep.config import DDP, CastCompress, Compressor, Inductor, PowerSGD
 from wholestep.errors import (
     ArtifactError,
@@ -22,7 +23,7 @@ from wholestep.errors import (
 from wholestep.passes.default import default_passes
 from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.world import World, init, run
-from wholestep.step import CompiledStep, compile
+from wholestep.step import CompiledStep
 
 __all__ = [
     "DDP",
@@ -47,5 +48,6 @@ __all__ = [
     "compile",
     "default_passes",
     "init",
+    "load",
     "run",
 ]

@@ -8,27 +8,29 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.fx as fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture import tree
+from wholestep.capture.binding import Binding
 from wholestep.capture.blame import naming, place_of
-from wholestep.capture.capture import Captured, capture
+from wholestep.capture.capture import capture
 from wholestep.capture.quick import Shortcut
 from wholestep.capture.storage import is_freed
+from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
-from wholestep.config import DDP, Strategy
+from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError, RetraceLimitError
 from wholestep.lower.backend import Backend as Lowering
 from wholestep.lower.backend import backend_for
-from wholestep.options import Backend, Options, Passes, checked_options, data_axis
+from wholestep.options import Options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
 from wholestep.passes.default import passes_of
@@ -37,27 +39,19 @@ from wholestep.place.strategies import place
 from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
 from wholestep.report.explain import explain
-from wholestep.report.explanation import Explanation
+from wholestep.report.explanation import CacheInfo, Explanation
 from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
 from wholestep.run.meetings import Meetings
+from wholestep.run.progress import shown, tell
 from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
 from wholestep.run.world import World, init
+from wholestep.warm import Look, Ready, Saved, Setting, Warm
 
 log = logging.getLogger("wholestep")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheInfo:
-    """How often a step was captured and how often a captured graph was used again."""
-
-    traces: int
-    hits: int
-    reasons: tuple[str, ...]
-    """Why each trace after the first was needed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,18 +59,23 @@ class _Entry:
     """One signature of the step: the program at each stage and what runs it."""
 
     captured: Captured
-    programs: dict[Stage, Program]
+    programs: Mapping[Stage, Program]
     executable: Executable
     plan: str
     held: Held | None
     """The state of compressed communication that it reads."""
+    look: Look
+    """What was seen before it was captured."""
     shortcut: Shortcut | None = None
 
 
 class CompiledStep:
     """A training step that runs as one graph. Made by `wholestep.compile`; called like the function it was made of."""
 
-    def __init__(self, step: Callable[..., Any], options: Options) -> None:
+    _starts_warm = True
+
+    def __init__(self, step: Callable[..., Any], options: Options, saved: Path | None = None) -> None:
+        """`saved`: a file that holds the step for its first call, and that may be trusted."""
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
@@ -85,8 +84,9 @@ class CompiledStep:
         self._shortcut: Shortcut | None = None
         """That of the first entry, if it has one and may use it now."""
         self._reasons: list[str] = []
-        self._calls = self._hits = self._traces = 0
+        self._calls = self._hits = self._traces = self._loaded = 0
         """Without those that took a shortcut, which counts its own."""
+        self._warm = Warm(step, saved)
         compress = options.strategy.compress if options.strategy is not None else None
         self._comm = CommState(compress) if compress is not None else None
         self._backend: Lowering | None = None
@@ -112,48 +112,82 @@ class CompiledStep:
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
-        entry = self._compile(args, kwargs, reason)
+        with shown(self._name, init().rank):
+            entry = self._compile(args, kwargs, reason)
         with entry.captured.undone_on_error():
             result = self._run(entry, leaves)
         self._entries.insert(0, entry)
-        self._traces += 1
+        if entry.look.ready is not None:
+            self._loaded += 1
+        else:
+            self._traces += 1
+            if self._starts_warm:
+                self._warm.keep(lambda: self._saved(entry))
         return result
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
         """Every stage, in order, for one signature."""
         world = init()
         self._allow_retrace(reason)
+        look = self._look(args, kwargs, world)
+        if look.ready is not None:
+            with look.ready.captured.undone_on_error():
+                return self._resume(look, look.ready, world)
         try:
+            tell("capturing")
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
         with captured.undone_on_error():
-            return self._plan(captured, world)
+            return self._plan(captured, look, world)
 
-    def _plan(self, captured: Captured, world: World) -> _Entry:
+    def _plan(self, captured: Captured, look: Look, world: World) -> _Entry:
         """Every stage behind capture, in order."""
-        axis, strategy, comm = data_axis(world, self._options.mesh), self._strategy(world), self._comm
+        axis, strategy, lowering = data_axis(world, self._options.mesh), self._strategy(world), self._lowering(world)
         try:
+            tell("planning")
             placed = place(captured.program, strategy, axis)
-            lowering = self._lowering(world)
-            scheduled = run_passes(placed, self._passes(captured, comm, self._choose, lowering.passes()))
+            scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes(placed)))
+        except Exception as error:
+            self._meetings.abandon(error, world)
+            raise
+        programs = {program.stage: program for program in (captured.program, placed, scheduled)}
+        return self._lower(captured, programs, look, world)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:
+        """What there is of this step from earlier processes."""
+        if not self._starts_warm:
+            return Look(fingerprint=None, ready=None, why_not="the older surface captures in every process")
+        first = self._meetings if not self._entries else None
+        return self._warm.agreed(args, kwargs, self._setting(world), first)
+
+    def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
+        """What follows capture and plan, for a step that was saved."""
+        self._meetings.recall(ready.choices)
+        self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
+        log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
+        return self._lower(ready.captured, ready.programs, look, world)
+
+    def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: Look, world: World) -> _Entry:
+        """A scheduled program as something that runs, once all ranks have the same plan."""
+        scheduled, lowering, comm = programs[Stage.SCHEDULED], self._lowering(world), self._comm
+        try:
             held = comm.hold(scheduled) if comm is not None else None
             # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
             runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
-        state = describe_state(captured.program) + (f"{comm}\n" if comm is not None else "")
+        state = describe_state(scheduled) + (f"{comm}\n" if comm is not None else "")
         plan = plan_text(scheduled) + state
         self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
-        buffers = self._meet(captured, strategy, axis, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
+        buffers = self._meet(scheduled, binding, world)
         runner = runner or lowering.lower(scheduled)
         executable = Executable(scheduled, binding, runner, world, call=self._meetings.call, buffers=buffers)
-        programs = {program.stage: program for program in (captured.program, placed, scheduled)}
-        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held)
+        return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held, look=look)
 
     def _run(self, entry: _Entry, leaves: list[Any]) -> Any:
         """One call of the first entry, or of a new one."""
@@ -163,7 +197,7 @@ class CompiledStep:
             self._shorten(entry)
             return result
         if comm.is_outdated(held):
-            self._entries[0] = self._plan(entry.captured, init())
+            self._entries[0] = self._plan(entry.captured, entry.look, init())
             return self._run(self._entries[0], leaves)
         with comm.call(held):
             return entry.executable(leaves)
@@ -190,17 +224,18 @@ class CompiledStep:
         elif state:
             raise ConfigError(f"{self._name} compresses nothing and has no state to load, got {sorted(state)}.")
 
-    def _meet(self, captured: Captured, strategy: DDP | None, axis: MeshAxis | None, world: World) -> Buffers | None:
+    def _meet(self, program: Program, binding: Binding, world: World) -> Buffers | None:
         """Makes parameters and buffers equal on all ranks; what keeps the buffers so."""
+        axis, strategy = data_axis(world, self._options.mesh), self._strategy(world)
         if strategy is None or axis is None or axis.size == 1:
             return None
         if strategy.sync_at_start:
-            synced = captured.binding.synced(captured.program)
+            synced = binding.synced(program)
             fresh = [t for t in synced if id(t) not in self._equal and not is_freed(t)]
             with named_failures(world, lambda: f"the first broadcast of {self._name}"):
                 make_equal(fresh, axis)
             self._equal.update({id(t): t for t in fresh})
-        return Buffers(captured.program, captured.binding.tensors, axis) if strategy.broadcast_buffers else None
+        return Buffers(program, binding.tensors, axis) if strategy.broadcast_buffers else None
 
     def _allow_retrace(self, reason: str | None) -> None:
         if reason is None:
@@ -222,10 +257,25 @@ class CompiledStep:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         return capture(self._step, args, kwargs)
 
+    def _setting(self, world: World) -> Setting:
+        return Setting(
+            options=self._options, world=world, backend=self._lowering(world), comm=self._comm,
+            choices=self._meetings.choices,
+        )  # fmt: skip
+
+    def _saved(self, entry: _Entry) -> Saved:
+        return Saved(
+            look=entry.look, captured=entry.captured, programs=entry.programs, plan=entry.plan,
+            choices=self._meetings.choices, kernels=self._lowering(init()).kernels(entry.programs[Stage.SCHEDULED]),
+        )  # fmt: skip
+
     def _lowering(self, world: World) -> Lowering:
         """The backend, made when it is first needed: before that the device is not known."""
         if self._backend is None:
-            self._backend = backend_for(self._options.backend, world.device)
+            what = f"the choice of a backend for {self._name}"
+            objection = functools.partial(self._meetings.objection, world=world, what=what)
+            costs = functools.partial(agreed_costs, self._meetings, world)
+            self._backend = backend_for(self._options.backend, world.device, costs, objection)
         return self._backend
 
     def _passes(
@@ -268,6 +318,7 @@ class CompiledStep:
             traces=sum(step._traces for step in steps),
             hits=sum(step._hits + step._short() for step in steps),
             reasons=tuple(reason for step in steps for reason in step._reasons),
+            loaded=sum(step._loaded for step in steps),
         )
 
     def program(self, stage: Stage = Stage.SCHEDULED) -> Program:
@@ -291,16 +342,29 @@ class CompiledStep:
         return explain(
             self.program(), step=self._name, strategy=strategy, backend=self._lowering(init()).name,
             cost=self._cost(), measured=last.executable.measured,
+            loaded_from=str(last.look.ready.path) if last.look.ready is not None else "",
         )  # fmt: skip
 
     def measure(self, num_calls: int = 20) -> None:
         """Times your next calls with the last signature used, `num_calls` of them behind a first one, for `explain`.
 
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
-        each of them. Raises ConfigError before the first call, and for fewer than one.
+        each of them, and they run without a CUDA graph, inside of which no wait could be seen.
+
+        Raises ConfigError before the first call, and for fewer than one.
         """
         last, lower, self._shortcut = self._last(), self._lowering(init()).lower, None
         last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the last signature used to a file, which `wholestep.load` reads in another process.
+
+        With several ranks each writes a file of its own beside `path`, since a step may look at its rank. Raises
+        ArtifactError for a step that means nothing in another process, with the reason, and ConfigError before the
+        first call.
+        """
+        entry, world = self._last(), init()
+        self._warm.write(Path(path), self._saved(entry), self._setting(world))
 
     def verify(
         self, *args: Any, ranks: int = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any
@@ -330,61 +394,3 @@ class CompiledStep:
         if not self._entries:
             raise ConfigError(f"{self._name} has not been called yet, so there is nothing to look at. Call it once.")
         return self._entries[0]
-
-
-@overload
-def compile(
-    fn: Callable[..., Any],
-    *,
-    strategy: Strategy | None = None,
-    mesh: DeviceMesh | None = None,
-    backend: Backend = "auto",
-    passes: Passes = None,
-    max_retraces: int = 8,
-) -> CompiledStep: ...
-@overload
-def compile(
-    fn: None = None,
-    *,
-    strategy: Strategy | None = None,
-    mesh: DeviceMesh | None = None,
-    backend: Backend = "auto",
-    passes: Passes = None,
-    max_retraces: int = 8,
-) -> Callable[[Callable[..., Any]], CompiledStep]: ...
-def compile(
-    fn: Callable[..., Any] | None = None,
-    *,
-    strategy: Strategy | None = None,
-    mesh: DeviceMesh | None = None,
-    backend: Backend = "auto",
-    passes: Passes = None,
-    max_retraces: int = 8,
-) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
-    """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
-
-    Args:
-        fn: the step, written for one device. Without it a decorator is returned.
-        strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
-        mesh: a DeviceMesh with one axis; by default one axis over the world.
-        backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
-            compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
-            "eager" so far.
-        passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
-            graph; only the passes that let operations run in place come after them. Or the default passes with
-            options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
-        max_retraces: how many new signatures may be captured after the first.
-
-    Raises:
-        ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
-    """
-    options = checked_options(strategy, mesh, backend, passes, max_retraces)
-    if fn is None:
-        return lambda step: compile(
-            step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
-        )
-    if not callable(fn):
-        raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
-    if isinstance(fn, torch.nn.Module):
-        raise ConfigError("wholestep.compile wants a whole step, got a module. Write a function that calls it.")
-    return CompiledStep(fn, options)

@@ -13,6 +13,7 @@ import wholestep.step
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from wholestep.lower import eager, inductor
+from wholestep.lower.backend import Eager
 from wholestep.lower.eager import Wait
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
@@ -35,7 +36,7 @@ CASES = {name: (STEP_CASES | OPTIM_CASES)[name] for name in (
 )}  # fmt: skip
 
 
-class Segmented:
+class Segmented(Eager):
     """Forms segments and packs numbers as Inductor's backend does; runs them as they are."""
 
     name = "segments"
@@ -43,7 +44,7 @@ class Segmented:
     def __init__(self) -> None:
         self.num_segments = 0
 
-    def passes(self) -> list[Pass]:
+    def passes(self, placed: Program) -> list[Pass]:
         pack = partial(pack_scalars, reads=inductor.reads_packed)
         return [pack, partial(form_segments, compiles=inductor.compiles)]
 
@@ -55,7 +56,7 @@ class Segmented:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Segmented()
-    monkeypatch.setattr(wholestep.step, "backend_for", lambda chosen, device: backend)
+    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
     complaints = check(CASES[name], Run())
     assert not complaints, "\n".join(complaints)
     assert backend.num_segments

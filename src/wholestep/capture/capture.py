@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.fx as fx
 
-from wholestep.capture import guards as guarding
-from wholestep.capture import state as stating
-from wholestep.capture import tree, walk
-from wholestep.capture.binding import Binding, output_slices
+from wholestep.capture.binding import output_slices
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
-from wholestep.capture.guards import Guards
-from wholestep.capture.hyper import Lifter
+from wholestep.capture.outside import environment_read
 from wholestep.capture.ranks import axes_of, rank_inputs
-from wholestep.capture.state import LazyState, Slot, State
+from wholestep.capture.scene import Scene
+from wholestep.capture.state import Slot
 from wholestep.capture.storage import Storages
+from wholestep.capture.ties import Captured, Held, Ties, tie
 from wholestep.capture.trace import Trace, Tracer
 from wholestep.capture.version import keep_versions
 from wholestep.errors import CaptureError, WholestepError
@@ -33,26 +28,6 @@ from wholestep.program.spec import verify
 log = logging.getLogger("wholestep.capture")
 
 _REPLICATED = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER, InputKind.HYPER, InputKind.GRAD)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A captured step: the program, the objects behind its inputs and outputs, and when it may be used again."""
-
-    program: Program
-    binding: Binding
-    guards: Guards
-    undo: Callable[[], None]
-    """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
-
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Around the first call: one that fails leaves no optimizer state behind that was not there before it."""
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
 
 
 def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -73,7 +48,7 @@ def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         except (_Unsettled, WholestepError):
             first.effects.restore()
             raise CaptureError(first.effects.sentence()) from None
-        return captured
+        return replace(captured, settled=False)
 
 
 class _Unsettled(Exception):
@@ -85,57 +60,56 @@ class _Unsettled(Exception):
 
 
 def _capture_once(step: Callable[..., Any], args: Any, kwargs: Any, expected: str | None = None) -> Captured:
-    leaves, spec = tree.flatten((args, kwargs))
-    found = walk.find(step, args, kwargs)
-    lazy = LazyState(list(found.optimizers.values()))
-    try:
-        program, binding, guards = _Job(step, args, kwargs, found, lazy).run(leaves, spec, expected)
-    except BaseException:
-        lazy.take_back()
-        raise
-    return Captured(program=program, binding=binding, guards=guards, undo=lazy.take_back)
+    with Scene(step, args, kwargs) as scene:
+        program, ties = _Job(lambda: step(*args, **kwargs), scene).run(expected)
+        return tie(lambda: program, ties, scene)
 
 
 class _Job:
     """One capture under way."""
 
-    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any, found: walk.Found, lazy: LazyState) -> None:
-        self._call = lambda: step(*args, **kwargs)
-        self._found, self._lazy = found, lazy
-        self.state: State = stating.collect(found)
+    def __init__(self, call: Callable[[], Any], scene: Scene) -> None:
+        self._call, self._scene, self._state = call, scene, scene.state
         self.trace: Trace
         self._storages: Storages
 
-    def run(self, leaves: list[Any], spec: tree.TreeSpec, expected: str | None) -> tuple[Program, Binding, Guards]:
-        """Traces, makes functional, describes inputs and outputs, and ties them to live objects."""
-        lifter = Lifter(self.state.optimizers)
-        data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in leaves]
-        user = _unique([leaf for leaf, is_data in zip(leaves, data, strict=True) if is_data])
-        stating.check_devices(self.state, user)
-        names = {id(m): n for root, top in self._found.modules.values() for n, m in _named(root, top)}
-        tracer = Tracer(self.state, lifter, user, names, self._found.watches)
+    def run(self, expected: str | None) -> tuple[Program, Ties]:
+        """Traces, makes functional, and describes inputs and outputs."""
+        scene = self._scene
+        tracer = Tracer(scene.state, scene.lifter, scene.user, scene.module_names(), scene.found.watches)
         self._storages = tracer.storages
-        with SideEffects(self._found, self.state) as effects:
+        with environment_read() as self._environment, SideEffects(scene.found, scene.state) as effects:
             self.trace = tracer.run(self._call)
         if effects.changed:
             raise _Unsettled(effects, self.trace.module.code)
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
-        self._lazy.take_back(self.trace.stepped)  # before guards are made, which hold what is left
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         functional.writes = self._storages.exit_writes(functional.writes)
-        program, kept = self._program(functional, lifter, user)
+        program, kept = self._program(functional)
         verify(program)
-        binding = self._binding(program, kept, lifter, leaves)
-        guards = self._guards(kept, lifter, leaves, data, spec)
-        leaf_of = {kept[index]: leaf for index, leaf in binding.user}
-        guards.storages = self._storages.sizes(tracer.names(), leaf_of)
-        return program, binding, guards
+        return program, self._ties(kept, output_slices(program))
 
-    def _records(self, lifter: Lifter, user: list[torch.Tensor]) -> list[Input]:
-        slots = [*self.state.slots, *(Slot(InputKind.HYPER, h.name, h.box) for h in lifter.hypers)]
-        slots += [Slot(InputKind.USER, f"args.{i}", tensor) for i, tensor in enumerate(user)]
+    def _ties(self, kept: list[int], slices: tuple[int, int, int]) -> Ties:
+        trace, state = self.trace, self._state
+        results = trace.module.graph.output_node().args[0]
+        traced = [isinstance(r, fx.Node) for r in results[: trace.num_results]]  # type: ignore[index,union-attr]
+        return Ties(
+            kept=tuple(kept), slices=slices, result_spec=trace.result_spec,
+            results=tuple(Held(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
+            result_places=tuple(i for i, r in enumerate(traced) if r),
+            grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),
+            stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
+            stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
+            placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
+            predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
+            environment=self._environment,
+        )  # fmt: skip
+
+    def _records(self) -> list[Input]:
+        slots = [*self._state.slots, *(Slot(InputKind.HYPER, h.name, h.box) for h in self._scene.lifter.hypers)]
+        slots += [Slot(InputKind.USER, f"args.{i}", tensor) for i, tensor in enumerate(self._scene.user)]
         return [
             Input(
                 kind=s.kind, name=s.name, shape=tuple(s.tensor.shape), dtype=s.tensor.dtype,
@@ -145,13 +119,13 @@ class _Job:
             for i, s in enumerate(slots)
         ] + rank_inputs(self.trace.ranks)  # fmt: skip
 
-    def _program(self, functional: Functional, lifter: Lifter, user: list[torch.Tensor]) -> tuple[Program, list[int]]:
+    def _program(self, functional: Functional) -> tuple[Program, list[int]]:
         """The program and, per kept input, its place among the tracer's tensors. Unused inputs are dropped."""
         trace, graph = self.trace, functional.module.graph
         placeholders = graph.find_nodes(op="placeholder")
-        records = self._records(lifter, user)
+        records, lifter = self._records(), self._scene.lifter
         lifter.replace_payloads(
-            graph, {id(h.box): placeholders[len(self.state.slots) + i] for i, h in enumerate(lifter.hypers)}
+            graph, {id(h.box): placeholders[len(self._state.slots) + i] for i, h in enumerate(lifter.hypers)}
         )
         _numbers_as_inputs(placeholders, records)
         results, outputs = functional.results, []
@@ -183,95 +157,7 @@ class _Job:
         return program, kept
 
     def _state_name(self, number: int, slot: int, path: tuple[Any, ...]) -> str:
-        return f"{self.state.optimizers[number][0]}.{'.'.join(map(str, path))}.{self.state.slots[slot].name}"
-
-    def _binding(self, program: Program, kept: list[int], lifter: Lifter, leaves: list[Any]) -> Binding:
-        trace, slots = self.trace, self.state.slots
-        num_state, num_hyper = len(slots), len(lifter.hypers)
-        place = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
-        user_ids = _unique_ids(leaves, self.state)
-        tensors: list[torch.Tensor | int | None] = []
-        binding = Binding(
-            tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=trace.result_spec,
-            results=trace.results, result_places=[i for i, r in enumerate(self._traced_results()) if r],
-            grads=[slots[i].tensor for i in trace.grads], cleared=[], stepped=[],
-            new_state=[(self.state.optimizers[n][1], slots[s].tensor, path[0]) for n, s, path in trace.new_state],
-        )  # fmt: skip
-        owner = {id(s.tensor.grad): s.tensor for s in self.state.params if s.tensor.grad is not None}
-        for index, old in enumerate(kept):
-            tensors.append(None)
-            if old >= num_state + num_hyper + len(user_ids):
-                tensors[index] = trace.ranks[old - num_state - num_hyper - len(user_ids)].number
-            elif old >= num_state + num_hyper:
-                binding.user.append((index, place[user_ids[old - num_state - num_hyper]]))
-            elif old >= num_state:
-                binding.hypers.append((index, lifter.hypers[old - num_state]))
-            elif slots[old].kind is InputKind.GRAD:
-                binding.entry_grads.append((index, owner[id(slots[old].tensor)]))
-            else:
-                tensors[index] = slots[old].tensor
-        with_new = {*trace.grads, *trace.kept_grads}
-        binding.cleared = [
-            s.tensor
-            for i, s in enumerate(slots)
-            if s.kind is InputKind.PARAM and s.tensor.grad is not None and i not in with_new
-        ]
-        binding.stepped = [opt for _, opt in self.state.optimizers if id(opt) in trace.stepped_optimizers]
-        binding.slices = output_slices(program)
-        return binding
-
-    def _traced_results(self) -> list[bool]:
-        results = self.trace.module.graph.output_node().args[0]
-        return [isinstance(r, fx.Node) for r in results[: self.trace.num_results]]  # type: ignore[index,union-attr]
-
-    def _guards(
-        self, kept: list[int], lifter: Lifter, leaves: list[Any], data: list[bool], spec: tree.TreeSpec
-    ) -> Guards:
-        kept_set = set(kept)
-        grads: dict[int, bool] = {}
-        for slot in self.state.params:
-            if slot.tensor.grad is None:
-                grads[id(slot.tensor)] = False
-            elif self.state.index[id(slot.tensor.grad)] in kept_set:
-                grads[id(slot.tensor)] = True
-        watches = [*self._found.watches, *lifter.watches, *_optimizer_watches(self.state, self.trace)]
-        described = [guarding.describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
-        return Guards(
-            state=guarding.state_slots(self.state, kept_set), leaves=described, is_data=data, spec=spec,
-            aliases=guarding.aliases_of(leaves, data), watches=watches, grads=grads,
-            predicates=self._predicates(lifter),
-        )  # fmt: skip
-
-    def _predicates(self, lifter: Lifter) -> Any:
-        if self.trace.predicates is None:
-            return None
-        names = [n.name for n in self.trace.module.graph.find_nodes(op="placeholder")]
-        sources: dict[str, Any] = {}
-        for name, slot in zip(names, self.state.slots, strict=False):
-            sources[name] = slot.tensor.detach().clone if slot.tensor.dim() == 0 else None
-        for name, hyper in zip(names[len(self.state.slots) :], lifter.hypers, strict=False):
-            sources[name] = _boxed(hyper.read)
-        for name, rank in zip(reversed(names), reversed(self.trace.ranks), strict=False):
-            sources[name] = partial(int, rank.number)
-        return guarding.host_sources(self.trace.predicates, sources)
-
-
-def _boxed(read: Callable[[], float]) -> Callable[[], torch.Tensor]:
-    return lambda: torch.tensor(read(), dtype=torch.float64)
-
-
-def _named(root: str, top: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    return [(name or root, module) for name, module in top.named_modules()]
-
-
-def _unique(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors}.values())
-
-
-def _unique_ids(leaves: list[Any], state: State) -> list[int]:
-    return list(
-        dict.fromkeys(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in state.index)
-    )
+        return f"{self._state.optimizers[number][0]}.{'.'.join(map(str, path))}.{self._state.slots[slot].name}"
 
 
 def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> None:
@@ -292,26 +178,3 @@ def _check_discovered(trace: Trace) -> None:
                 f"closure, globals or attributes. Pass the object that holds it as an argument of the step."
             )
         log.info("the step reads a tensor %s that belongs to no argument, closure or attribute", list(tensor.shape))
-
-
-def _optimizer_watches(state: State, trace: Trace) -> list[walk.Watch]:
-    """Structure of the optimizers: groups, their parameters, and the state tensors the graph is tied to."""
-    watches: list[walk.Watch] = []
-
-    def watch(container: Any, path: str, keys: tuple[Any, ...] | None = None) -> None:
-        one = walk.Watch(container, path, keys)
-        one.held = one.now()
-        watches.append(one)
-
-    for name, opt in state.optimizers:
-        watch(vars(opt), name, ("state", "param_groups"))
-        watch(opt.param_groups, f"{name}.param_groups")
-        watch(opt.state, f"{name}.state")
-        watch(opt._optimizer_step_pre_hooks, f"{name}.step_pre_hooks")
-        watch(opt._optimizer_step_post_hooks, f"{name}.step_post_hooks")
-        for number, group in enumerate(opt.param_groups):
-            watch(group["params"], f"{name}.groups.{number}.params")
-            for param in group["params"]:
-                if opt.state.get(param) and id(param) in trace.stepped:
-                    watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
-    return watches

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from wholestep.capture.host import HostValues
-from wholestep.capture.walk import library_frame
+from wholestep.capture.whose import library_frame
 from wholestep.program import ops
 from wholestep.program.collectives import BARRIER
 from wholestep.program.program import Input, InputKind, MeshAxis

@@ -132,16 +132,10 @@ class Storages:
 
         return resize
 
-    def sizes(self, names: Sequence[str], leaf_of: dict[int, int]) -> Sizes | None:
-        """What the trace depends on. `leaf_of`: input -> leaf of the arguments, where it is one."""
+    def sizes(self) -> list[tuple[int, int]]:
+        """Inputs whose size of storage a trace depends on, with that size, bytes."""
         looked = {index for storage in self._looked for index in self._inputs.get(storage, ())}
-        found = Sizes()
-        for index in sorted(looked | self.freed | self.resized):
-            if index in leaf_of:
-                found.arguments.append((leaf_of[index], self.entry[index]))
-            else:
-                found.state.append((names[index], self._reals[index], self.entry[index]))
-        return found if found.state or found.arguments else None
+        return [(index, self.entry[index]) for index in sorted(looked | self.freed | self.resized)]
 
     def settle(self, graph: fx.Graph, names: Sequence[str]) -> None:
         """Checks every resize of the trace and what is read behind it, and rewrites resizes for functionalization.

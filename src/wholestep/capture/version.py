@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.host import running_tracer
-from wholestep.capture.walk import library_frame
+from wholestep.capture.whose import library_frame
 from wholestep.errors import CaptureError
 from wholestep.program import ops
 

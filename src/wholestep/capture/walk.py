@@ -6,15 +6,15 @@ looked at again before the graph is used again. Roots are the arguments, ``self`
 globals that the step's code names, followed through user functions, modules, containers and objects.
 - A *watch* holds one dict or list with what it held while tracing. It serves twice: after the trace it
   shows side effects (refused), before each call it shows what changed (retraced).
-- Attributes of modules are watched whole. Other objects are watched only in the attributes whose names
-  occur in code that the step can reach, so a counter that the training loop moves does not retrace.
+- Attributes of modules are watched whole. Other objects, the files of Python that the user has written among them,
+  are watched only in the attributes whose names occur in code that the step can reach, so a counter that the training
+  loop moves does not retrace.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import tree
 from wholestep.capture.views import CellView, ClassView
+from wholestep.capture.whose import NO_STATE, is_user_code, is_users, is_users_file
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
@@ -43,9 +44,7 @@ GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_") and "hooks" in name
 )
 """The dicts of hooks that run on every module."""
-_NO_STATE = ("torch", "numpy", "builtins", "_thread", "threading", "logging", "wholestep")
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
-_LIBRARY_ROOTS = ("torch.", "numpy.", "wholestep.")
 
 
 @dataclass(slots=True)
@@ -148,12 +147,6 @@ class Found:
     """The user's code that the step can reach, hooks included."""
 
 
-def is_user_code(function: types.FunctionType) -> bool:
-    """Whether the function is the user's own: not of torch, not of an installed library."""
-    name = (function.__module__ or "") + "."
-    return not name.startswith(_LIBRARY_ROOTS) and "site-packages" not in function.__code__.co_filename
-
-
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for const in code.co_consts:
@@ -176,7 +169,9 @@ class Walker:
         """Looks at one reachable thing."""
         if isinstance(thing, type):
             self._classes[thing] = name
-        if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or isinstance(thing, _OPAQUE) or id(thing) in self._seen:
+        if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
+            return
+        if isinstance(thing, _OPAQUE) and not _is_users_module(thing):
             return
         self._seen.add(id(thing))
         self._keep.append(thing)
@@ -200,7 +195,7 @@ class Walker:
             self._watch(thing, name, None)
             for key, item in list(thing.items()):
                 self.visit(f"{name}[{key!r}]", item, depth + 1)
-        elif not type(thing).__module__.startswith(_NO_STATE):
+        elif isinstance(thing, types.ModuleType) or not type(thing).__module__.startswith(NO_STATE):
             self._later.append((name, thing))
 
     def finish(self) -> Found:
@@ -225,7 +220,7 @@ class Walker:
         # Steps may count in a class. To look at every class before each call would cost more than it finds.
         of_objects = {type(thing): f"type({name})" for name, thing in self._later}
         for kind, name in {**of_objects, **self._classes}.items():
-            if _is_users(kind):
+            if is_users(kind):
                 self._watch(ClassView(kind), name, tuple(sorted(self._names)), guard=False)
 
     def _finish_schedulers(self) -> None:
@@ -323,27 +318,28 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _object(self, name: str, thing: Any) -> None:
-        called = ("__call__", *self._names)  # a hook may be an object
+        called = ("__call__", *sorted(self._names))  # a hook may be an object; in the same order in every process
         for method in [
             m for m in called if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)
         ]:
             function = inspect.getattr_static(type(thing), method)
             if id(function) not in self._seen:
                 self._function(f"{name}.{method}", function, 1)
-        for key in [*getattr(thing, "__dict__", ()), *_slots(type(thing))]:
+        for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
             if key in self._names and hasattr(thing, key):
                 self.visit(f"{name}.{key}", getattr(thing, key), 1)
 
 
-def _is_users(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return not kind.__module__.startswith(_NO_STATE) and "site-packages" not in file
+def _is_users_module(thing: Any) -> bool:
+    """Whether a thing is a file of Python that the user has written: a constant in it is like a global."""
+    return isinstance(thing, types.ModuleType) and is_users_file(getattr(thing, "__file__", None) or "")
 
 
-def _slots(kind: type) -> Iterator[str]:
+def slots(kind: type) -> Iterator[str]:
+    """Names of the attributes that objects of a class hold outside of their ``__dict__``."""
     for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        names = base.__dict__.get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names
 
 
 def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -374,21 +370,3 @@ def _holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
     for keys, leaf in tree.leaves_with_keys(arg):
         if not isinstance(leaf, (torch.Tensor, *_SCALARS)):
             yield ".".join([name, *map(str, keys)]), leaf
-
-
-def library_frame(filename: str) -> bool:
-    """Whether a source file belongs to torch, to wholestep or to Python itself, and so cannot be the user's line."""
-    return filename.startswith(_library_dirs()) or filename.startswith("<")
-
-
-@functools.cache
-def _library_dirs() -> tuple[str, ...]:
-    package = sys.modules["wholestep"].__file__ or ""
-    here = package.rpartition("__init__")[0]
-    python = (inspect.getsourcefile(functools) or "").rpartition("functools")[0]
-    site = python + "site-packages"
-    return tuple(
-        d
-        for d in (torch.__path__[0] + "/", here, *(python + m for m in ("contextlib", "functools", "unittest")))
-        if d and d != site
-    )

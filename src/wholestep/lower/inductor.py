@@ -13,6 +13,11 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import logging
+import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +26,11 @@ import torch.fx as fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -33,6 +42,8 @@ from wholestep.passes import wide
 from wholestep.program import meta, ops
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
+
+log = logging.getLogger("wholestep")
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
@@ -46,6 +57,9 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "combo_kernels": True, "combo_kernels_pointwise_only": True,
     },
 }  # fmt: skip
+
+_LEAST_CAPABILITY = 7
+"""Of the GPUs that Inductor's kernels run on, the oldest generation: Volta."""
 
 _aten = torch.ops.aten
 _QUIET_ATTENTION = frozenset(
@@ -127,15 +141,33 @@ def _is_quiet(node: fx.Node) -> bool:
     return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
+def why_not(device: torch.device) -> str:
+    """Why nothing can be compiled for this device here; empty if it can, as far as that is known without trying."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler (CXX, else g++)"
+    if device.type != "cuda":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
+
+
 class Inductor:
     """Compiles segments, each once."""
 
     def __init__(self) -> None:
         self._compiled: dict[Segment, Compiled] = {}
+        # Inductor finds out what the CPU can do in processes of its own, a second in which there is other work to do.
+        self._asking = threading.Thread(target=pick_vec_isa, daemon=True)
+        self._asking.start()
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
         if segment not in self._compiled:
+            self._asking.join()
             # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
@@ -143,6 +175,38 @@ class Inductor:
             with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
                 self._compiled[segment] = compile_fx_inner(graph, inputs)
         return self._compiled[segment]
+
+    def written(self, segment: Segment) -> bytes | None:
+        """What was compiled of the segment, for another process; None for what Inductor cannot write."""
+        compiled = self._compiled.get(segment)
+        if not isinstance(compiled, CompiledFxGraph):
+            return None
+        twin = copy.copy(compiled)
+        twin.prepare_for_serialization()
+        try:
+            return pickle.dumps(twin)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            log.info("%s is compiled in every process: %s", segment.name, error)
+            return None
+
+    def take(self, segment: Segment, data: bytes) -> None:
+        """Uses what `written` gave in another process. Kernels that Inductor's cache has lost are built anew."""
+        self._asking.join()
+        try:
+            compiled: CompiledFxGraph = pickle.loads(data)
+            constants = CompiledFxGraphConstants()
+            compiled.after_deserialization(constants)
+            compiled.post_compile((), constants, compiled.fx_kwargs)
+        except (OSError, RuntimeError, ImportError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, error)
+            return
+        self._compiled[segment] = compiled
+
+
+def marks() -> list[tuple[str, str]]:
+    """What compiled code depends on besides the graph: the options of Inductor, as its own cache sees them."""
+    options = inductor_config.save_config_portable()
+    return [(f"torch._inductor.config.{name}", repr(options[name])) for name in sorted(options)]
 
 
 def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

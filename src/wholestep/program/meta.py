@@ -151,6 +151,11 @@ def copy_meta(source: fx.Node, target: fx.Node) -> None:
     target.meta = dict(source.meta)
 
 
+def portable(node: fx.Node) -> dict[str, Any]:
+    """The metadata that a program needs in another process: all that this file knows."""
+    return {key: item for key, item in node.meta.items() if key == _VALUE or key.startswith("wholestep.")}
+
+
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the values of the graph live in. Raises InternalError in a graph without tensors."""
     for node in graph.nodes:

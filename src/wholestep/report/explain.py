@@ -20,7 +20,14 @@ _BUFFERS = "buffers of rank 0 before the step"
 
 
 def explain(
-    program: Program, *, step: str, strategy: str, backend: str, cost: CostModel, measured: Measured | None = None
+    program: Program,
+    *,
+    step: str,
+    strategy: str,
+    backend: str,
+    cost: CostModel,
+    measured: Measured | None = None,
+    loaded_from: str = "",
 ) -> Explanation:
     """Describes a program of any stage; collectives appear from PLACED on.
 
@@ -28,6 +35,7 @@ def explain(
         step, strategy, backend: names.
         cost: what predictions are made from.
         measured: times of calls of this very program.
+        loaded_from: the file that it comes from; empty if it was captured.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     regions = {region.value: sum(meta.origin(node).region is region for node in nodes) for region in Region}
@@ -41,6 +49,7 @@ def explain(
         step=step,
         strategy=strategy,
         backend=backend,
+        loaded_from=loaded_from,
         num_ranks=max((axis.size for axis in program.mesh), default=1),
         num_params=len(params),
         param_bytes=sum(meta.num_bytes(node) for _, node in params),

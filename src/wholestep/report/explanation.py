@@ -75,6 +75,8 @@ class Explanation:
     step: str
     strategy: str
     backend: str
+    loaded_from: str
+    """The file that the step was loaded from; empty if this process has captured it."""
     num_ranks: int
     num_params: int
     """Parameter tensors."""
@@ -114,6 +116,7 @@ def _rendered(said: Explanation) -> Group:
         f": {said.num_nodes} operators in one graph, {said.num_params} parameters, {bytes_text(said.param_bytes)}; "
         f"{said.strategy} on {said.num_ranks} rank{'s' if said.num_ranks != 1 else ''}, backend {said.backend}\n",
         ", ".join(f"{region} {count}" for region, count in said.nodes_by_region.items()),
+        f"\nloaded from {said.loaded_from}" if said.loaded_from else "",
     )
     parts: list[Any] = [head, *_collective_table(said), _times(said), _memory(said)]
     if any(c.members for c in said.collectives):
@@ -196,3 +199,15 @@ def _member_table(collectives: Sequence[Collective]) -> Table:
         if c.members:
             table.add_row(str(c.number), ", ".join(c.members))
     return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """How often a step was captured and how often a captured graph was used again."""
+
+    traces: int
+    hits: int
+    reasons: tuple[str, ...]
+    """Why each trace after the first was needed."""
+    loaded: int = 0
+    """How many graphs came from a file and were not captured here."""

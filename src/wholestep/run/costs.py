@@ -9,10 +9,13 @@ from wholestep.cost.model import CostModel
 from wholestep.run.meetings import Meetings
 from wholestep.run.world import World
 
+COSTS = "costs"
+"""The question to which the costs are the answer."""
+
 
 def agreed_costs(meetings: Meetings, world: World) -> CostModel:
     """Those of the calibration on rank 0's host, else the defaults of its device; they stay the same for good."""
-    found = meetings.choose("costs", lambda: calibrate.to_json(calibrate.find(world.device, marks_of(world))), world)
+    found = meetings.choose(COSTS, lambda: calibrate.to_json(calibrate.find(world.device, marks_of(world))), world)
     return calibrate.from_json(found)
 
 

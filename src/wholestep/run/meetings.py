@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from wholestep.run.agree import abandon, agree
@@ -64,6 +64,31 @@ class Meetings:
                 self.agree(question, lambda: question, world)
                 self._chosen[question] = json.loads(world.store.get(key))
         return self._chosen[question]
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The answers so far, by question."""
+        return dict(self._chosen)
+
+    def recall(self, choices: Mapping[str, Any]) -> None:
+        """Takes over answers that the same ranks have found in earlier processes."""
+        self._chosen = {**choices, **self._chosen}
+
+    def objection(self, own: str, world: World, what: str) -> str:
+        """What the first rank that objects says, the same on every rank; empty if none does.
+
+        `own` is what this rank says, empty if it does not object; `what` names the meeting in messages.
+        """
+        if world.size == 1:
+            return own
+        key = self._next()
+        world.store.set(f"wholestep/{key}/{world.rank}", own)
+        agree(
+            "all are here", store=world.store, rank=world.rank, size=world.size, key=key, timeout_s=world.timeout_s,
+            what=what, call=self.call(), peers=world,
+        )  # fmt: skip
+        said = (world.store.get(f"wholestep/{key}/{rank}").decode() for rank in range(world.size))
+        return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
 
     def _next(self) -> str:
         return f"plan/{self._name}/{self._number}/{next(self._count)}"

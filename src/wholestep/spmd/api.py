@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from wholestep.capture import override as standing
 from wholestep.capture import walk
-from wholestep.capture.capture import Captured, capture
+from wholestep.capture.capture import capture
+from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
 from wholestep.errors import ConfigError
 from wholestep.options import Options
@@ -116,6 +117,8 @@ def _checked_overrides(given: Any) -> tuple[Override, ...]:
 
 class _Step(CompiledStep):
     """A compiled step whose capture sees replaced modules, and whose passes are the user's."""
+
+    _starts_warm = False
 
     def __init__(
         self,

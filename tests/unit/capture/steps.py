@@ -10,7 +10,8 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wholestep.capture.capture import Captured, capture
+from wholestep.capture.capture import capture
+from wholestep.capture.ties import Captured
 from wholestep.program import meta, ops
 from wholestep.program.program import InputKind, Program
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture import walk
+from wholestep.capture import walk, whose
 from wholestep.capture.walk import Found, Watch, find, same
 
 GLOBAL_MODEL = nn.Linear(2, 2)
@@ -236,7 +236,7 @@ def test_a_closure_cell_is_watched_and_restored() -> None:
 
 
 def test_library_frames() -> None:
-    assert walk.library_frame(torch.nn.functional.__file__)
-    assert walk.library_frame(walk.__file__)
-    assert walk.library_frame("<string>")
-    assert not walk.library_frame(__file__)
+    assert whose.library_frame(torch.nn.functional.__file__)
+    assert whose.library_frame(walk.__file__)
+    assert whose.library_frame("<string>")
+    assert not whose.library_frame(__file__)

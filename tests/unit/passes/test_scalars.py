@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import captured
-from wholestep.capture.capture import Captured
+from wholestep.capture.ties import Captured
 from wholestep.lower import inductor
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.pipeline import run_passes

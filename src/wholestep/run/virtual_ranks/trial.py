@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from wholestep.capture import tree
-from wholestep.capture.capture import Captured
 from wholestep.capture.ranks import ranks
 from wholestep.capture.state import State
 from wholestep.capture.storage import is_freed
+from wholestep.capture.ties import Captured
 from wholestep.errors import ConfigError
 from wholestep.program.program import Input, InputKind, OutputKind, Program
 from wholestep.run.comm_state import CommState, Held

@@ -22,8 +22,8 @@ import torch.fx as fx
 
 from wholestep.capture import state as stating
 from wholestep.capture import tree, walk
-from wholestep.capture.capture import Captured
 from wholestep.capture.hyper import Hyper
+from wholestep.capture.ties import Captured
 from wholestep.config import DDP
 from wholestep.errors import ConfigError, VerificationError
 from wholestep.passes.bucket import Choose, choose_alone

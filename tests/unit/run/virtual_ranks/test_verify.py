@@ -19,8 +19,8 @@ from tests.behaviour.untouched import assert_untouched, everything, warm_up
 from tests.behaviour.untouched import net as net_with_everything
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import Block
-from wholestep.capture.capture import Captured
 from wholestep.capture.state import collect
+from wholestep.capture.ties import Captured
 from wholestep.capture.walk import find
 from wholestep.cli.gpt import GPT, GPTConfig, train_step
 from wholestep.config import PowerSGD

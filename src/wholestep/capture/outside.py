@@ -1,0 +1,151 @@
+"""What a trace read besides the objects it was given: files of code, packages, variables of the environment.
+
+A graph that is used in another process was traced by code that does not run there. So what that code was, and what it
+asked the environment for, is written down while it runs, and compared before the graph is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from wholestep.capture.whose import is_users_file
+
+UNSET = "not set"
+_STARTED_S = time.time()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What to compare, by name."""
+
+    files: Mapping[str, str]
+    """SHA-256 of the user's source files."""
+    packages: Mapping[str, str]
+    """Versions of the installed packages that were imported."""
+    environment: Mapping[str, str]
+    """Variables that were read while the step was traced."""
+
+    @classmethod
+    def seen(cls, environment: Mapping[str, str]) -> Outside:
+        """What there is behind a trace, with the variables that it read."""
+        return cls(files=_user_files(), packages=_packages(_imported()), environment=environment)
+
+    def now(self) -> Outside:
+        """The same files, packages and variables as they are at this moment."""
+        return Outside(
+            files={path: _digest(path) for path in self.files},
+            packages=_packages(self.packages),
+            environment={name: os.environ.get(name, UNSET) for name in self.environment},
+        )
+
+
+@contextmanager
+def environment_read() -> Iterator[dict[str, str]]:
+    """While open, variables of the environment that are read are written down with what they were."""
+    read: dict[str, str] = {}
+    original = type(os.environ).__getitem__
+
+    def get(environ: Any, name: Any) -> Any:
+        try:
+            found = original(environ, name)
+        except KeyError:
+            read[str(name)] = UNSET
+            raise
+        read[str(name)] = str(found)
+        return found
+
+    with patch.object(type(os.environ), "__getitem__", get):
+        yield read
+
+
+def _user_files() -> dict[str, str]:
+    """Every file that a module was loaded from which is neither Python's nor an installed package's.
+
+    More than what the step runs; but whatever it runs is among them, wherever it was called from.
+    """
+    paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {path: _digest(path) for path in sorted(filter(None, paths)) if is_users_file(path)}
+
+
+def edited(files: Iterable[str]) -> str | None:
+    """The first of some files that was written while this process ran; None if none was.
+
+    What was imported of such a file may be what it said before.
+    """
+    return next((path for path in files if os.path.exists(path) and os.stat(path).st_mtime > _STARTED_S), None)
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        return f"unreadable ({type(error).__name__})"
+
+
+def _imported() -> Iterable[str]:
+    """Names of installed packages that are imported."""
+    standard = sys.stdlib_module_names
+    names = {name.partition(".")[0] for name in list(sys.modules) if not name.startswith("_")}
+    return (name for name in sorted(names - standard) if _is_installed(sys.modules.get(name)))
+
+
+def _is_installed(module: Any) -> bool:
+    """Whether a module lies in a folder of packages itself, and not in another package (a vendored one)."""
+    path = Path(getattr(module, "__file__", None) or ".")
+    folder = path.parent.parent if path.name.startswith("__init__.") else path.parent
+    return folder.name in ("site-packages", "dist-packages")
+
+
+def _packages(names: Iterable[str]) -> dict[str, str]:
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # a package whose distribution has another name: one may not import it to ask
+        try:
+            found = importlib.util.find_spec(name)
+            told = Path(found.origin).stat() if found is not None and found.origin is not None else None
+        except (ValueError, ImportError, OSError):
+            told = None
+        return f"{told.st_size} bytes of {told.st_mtime_ns}" if told is not None else "not installed"
+
+
+@functools.cache
+def own_digest() -> str:
+    """Of wholestep's own source: the same version number does not mean the same code while it is developed."""
+    made = hashlib.sha256()
+    folder = Path(sys.modules["wholestep"].__file__ or "").parent
+    for path in sorted(folder.rglob("*.py")):
+        made.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return made.hexdigest()[:20]
+
+
+def switches() -> list[tuple[str, str]]:
+    """Global switches of torch, besides the modes that guards watch, that decide which kernels a trace chooses."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    return [
+        ("flash attention", str(cuda.flash_sdp_enabled())),
+        ("memory-efficient attention", str(cuda.mem_efficient_sdp_enabled())),
+        ("cuDNN attention", str(cuda.cudnn_sdp_enabled())),
+        ("attention by plain operators", str(cuda.math_sdp_enabled())),
+        ("TF32 of matrix products", str(cuda.matmul.allow_tf32)),
+        ("TF32 of cuDNN", str(cudnn.allow_tf32)),
+        ("cuDNN", f"{cudnn.enabled}, benchmark {cudnn.benchmark}, deterministic {cudnn.deterministic}"),
+        ("MKLDNN", str(mkldnn.enabled)),
+    ]

@@ -1,0 +1,62 @@
+"""Scene: everything live that one call of a step involves, named and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep.capture import state as stating
+from wholestep.capture import tree, walk
+from wholestep.capture.hyper import Lifter
+from wholestep.capture.state import LazyState, State
+
+
+class Scene:
+    """What the walk found for one call, and the optimizer state that its first run would create.
+
+    A context: an error inside takes that state back, so that a call which fails leaves nothing behind.
+    """
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ConfigError, CaptureError and HyperparameterError for what no step may hold."""
+        self.leaves, self.spec = tree.flatten((args, kwargs))
+        self.found = walk.find(step, args, kwargs)
+        self.lazy = LazyState(list(self.found.optimizers.values()))
+        try:
+            self.state: State = stating.collect(self.found)
+            self.lifter = Lifter(self.state.optimizers)
+            self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
+            """Per leaf of the arguments: whether it is a tensor that is data of this call."""
+            data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]
+            self.user: list[torch.Tensor] = list({id(one): one for one in data}.values())
+            """Tensors that are data, once each."""
+            stating.check_devices(self.state, self.user)
+        except BaseException:
+            self.lazy.take_back()
+            raise
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.lazy.take_back()
+
+    def module_names(self) -> dict[int, str]:
+        """id of a module -> its fully qualified name."""
+        return {id(m): n for root, top in self.found.modules.values() for n, m in _named(root, top)}
+
+    def names(self) -> list[str]:
+        """What errors call the tensors of the state, the numbers of groups and the tensors of the arguments."""
+        user = [f"argument tensor {number}" for number in range(len(self.user))]
+        return [*(slot.name for slot in self.state.slots), *(h.name for h in self.lifter.hypers), *user]
+
+
+def _named(root: str, top: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name or root, module) for name, module in top.named_modules()]

@@ -1,0 +1,217 @@
+"""Ties: how a program hangs together with the objects of a scene, by number; and the same with live objects.
+
+A capture gives a program and its ties. Tied to the scene it was made in, they are a `Captured` step; tied to a scene of
+another process in which everything has the same place, they are the same step there, and nothing was traced for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from wholestep.capture import guards as guarding
+from wholestep.capture import tree, walk
+from wholestep.capture.binding import Binding
+from wholestep.capture.guards import Guards
+from wholestep.capture.ranks import Rank, ranks
+from wholestep.capture.scene import Scene
+from wholestep.capture.storage import Sizes
+from wholestep.program.program import InputKind, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """In a result: the tensor of the state in this slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ties:
+    """Where a program's inputs come from, where its outputs go, and what its trace depends on.
+
+    Plain values. A *slot* is a place in `State.slots`; the tracer's inputs are the slots, then the numbers of parameter
+    groups, the tensors of the arguments, and the ranks.
+    """
+
+    kept: tuple[int, ...]
+    """Per input of the program its place among the tracer's inputs."""
+    result_spec: tree.TreeSpec
+    results: tuple[Any, ...]
+    """Leaves of what the step returns: `Held`, or a value as it is; None where the graph fills it."""
+    result_places: tuple[int, ...]
+    """Leaves that the graph fills, in the order of its USER outputs."""
+    grads: tuple[int, ...]
+    """Slots of parameters that get a new ``.grad``, in the order of the GRAD outputs."""
+    kept_grads: frozenset[int]
+    """Slots of parameters whose ``.grad`` is the tensor that it was at entry."""
+    new_state: tuple[tuple[int, int, tuple[Any, ...]], ...]
+    """State that the graph creates: optimizer by number, slot of the parameter, path in its state."""
+    stepped: frozenset[int]
+    """Slots of parameters that had a gradient when an optimizer stepped."""
+    stepping: tuple[int, ...]
+    """Optimizers that step, by number."""
+    slices: tuple[int, int, int]
+    """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
+    placeholders: tuple[str, ...]
+    """Names of the tracer's inputs, by which predicates know them."""
+    predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
+    storages: tuple[tuple[int, int], ...]
+    """Inputs of the tracer whose storage has to have so many bytes."""
+    foreign: int
+    """How many tensors of nobody the graph holds: they are constants of this process."""
+    environment: Mapping[str, str]
+    """Variables of the environment that the trace read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured step: the program, the objects behind its inputs and outputs, and when it may be used again."""
+
+    source: Callable[[], Program]
+    """Gives the program; a saved one is not read before somebody asks for it."""
+    binding: Binding
+    guards: Guards
+    ties: Ties
+    settled: bool = True
+    """Whether the step changed nothing in its first run. Else the ties are those of a scene that it had set up."""
+    undo: Callable[[], None]
+    """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
+
+    @property
+    def program(self) -> Program:
+        """The program, as it was captured."""
+        return self.source()
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Around the first call: one that fails leaves no optimizer state behind that was not there before it."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
+
+def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:
+    """The program tied to the live objects of the scene. State that the step does not use is taken back."""
+    # Before guards are made, which hold what is left.
+    scene.lazy.take_back({id(scene.state.slots[slot].tensor) for slot in ties.stepped})
+    binding = _binding(ties, scene)
+    guards = _guards(ties, scene, ranks())
+    leaf_of = {ties.kept[index]: leaf for index, leaf in binding.user}
+    guards.storages = _sizes(ties, scene, leaf_of)
+    return Captured(source=source, binding=binding, guards=guards, ties=ties, undo=scene.lazy.take_back)
+
+
+def _binding(ties: Ties, scene: Scene) -> Binding:
+    state, slots, hypers, numbers = scene.state, scene.state.slots, scene.lifter.hypers, ranks()
+    place = {id(leaf): i for i, leaf in reversed(list(enumerate(scene.leaves)))}
+    tensors: list[torch.Tensor | int | None] = []
+    binding = Binding(
+        tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=ties.result_spec,
+        results=[slots[one.slot].tensor if isinstance(one, Held) else one for one in ties.results],
+        result_places=list(ties.result_places), grads=[slots[i].tensor for i in ties.grads], cleared=[],
+        stepped=[state.optimizers[number][1] for number in ties.stepping],
+        new_state=[(state.optimizers[n][1], slots[s].tensor, path[0]) for n, s, path in ties.new_state],
+        slices=ties.slices,
+    )  # fmt: skip
+    owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
+    for index, old in enumerate(ties.kept):
+        tensors.append(None)
+        if old < len(slots):
+            if slots[old].kind is InputKind.GRAD:
+                binding.entry_grads.append((index, owner[id(slots[old].tensor)]))
+            else:
+                tensors[index] = slots[old].tensor
+        elif (number := old - len(slots)) < len(hypers):
+            binding.hypers.append((index, hypers[number]))
+        elif (number := number - len(hypers)) < len(scene.user):
+            binding.user.append((index, place[id(scene.user[number])]))
+        else:
+            tensors[index] = numbers[number - len(scene.user)].number
+    with_new = {*ties.grads, *ties.kept_grads}
+    binding.cleared = [
+        s.tensor
+        for i, s in enumerate(slots)
+        if s.kind is InputKind.PARAM and s.tensor.grad is not None and i not in with_new
+    ]
+    return binding
+
+
+def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
+    kept, state = set(ties.kept), scene.state
+    grads: dict[int, bool] = {}
+    for slot in state.params:
+        if slot.tensor.grad is None:
+            grads[id(slot.tensor)] = False
+        elif state.index[id(slot.tensor.grad)] in kept:
+            grads[id(slot.tensor)] = True
+    pairs = list(zip(scene.leaves, scene.is_data, strict=True))
+    return Guards(
+        state=guarding.state_slots(state, kept), is_data=scene.is_data, spec=scene.spec, grads=grads,
+        leaves=[guarding.describe(leaf) if is_data else leaf for leaf, is_data in pairs],
+        aliases=guarding.aliases_of(scene.leaves, scene.is_data),
+        watches=[*scene.found.watches, *scene.lifter.watches, *_optimizer_watches(ties, scene)],
+        predicates=_predicates(ties, scene, numbers),
+    )  # fmt: skip
+
+
+def _sizes(ties: Ties, scene: Scene, leaf_of: dict[int, int]) -> Sizes | None:
+    names, slots = scene.names(), scene.state.slots
+    tensors = [*(slot.tensor for slot in slots), *(hyper.box for hyper in scene.lifter.hypers), *scene.user]
+    found = Sizes()
+    for index, num_bytes in ties.storages:
+        if index in leaf_of:
+            found.arguments.append((leaf_of[index], num_bytes))
+        else:
+            found.state.append((names[index], tensors[index], num_bytes))
+    return found if ties.storages else None
+
+
+def _predicates(ties: Ties, scene: Scene, numbers: Sequence[Rank]) -> Any:
+    if ties.predicates is None:
+        return None
+    slots, hypers, names = scene.state.slots, scene.lifter.hypers, ties.placeholders
+    sources: dict[str, Any] = {}
+    for name, slot in zip(names, slots, strict=False):
+        sources[name] = slot.tensor.detach().clone if slot.tensor.dim() == 0 else None
+    for name, hyper in zip(names[len(slots) :], hypers, strict=False):
+        sources[name] = _boxed(hyper.read)
+    for name, rank in zip(reversed(names), reversed(numbers), strict=False):
+        sources[name] = partial(int, rank.number)
+    return guarding.host_sources(ties.predicates, sources)
+
+
+def _boxed(read: Callable[[], float]) -> Callable[[], torch.Tensor]:
+    return lambda: torch.tensor(read(), dtype=torch.float64)
+
+
+def _optimizer_watches(ties: Ties, scene: Scene) -> list[walk.Watch]:
+    """Structure of the optimizers: groups, their parameters, and the state tensors the graph is tied to."""
+    watches: list[walk.Watch] = []
+    state = scene.state
+
+    def watch(container: Any, path: str, keys: tuple[Any, ...] | None = None) -> None:
+        one = walk.Watch(container, path, keys)
+        one.held = one.now()
+        watches.append(one)
+
+    for name, opt in state.optimizers:
+        watch(vars(opt), name, ("state", "param_groups"))
+        watch(opt.param_groups, f"{name}.param_groups")
+        watch(opt.state, f"{name}.state")
+        watch(opt._optimizer_step_pre_hooks, f"{name}.step_pre_hooks")
+        watch(opt._optimizer_step_post_hooks, f"{name}.step_post_hooks")
+        for number, group in enumerate(opt.param_groups):
+            watch(group["params"], f"{name}.groups.{number}.params")
+            for param in group["params"]:
+                if opt.state.get(param) and state.index[id(param)] in ties.stepped:
+                    watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
+    return watches

@@ -1,0 +1,116 @@
+"""The two ways to a compiled step: compile a function, or load what another process has saved."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from wholestep import warm
+from wholestep.config import Strategy
+from wholestep.errors import ArtifactError, ConfigError
+from wholestep.options import Backend, Passes, checked_options
+from wholestep.run.world import init
+from wholestep.step import CompiledStep
+
+
+@overload
+def compile(
+    fn: Callable[..., Any],
+    *,
+    strategy: Strategy | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: Backend = "auto",
+    passes: Passes = None,
+    max_retraces: int = 8,
+) -> CompiledStep: ...
+@overload
+def compile(
+    fn: None = None,
+    *,
+    strategy: Strategy | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: Backend = "auto",
+    passes: Passes = None,
+    max_retraces: int = 8,
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile(
+    fn: Callable[..., Any] | None = None,
+    *,
+    strategy: Strategy | None = None,
+    mesh: DeviceMesh | None = None,
+    backend: Backend = "auto",
+    passes: Passes = None,
+    max_retraces: int = 8,
+) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
+    """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
+
+    Args:
+        fn: the step, written for one device. Without it a decorator is returned.
+        strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
+        mesh: a DeviceMesh with one axis; by default one axis over the world.
+        backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
+            compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
+            "inductor" on a GPU, and on a CPU where the calibration of the host says that it pays, else "eager".
+            `CompiledStep.explain` says which it is, and why.
+        passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
+            graph; only the passes that let operations run in place come after them. Or the default passes with
+            options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
+        max_retraces: how many new signatures may be captured after the first.
+
+    Raises:
+        ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
+    """
+    options = checked_options(strategy, mesh, backend, passes, max_retraces)
+    if fn is None:
+        return lambda step: compile(
+            step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
+        )
+    if not callable(fn):
+        raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
+    if isinstance(fn, torch.nn.Module):
+        raise ConfigError("wholestep.compile wants a whole step, got a module. Write a function that calls it.")
+    return CompiledStep(fn, options)
+
+
+def load(
+    path: str | Path, fn: Callable[..., Any] | None = None, *, mesh: DeviceMesh | None = None, trusted: bool = False
+) -> CompiledStep:
+    """A step that `CompiledStep.save` has written, with its options. The first call traces and compiles nothing.
+
+    Args:
+        path: what was given to `save`. With several ranks each has a file of its own beside it.
+        fn: the step. By default the function of the same module and name as the saved one, which is imported.
+        mesh: the mesh of the saved step, if it was given one.
+        trusted: a saved step is code, which runs with all that you may do. Say True for a file that you or somebody
+            you trust has saved, and that nobody else could have changed; a file of your own cache needs no such word.
+
+    Raises:
+        ArtifactError: here for a file that is not trusted, not whole, or belongs to no function that can be found; by
+            the first call for anything the step depends on that is not as it was when it was saved. It says what. Calls
+            with other signatures after the first are captured as usual.
+    """
+    saved = warm.of_rank(Path(path), init())
+    options, name = warm.options_of(saved, trusted=trusted)
+    step = _function_named(name, saved) if fn is None else fn
+    step = step._step if isinstance(step, CompiledStep) else step
+    checked = checked_options(options.strategy, mesh, options.backend, options.passes, options.max_retraces)
+    return CompiledStep(step, checked, saved)
+
+
+def _function_named(name: str, path: Path) -> Any:
+    module, _, qualified = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualified.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is a step called {name}, which cannot be found from here ({error}). Pass the function: "
+            f"wholestep.load(path, train_step)."
+        ) from error
+    return found

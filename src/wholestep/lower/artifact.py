@@ -1,0 +1,192 @@
+"""Artifacts: a compiled step as a file, what has to be the same where it is used again, and who may have written it.
+
+[Note: what is in a file]
+One line that says what it is, one with the SHA-256 of all that follows, a header in JSON (name of the step,
+fingerprint) and the step itself, pickled. A pickle is code: to load it is to run it. So the header is all that is read
+of a file before it is known that it may be trusted, and that it fits.
+
+[Note: whose file]
+The automatic cache lies in the user's own folder, which nobody else can write to, and so do its files. A file from
+elsewhere is loaded only where the user says that it may be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wholestep.errors import ArtifactError
+
+MAGIC = b"wholestep step, format 1\n"
+_KEPT = 8  # files per step in the cache
+
+Line = tuple[str, str]
+"""What has to be the same, and how it is."""
+Fingerprint = Mapping[str, tuple[Line, ...]]
+"""Lines by subject, in order: what a compiled step depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What is said about a compiled step without running any of it."""
+
+    step: str
+    """``module:qualified name`` of the user's function."""
+    fingerprint: Fingerprint
+    """What has to be the same in the process that loads it; known before anything is traced."""
+    outside: Fingerprint
+    """What has to be the same besides: files, packages, variables of the environment, the calibration."""
+
+
+def key_of(step: str, fingerprint: Fingerprint) -> str:
+    """The name of a file in the cache: ``train_step-<digest of the step>-<digest of the fingerprint>``."""
+    return f"{prefix_of(step)}{_digest(json.dumps(list(fingerprint.items())))}"
+
+
+def prefix_of(step: str) -> str:
+    """What the names of all files of a step begin with."""
+    name = "".join(letter if letter.isalnum() or letter == "_" else "." for letter in step.rpartition(":")[2])
+    return f"{name[-60:]}-{_digest(step)[:12]}-"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+
+
+def difference(saved: Fingerprint, now: Fingerprint) -> str | None:
+    """The first thing that is not as it was, as a sentence; None if everything is."""
+    for subject in dict.fromkeys([*saved, *now]):
+        then, new = saved.get(subject, ()), now.get(subject, ())
+        for (a, was), (b, is_now) in zip(then, new, strict=False):
+            if a != b:
+                return f"{subject}: there was {a}, where now is {b}"
+            if was != is_now:
+                return f"{subject}: {a} was {_short(was, is_now)}, is {_short(is_now, was)}"
+        if len(then) != len(new):
+            more = then[len(new) :] or new[len(then) :]
+            return f"{subject}: {more[0][0]} is {'gone' if len(then) > len(new) else 'new'}"
+    return None
+
+
+def _short(text: str, other: str) -> str:
+    """A text short enough for a sentence, from a little before the place where it differs from another."""
+    if len(text) <= 80:
+        return text
+    alike = (a == b for a, b in zip(text, other, strict=False))
+    start = max(0, next((place for place, one in enumerate(alike) if not one), len(text)) - 20)
+    return f"{'...' if start else ''}{text[start : start + 70]}{'...' if start + 70 < len(text) else ''}"
+
+
+def write(path: Path, header: Header, body: bytes) -> None:
+    """Writes a file that only its owner can read; whoever reads sees the old one or the new one, whole.
+
+    Raises OSError.
+    """
+    text = json.dumps({"step": header.step, "fingerprint": header.fingerprint, "outside": header.outside}).encode()
+    rest = len(text).to_bytes(8, "big") + text + body
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}", suffix=".tmp")  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(MAGIC + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def read(path: Path) -> tuple[Header, bytes]:
+    """What `write` was given. The body has not been looked into.
+
+    Raises ArtifactError for a file that is not there, is none of this format, or is not whole.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not data.startswith(MAGIC):
+        raise ArtifactError(
+            f"{path} is no step that this version of wholestep has saved: it does not begin with {MAGIC.decode()!r}."
+        )
+    start = len(MAGIC) + 65
+    rest = data[start:]
+    if data[len(MAGIC) : start] != hashlib.sha256(rest).hexdigest().encode() + b"\n":
+        raise ArtifactError(
+            f"{path} is damaged: its content is not what was written ({len(data)} bytes). Save it anew."
+        )
+    end = 8 + int.from_bytes(rest[:8], "big")
+    try:
+        found = json.loads(rest[8:end])
+        header = Header(
+            step=str(found["step"]), fingerprint=_lines(found["fingerprint"]), outside=_lines(found["outside"])
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{path} has a header that cannot be read: {type(error).__name__}: {error}.") from error
+    return header, rest[end:]
+
+
+def _lines(found: Any) -> Fingerprint:
+    return {str(name): tuple((str(a), str(b)) for a, b in lines) for name, lines in found.items()}
+
+
+def folder() -> Path:
+    """The automatic cache, below the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wholestep" / "steps"
+
+
+def make_folder() -> Path:
+    """The automatic cache, made if it is not there. Raises ArtifactError for one that others can write to."""
+    path = folder()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArtifactError(f"The cache {path} cannot be made: {error.strerror or error}.") from error
+    check_private(path)
+    return path
+
+
+def check_private(path: Path) -> None:
+    """Raises ArtifactError for a file or folder that somebody else owns or can write to, or that is a link."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise ArtifactError(f"{path} is a link. A saved step is code, and is loaded only from where it was saved.")
+    if found.st_uid != os.getuid():
+        raise ArtifactError(
+            f"{path} belongs to the user with number {found.st_uid}, and you are {os.getuid()}. A saved step is code: "
+            f"whoever wrote it would run what they like as you."
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ArtifactError(
+            f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o}). A saved step is code: whoever "
+            f"changes it runs what they like as you. Delete it, or take that right away (chmod go-w) if you know that "
+            f"nobody has used it."
+        )
+
+
+def check_trusted(path: Path, *, trusted: bool) -> None:
+    """Raises ArtifactError for a file from outside of the own cache that the user has not said to trust."""
+    inside = path.absolute().parent == folder().absolute()
+    if inside:
+        check_private(path.parent)
+        check_private(path)
+    elif not trusted:
+        raise ArtifactError(
+            f"{path} does not come from the cache in {folder()}. A saved step is code: loading it runs whatever its "
+            f"writer has put there, with all that you may do. Say wholestep.load(path, trusted=True) for a file that "
+            f"you or somebody you trust has saved, and that nobody else could have changed."
+        )
+
+
+def forget_old(files: Iterable[Path]) -> None:
+    """Removes all but the newest files of a step."""
+    by_age = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in by_age[_KEPT:]:
+        path.unlink(missing_ok=True)

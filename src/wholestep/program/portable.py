@@ -1,0 +1,183 @@
+"""Programs as bytes: what another process needs to have the same program again, without tracing.
+
+Nodes are written as plain records, fake tensors as their layout and the number of their storage, so that what shared
+memory shares it again. Everything else is pickled: operators by name, functions by module and name.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from wholestep.errors import ArtifactError
+from wholestep.program import meta
+from wholestep.program.show import attribute
+
+
+class NotPortable(ArtifactError):
+    """Something of a step has no meaning in another process. Says what."""
+
+
+class _Arg:
+    """Stands for a node among the arguments of another."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def dumps(thing: Any) -> bytes:
+    """`thing` as bytes: programs, segments, graphs, and whatever pickle takes.
+
+    Raises:
+        NotPortable: for what is tied to this process: a size that is data, the number of a rank, a local function.
+    """
+    made = io.BytesIO()
+    try:
+        _Writer(made, protocol=5).dump(thing)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise NotPortable(f"it holds something that cannot be written down: {error}") from error
+    return made.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """What `dumps` was given. It runs what the bytes say, so they must be one's own."""
+    return _Reader(io.BytesIO(data)).load()
+
+
+class _Writer(pickle.Pickler):
+    """Numbers storages as they come by."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self._storages: dict[int, int] = {}
+        self._facts: dict[Any, Any] = {}
+
+    def persistent_id(self, thing: Any) -> Any:
+        if isinstance(thing, FakeTensor):
+            return ("fake", *self._layout(thing))
+        if isinstance(thing, torch._ops.OpOverload):
+            return ("op", thing.namespace, thing._schema.name.split("::")[1], thing._overloadname)
+        if isinstance(thing, torch.SymFloat):
+            return ("number",)
+        if isinstance(thing, torch.SymBool):
+            return ("truth",)
+        if isinstance(thing, torch.SymInt):
+            raise NotPortable(f"it holds {thing}, a number that depends on data or on the rank of a process")
+        return None
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, fx.GraphModule):
+            return _graph_module, self._written(thing)
+        if isinstance(thing, pytree.TreeSpec):
+            return _structure, ((thing.type, thing.context, thing.children()) if thing.type is not None else ())
+        return NotImplemented
+
+    def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset()) if _is_strided(tensor) else (None,)
+        if not all(isinstance(number, int) for number in numbers) or tensor.is_conj() or tensor.is_neg():
+            raise NotPortable(f"it holds a tensor whose layout is no plain one: {tensor}")
+        storage = tensor.untyped_storage()
+        return (
+            self._storages.setdefault(storage._cdata, len(self._storages)), int(storage.nbytes()), tensor.dtype,
+            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.device,
+        )  # fmt: skip
+
+    def _written(self, module: fx.GraphModule) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
+        numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+        attributes: dict[str, Any] = {}
+        records = []
+        for node in module.graph.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _Arg(numbers[arg]))  # type: ignore[arg-type,return-value]
+            records.append((node.op, node.name, node.target, _plain(args), _plain(kwargs), self._facts_of(node)))
+            if node.op == "get_attr":
+                attributes[str(node.target)] = attribute(module, str(node.target))
+        return records, attributes
+
+    def _facts_of(self, node: fx.Node) -> dict[str, Any]:
+        """Metadata, in which equal origins are one object: pickle writes and reads it once."""
+        facts = meta.portable(node)
+        return {
+            key: self._facts.setdefault(one, one) if isinstance(one, meta.Origin) else one for key, one in facts.items()
+        }
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+class _Reader(pickle.Unpickler):
+    """Makes fake tensors in one mode of its own."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._shape_env = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        # One symbol for all numbers of the host: which one it is was told by the node that gives it, here as there.
+        self._number = functools.cache(self._shape_env.create_unbacked_symfloat)
+        self._truth = functools.cache(self._shape_env.create_unbacked_symbool)
+
+    def persistent_load(self, mark: Any) -> Any:
+        kind, *rest = mark
+        makers: dict[str, Callable[..., Any]] = {
+            "fake": self._fake,
+            "op": _op,
+            "number": self._number,
+            "truth": self._truth,
+        }
+        return makers[kind](*rest)
+
+    def _fake(self, number: int, num_bytes: int, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
+        shape, stride, offset, device = layout
+        if number not in self._storages:
+            self._storages[number] = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
+        made = torch.empty(0, dtype=dtype, device="meta").set_(self._storages[number], offset, shape, stride)
+        return FakeTensor(self._mode, made, device)
+
+
+def _structure(kind: Any = None, context: Any = None, children: list[pytree.TreeSpec] | None = None) -> Any:
+    return pytree.tree_structure(0) if kind is None else pytree.TreeSpec(kind, context, children or [])
+
+
+def _op(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _plain(tree: Any) -> Any:
+    """Arguments without fx's own lists and dicts."""
+    if isinstance(tree, tuple):
+        return tuple(map(_plain, tree))
+    if isinstance(tree, list):
+        return [_plain(one) for one in tree]
+    return {key: _plain(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _graph_module(records: list[tuple[Any, ...]], attributes: dict[str, Any]) -> fx.GraphModule:
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+
+    def argument(tree: Any) -> Any:
+        if isinstance(tree, _Arg):
+            return nodes[tree.number]
+        if isinstance(tree, tuple):
+            return tuple(map(argument, tree))
+        if isinstance(tree, list):
+            return [argument(one) for one in tree]
+        if isinstance(tree, slice):
+            return slice(argument(tree.start), argument(tree.stop), argument(tree.step))
+        return {key: argument(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
+
+    for op, name, target, args, kwargs, facts in records:
+        node = graph.create_node(op, target, argument(args), argument(kwargs), name)
+        node.meta = facts
+        nodes.append(node)
+    return fx.GraphModule(attributes, graph)

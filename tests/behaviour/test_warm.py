@@ -1,0 +1,417 @@
+"""A step that was captured before starts warm: nothing is traced, the bits are the same, what differs is told."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.capture.trace import Tracer
+from wholestep.errors import ArtifactError
+from wholestep.lower import artifact
+from wholestep.run.world import init
+
+SCALE = 1.0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the test's own, switched on."""
+    monkeypatch.setenv("WHOLESTEP_CACHE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return artifact.folder()
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x), y) * SCALE
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def things(width: int = 8, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    """A model, its optimizer and a batch, the same values at every call."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
+    opt = torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
+    return model, opt, torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+
+def few_things() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    """Likewise, with few kernels to compile."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-1), torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+
+def losses(step: Callable[..., Tensor], scene: Any, num_steps: int = 3) -> list[float]:
+    """Of some steps with a rate that moves."""
+    model, opt, x, y = scene
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1 / (n + 1))
+    found = []
+    for _ in range(num_steps):
+        found.append(step(model, opt, x, y).item())
+        schedule.step()
+    return found
+
+
+def state_of(scene: Any) -> list[Tensor]:
+    model, opt = scene[:2]
+    held = [value for state in opt.state.values() for value in state.values()]
+    return [*model.state_dict().values(), *held]
+
+
+def run(fn: Callable[..., Tensor] = train, scene: Any = None, **options: Any) -> ws.CompiledStep:
+    """A new compiled step that has made one call."""
+    step = ws.compile(fn, **options)
+    step(*(scene or things()))
+    return step
+
+
+def refused(step: ws.CompiledStep, caplog: pytest.LogCaptureFixture) -> str:
+    """Why a step was captured although one was saved."""
+    assert step.cache_info().loaded == 0
+    assert step.cache_info().traces == 1
+    told = [record.getMessage() for record in caplog.records if " is captured: " in record.getMessage()]
+    return told[-1]
+
+
+def test_the_same_bits_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, captured, first = things(), things(), ws.compile(train)
+    cold = losses(first, captured)
+    torch.manual_seed(0)
+    things()  # draws what was drawn before the steps
+    assert losses(train, eager) == cold
+    monkeypatch.setattr(Tracer, "run", lambda *_: pytest.fail("it was traced"))
+    loaded, second = things(), ws.compile(train)
+    assert losses(second, loaded) == cold
+    for scene in (captured, loaded):
+        assert len(state_of(scene)) == len(state_of(eager))
+        assert all(map(torch.equal, state_of(scene), state_of(eager)))
+    info = second.cache_info()
+    assert (info.traces, info.loaded, info.hits) == (0, 1, 2)
+    assert "loaded from" in str(second.explain())
+    assert second.explain().loaded_from
+    assert not first.explain().loaded_from
+
+
+def test_state_that_was_there_before_the_first_call() -> None:
+    """A resumed training finds the step that a fresh one has saved."""
+    scene = things()
+    losses(ws.compile(train), scene)
+    plain, warm = things(), things()
+    for one in (plain, warm):
+        one[0].load_state_dict(scene[0].state_dict())
+        one[1].load_state_dict(copy.deepcopy(scene[1].state_dict()))
+    torch.manual_seed(1)
+    expected = losses(train, plain)
+    torch.manual_seed(1)
+    step = ws.compile(train)
+    assert losses(step, warm) == expected
+    assert step.cache_info().loaded == 1
+    assert all(map(torch.equal, state_of(plain), state_of(warm)))
+
+
+def test_it_is_captured_again_where_its_guards_fail() -> None:
+    run()
+    scene, step = things(), ws.compile(train)
+    step(*scene)
+    scene[0].eval()
+    step(*scene)
+    assert step.cache_info().loaded == 1
+    assert step.cache_info().traces == 1
+    assert "training" in step.cache_info().reasons[0]
+
+
+CHANGES: dict[str, tuple[Callable[[], ws.CompiledStep], str]] = {
+    "shape of the batch": (lambda: run(scene=(*things()[:2], torch.randn(5, 4), torch.ones(5, dtype=torch.int64))),
+                           "argument 2 was .*6, 4"),
+    "width of the model": (lambda: run(scene=things(width=9)), "weight was"),
+    "a flag of the optimizer": (lambda: run(scene=things(amsgrad=True)), "amsgrad was bool False, is bool True"),
+    "a number that becomes a branch": (lambda: run(scene=things(weight_decay=0.0)), "he condition at .* was True"),
+    "an option of the strategy": (lambda: run(strategy=ws.DDP(hold_updates=True)), "strategy was"),
+    "an option of the passes": (lambda: run(passes=ws.default_passes(memory_budget=0.9)), "passes was"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_has_changed_is_refused_by_name(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    change, reason = CHANGES[what]
+    with caplog.at_level(logging.INFO, "wholestep"):
+        told = refused(change(), caplog)
+    assert re.search(reason, told), told
+
+
+def test_a_global_constant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "SCALE was float 1.0, is float 2.0" in refused(run(), caplog)
+
+
+def test_a_switch_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        with caplog.at_level(logging.INFO, "wholestep"):
+            assert "flash attention was True, is False" in refused(run(), caplog)
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_another_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    monkeypatch.setattr(torch.version, "git_version", "another")
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "the build: torch was" in refused(run(), caplog)
+
+
+HELPER = """
+import os
+WEIGHT = {weight}
+def scaled(loss):
+    if os.environ.get("DOUBLED"):
+        loss = loss * 2
+    return loss * WEIGHT{more}
+"""
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Writes and imports a module of the user's."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def make(weight: float = 1.0, more: str = "") -> Any:
+        path = tmp_path / "users_helper.py"
+        path.write_text(HELPER.format(weight=weight, more=more))
+        os.utime(path, (0, 0))  # as if it had been there before this process
+        sys.modules.pop("users_helper", None)
+        importlib.invalidate_caches()
+        return importlib.import_module("users_helper")
+
+    yield make
+    sys.modules.pop("users_helper", None)
+
+
+def with_helper(module: Any) -> Callable[..., Tensor]:
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = module.scaled(nn.functional.cross_entropy(model(x), y))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_a_line_of_a_helper_module(helper: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert run(with_helper(helper())).cache_info().traces == 1
+    assert run(with_helper(helper())).cache_info().loaded == 1
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "the code of scaled was" in refused(run(with_helper(helper(more=" + 1"))), caplog)
+
+
+def test_a_constant_of_a_helper_module(helper: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    module = helper()
+    run(with_helper(module))
+    module.WEIGHT = 3.0  # the file is the same
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "WEIGHT was float 1.0, is float 3.0" in refused(run(with_helper(module)), caplog)
+
+
+def test_a_file_that_no_walk_would_reach(helper: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    module = helper()
+    run()
+    Path(module.__file__).write_text("print('something else')\n")
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "users_helper.py was" in refused(run(), caplog)
+
+
+def test_a_file_that_was_written_while_the_process_ran(helper: Callable[..., Any], cache: Path) -> None:
+    """What was imported may be what it said before."""
+    Path(helper().__file__).touch()
+    run()
+    assert not list(cache.glob("*"))
+
+
+def test_a_variable_of_the_environment(
+    helper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = helper()
+    run(with_helper(module))
+    monkeypatch.setenv("DOUBLED", "1")
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "environment: DOUBLED was not set, is 1" in refused(run(with_helper(module)), caplog)
+
+
+def test_a_damaged_file_of_the_cache_is_captured_anew(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:-7])
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "is damaged" in refused(run(), caplog)
+    assert run().cache_info().loaded == 1, "and written anew"
+
+
+def test_a_file_that_others_can_write_to_is_not_loaded(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    (file,) = cache.iterdir()
+    file.chmod(0o666)
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "can be written to by others" in refused(run(), caplog)
+
+
+def test_the_cache_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE", "0")
+    run()
+    assert not cache.exists()
+
+
+def test_what_cannot_be_compared_is_not_kept(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd = iter([1])
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return train(model, opt, x, y) + (0 if odd is None else 1)
+
+    with caplog.at_level(logging.INFO, "wholestep"):
+        run(step)
+    assert "odd holds a list_iterator, of which nothing can be seen" in caplog.text
+    assert not list(cache.glob("*"))
+
+
+def test_save_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, step = things(), ws.compile(train, backend="eager", max_retraces=3)
+    cold = losses(step, scene)
+    path = tmp_path / "saved.step"
+    step.save(path)
+    monkeypatch.setenv("WHOLESTEP_CACHE", "0")
+    with pytest.raises(ArtifactError, match="trusted=True"):
+        ws.load(path)
+    loaded = ws.load(path, trusted=True)
+    again = things()
+    assert losses(loaded, again) == cold
+    assert loaded.cache_info().loaded == 1
+    assert loaded.cache_info().traces == 0
+    assert all(map(torch.equal, state_of(scene), state_of(again)))
+
+
+def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "saved.step"
+    run().save(path)
+    step = ws.load(path, train, trusted=True)
+    before = things(width=9)
+    with pytest.raises(ArtifactError, match="was saved for something else"):
+        step(*before)
+    assert not before[1].state, "no state of the optimizer is left behind"
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "saved.step"
+    path.write_bytes(b"no step at all")
+    with pytest.raises(ArtifactError, match="is no step"):
+        ws.load(path, trusted=True)
+
+
+def test_a_function_that_cannot_be_found(tmp_path: Path) -> None:
+    def local(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return train(model, opt, x, y)
+
+    path = tmp_path / "saved.step"
+    run(local).save(path)
+    with pytest.raises(ArtifactError, match="Pass the function"):
+        ws.load(path, trusted=True)
+    step = ws.load(path, local, trusted=True)
+    step(*things())
+    assert step.cache_info().loaded == 1
+
+
+def test_a_step_that_means_nothing_elsewhere_is_not_saved(tmp_path: Path) -> None:
+    step = run(scene=things())
+    with pytest.raises(ArtifactError, match="cannot be written"):
+        step.save(tmp_path / "no folder" / "saved.step")
+
+
+SCRIPT = """
+import sys, torch
+from tests.behaviour import test_warm as t
+import wholestep as ws
+from wholestep.capture.trace import Tracer
+if sys.argv[1] == "warm":
+    def fail(*_): raise AssertionError("it was traced")
+    Tracer.run = fail
+for backend in ("eager", "inductor"):
+    scene, step = t.things() if backend == "eager" else t.few_things(), ws.compile(t.train, backend=backend)
+    found = t.losses(step, scene)
+    print(found, [float(x.double().sum()).hex() for x in t.state_of(scene)], file=sys.stderr)
+    print(step.cache_info().loaded)
+"""
+
+
+def test_a_second_process_starts_warm_on_both_backends() -> None:
+    def process(phase: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONHASHSEED": "1" if phase == "warm" else "2", "PYTHONWARNINGS": "ignore"}
+        root = Path(__file__).parents[2]
+        return subprocess.run(
+            [sys.executable, "-c", SCRIPT, phase], env=env, cwd=root, capture_output=True, text=True, check=False
+        )
+
+    cold, warm = process("cold"), process("warm")
+    assert (cold.returncode, warm.returncode) == (0, 0), cold.stderr[-2000:] + warm.stderr[-2000:]
+    assert cold.stdout.split() == ["0", "0"]
+    assert warm.stdout.split() == ["1", "1"]
+    assert cold.stderr == warm.stderr
+    assert "0x" in cold.stderr
+
+
+def start(width: int) -> tuple[list[float], int, int]:
+    """Three steps of a new compiled step on one rank; its own batch and cache."""
+    world = init()
+    model, opt, x, y = things(width=width)
+    step = ws.compile(train)
+    torch.manual_seed(world.rank)
+    found = losses(step, (model, opt, x + world.rank, y))
+    return found, step.cache_info().traces, step.cache_info().loaded
+
+
+def start_twice(folder: str, spoilt: int | None = None) -> list[Any]:
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{init().rank}"
+    before = os.environ.get("WHOLESTEP_CACHE")
+    os.environ["WHOLESTEP_CACHE"] = "1"
+    try:
+        first = start(8)
+        if spoilt == init().rank:
+            for file in artifact.folder().iterdir():
+                file.unlink()
+        return [first, start(8)]
+    finally:
+        os.environ["WHOLESTEP_CACHE"] = before or "0"
+
+
+def test_two_ranks_start_warm(pool2: Any, tmp_path: Path) -> None:
+    for cold, warm in pool2.run(start_twice, str(tmp_path)):
+        assert cold[1:] == (1, 0)
+        assert warm[1:] == (0, 1)
+        assert cold[0] == warm[0]
+
+
+def test_a_rank_without_a_file_keeps_the_other_from_loading(pool2: Any, tmp_path: Path) -> None:
+    for cold, warm in pool2.run(start_twice, str(tmp_path), 1):
+        assert cold[1:] == (1, 0)
+        assert warm[1:] == (1, 0)
+        assert cold[0] == warm[0]

@@ -1,0 +1,144 @@
+"""Fingerprints and files of saved steps: what differs is named, what is damaged or not one's own is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wholestep.errors import ArtifactError
+from wholestep.lower import artifact
+from wholestep.lower.artifact import Header
+
+TEXT = st.text(max_size=120)
+LINES = st.lists(st.tuples(TEXT, TEXT), max_size=5).map(tuple)
+FINGERPRINTS = st.dictionaries(TEXT, LINES, min_size=1, max_size=4)
+HEADER = Header(
+    step="train:train_step",
+    fingerprint={"the build": (("torch", "2.13"), ("Python", "3.11")), "the step": (("args.0", "float32[2]"),)},
+    outside={"files": (("train.py", "a" * 64),)},
+)
+BODY = bytes(range(256)) * 3
+
+
+@given(FINGERPRINTS)
+def test_what_is_the_same_has_no_difference_and_one_key(fingerprint: artifact.Fingerprint) -> None:
+    again = {name: tuple(lines) for name, lines in fingerprint.items()}
+    assert artifact.difference(fingerprint, again) is None
+    assert artifact.key_of("m:f", fingerprint) == artifact.key_of("m:f", again)
+
+
+@given(FINGERPRINTS, st.data())
+def test_every_change_of_a_line_is_found_and_named(fingerprint: artifact.Fingerprint, data: st.DataObject) -> None:
+    places = [(subject, number) for subject, lines in fingerprint.items() for number in range(len(lines))]
+    if not places:
+        return
+    subject, number = data.draw(st.sampled_from(places))
+    name, was = fingerprint[subject][number]
+    new = data.draw(TEXT.filter(lambda text: text != was))
+    lines = list(fingerprint[subject])
+    lines[number] = (name, new)
+    changed = {**fingerprint, subject: tuple(lines)}
+    assert (artifact.difference(fingerprint, changed) or "").startswith(f"{subject}: {name} was ")
+    assert artifact.key_of("m:f", fingerprint) != artifact.key_of("m:f", changed)
+
+
+@given(FINGERPRINTS, st.data())
+def test_every_line_that_comes_or_goes_is_found(fingerprint: artifact.Fingerprint, data: st.DataObject) -> None:
+    subject = data.draw(st.sampled_from(sorted(fingerprint)))
+    longer = {**fingerprint, subject: (*fingerprint[subject], ("a new line", "it"))}
+    assert artifact.difference(fingerprint, longer) == f"{subject}: a new line is new"
+    assert artifact.difference(longer, fingerprint) == f"{subject}: a new line is gone"
+
+
+def test_a_difference_inside_of_a_long_text_is_shown() -> None:
+    told = artifact.difference({"a": (("b", "x" * 500 + "was"),)}, {"a": (("b", "x" * 500 + "now"),)})
+    assert told is not None
+    assert "was" in told
+    assert "now" in told
+    assert len(told) < 250
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    artifact.write(path, HEADER, BODY)
+    assert artifact.read(path) == (HEADER, BODY)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == ["step"], "no temporary file is left"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_damaged_file_is_one_readable_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "step"
+    artifact.write(path, HEADER, BODY)
+    whole = path.read_bytes()
+    if data.draw(st.booleans(), "cut"):
+        path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    else:
+        place, flip = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+    with pytest.raises(ArtifactError, match=r"damaged|no step"):
+        artifact.read(path)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        artifact.read(Path("nowhere") / "step")
+
+
+def test_the_cache_is_made_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert artifact.make_folder().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_what_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "step"
+    artifact.write(path, HEADER, BODY)
+    artifact.check_private(path)
+    path.chmod(mode)
+    with pytest.raises(ArtifactError, match="can be written to by others"):
+        artifact.check_private(path)
+
+
+def test_what_somebody_else_owns_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step"
+    artifact.write(path, HEADER, BODY)
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    with pytest.raises(ArtifactError, match=f"belongs to the user with number {me}"):
+        artifact.check_private(path)
+
+
+def test_a_link_is_refused(tmp_path: Path) -> None:
+    artifact.write(tmp_path / "step", HEADER, BODY)
+    (tmp_path / "link").symlink_to(tmp_path / "step")
+    with pytest.raises(ArtifactError, match="is a link"):
+        artifact.check_private(tmp_path / "link")
+
+
+def test_a_file_from_elsewhere_wants_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    inside = artifact.make_folder() / "step"
+    for path in (tmp_path / "step", inside):
+        artifact.write(path, HEADER, BODY)
+    with pytest.raises(ArtifactError, match=r"A saved step is code.*trusted=True"):
+        artifact.check_trusted(tmp_path / "step", trusted=False)
+    artifact.check_trusted(tmp_path / "step", trusted=True)
+    artifact.check_trusted(inside, trusted=False)
+    inside.chmod(0o622)
+    with pytest.raises(ArtifactError, match="by others"):
+        artifact.check_trusted(inside, trusted=False)
+
+
+def test_a_few_files_of_a_step_are_kept(tmp_path: Path) -> None:
+    for number in range(12):
+        path = tmp_path / f"step-{number}"
+        path.touch()
+        os.utime(path, ns=(number, number))
+    artifact.forget_old(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{number}" for number in range(4, 12))
