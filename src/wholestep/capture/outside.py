@@ -76,11 +76,11 @@ def _user_files() -> dict[str, str]:
     """Every file that a module was loaded from which is neither Python's nor an installed package's.
 
     More than what the step runs; but whatever it runs is among them, wherever it was called from. What torch itself has
-    written (kernels of Inductor) is no file of the user's.
+    written (kernels of Inductor) is no file of the user's; of compiled modules a graph holds calls, and no code.
     """
     modules = [module for name, module in list(sys.modules.items()) if not name.startswith("torch.")]
     paths = {getattr(module, "__file__", None) for module in modules}
-    return {path: _digest(path) for path in sorted(filter(None, paths)) if is_users_file(path)}
+    return {path: _digest(path) for path in sorted(filter(None, paths)) if path.endswith(".py") and is_users_file(path)}
 
 
 def edited(files: Iterable[str]) -> str | None:
