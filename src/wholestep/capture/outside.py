@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,11 +56,14 @@ class Outside:
 
 @contextmanager
 def environment_read() -> Iterator[dict[str, str]]:
-    """While open, variables of the environment that are read are written down with what they were."""
+    """While open, variables of the environment that this thread reads are written down with what they were."""
     read: dict[str, str] = {}
+    thread = threading.get_ident()
     original = type(os.environ).__getitem__
 
     def get(environ: Any, name: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(environ, name)
         try:
             found = original(environ, name)
         except KeyError:
