@@ -28,6 +28,7 @@ help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
 demo: $(VENV)/.ready
+	$(BIN)/wholestep calibrate > /dev/null
 	$(BIN)/wholestep demo $(ARGS)
 
 bench: $(VENV)/.ready

@@ -19,11 +19,12 @@ Columns, microseconds per call, medians:
                  same wrapper from the same kind of lambda, with the caches that its last call left
   whole - code   the compiled call less the generated code called alone, block by block: what a call really costs
                  more. A small difference of large numbers, so it wanders by some percent of `code`
-  arguments      of `beyond`: arguments -> leaves, compared with the signature of the trace
   state          of `beyond`: torch's modes, attributes, containers, hooks, groups of the optimizer; and dtype, shape,
-                 strides, device, requires_grad and .grad of every tensor
+                 strides, device, requires_grad and .grad of every tensor. The native look is timed where a call would
+                 begin, with the caches that the last one left: a call from Python and a clock are in it
   branches       of `beyond`: conditions of the optimizer over its numbers
-  other          what is left of `beyond`: the list of inputs filled in, results put back, and Python on the way
+  other          what is left of `beyond`: arguments compared with the signature of the trace, the list of inputs filled
+                 in, results put back, and Python on the way
   code           the generated code: operators, called one after another
   eager          the same step without wholestep: all of it is host time, and its operators cannot be told apart
   zero_grad      of `eager`: optimizer.zero_grad() alone, as a measure of what looking at every parameter costs
@@ -37,7 +38,6 @@ import json
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,8 +48,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep import step as page
 from wholestep.capture import native
+from wholestep.step import CompiledStep
 
 TARGET_US = 100.0
 """What a call should cost at most beyond the generated code, at 1,000 parameters."""
@@ -59,7 +59,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
 }
-PARTS = ("arguments", "state", "branches")
+PARTS = ("state", "branches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +101,6 @@ class Clock:
         setattr(owner, name, timed)
         return lambda: setattr(owner, name, inner) if replaced is not None else delattr(owner, name)
 
-    def wrap_in(self, owner: Any, name: str, method: str, part: str) -> Callable[[], None]:
-        """Times a method of ``owner.name``, an object that takes no attributes."""
-        inner = getattr(owner, name)
-        stand_in = types.SimpleNamespace(**{one: getattr(inner, one) for one in dir(inner) if one[0] != "_"})
-        self.wrap(stand_in, method, part)
-        setattr(owner, name, stand_in)
-        return lambda: setattr(owner, name, inner)
-
     def read(self) -> dict[str, float]:
         """Seconds since the last reading."""
         spent, self.spent_s = self.spent_s, {}
@@ -120,6 +112,14 @@ def seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def take_up(step: CompiledStep, x: Tensor) -> None:
+    """Has the step notice what was exchanged in its executable, which its shortcut holds: a call the long way."""
+    for entry in step._entries:
+        entry.shortcut = None
+    step._shortcut = None
+    step(x)
 
 
 def build(num_parameters: int, optimizer: str) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
@@ -156,7 +156,9 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     leaves = [x]
     for _ in range(max(1, calls // BLOCK)):
         take_off = clock.wrap(executable, "_runner", "code")
+        take_up(step, x)
         mine = []
+        clock.read()
         for _ in range(BLOCK):
             mine.append(seconds(lambda: step(x)))
             code.append(clock.read()["code"])
@@ -168,20 +170,19 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
                 clocks.append(spent - clock.read()["code"])
             take_off()
             alone = [seconds(lambda inputs=inputs: executable._runner(inputs)) for _ in range(BLOCK)]
+        take_up(step, x)
         difference.append(statistics.median(mine[1:]) - statistics.median(alone[1:]))
         for _ in range(BLOCK):
             whole.append(seconds(lambda: eager(x)))
             zero_grad.append(seconds(eager_opt.zero_grad))
 
     undo = [clock.wrap(guards, "_branches", "branches")]
-    if native.module() is not None:
-        undo.append(clock.wrap_in(guards, "_match", "match", "arguments"))
-        undo.append(clock.wrap_in(guards, "_look", "moved", "state"))
-    else:
-        undo += [clock.wrap(page.tree, "flatten", "arguments"), clock.wrap(guards, "_arguments", "arguments")]
+    if guards._look is None:
         undo.append(clock.wrap(guards, "_compare", "state"))
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(calls):
+        if guards._look is not None:
+            clock.spent_s["state"] = seconds(guards._look.moved)
         step(x)
         spent = clock.read()
         for part in PARTS:
@@ -218,7 +219,7 @@ def table(rows: list[Row], options: argparse.Namespace) -> Table:
         title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}, "
         f"{look()}",
         caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside a call, "
-        "less what they show with nothing between them (clocks); arguments ... other: parts of beyond; code: the "
+        "less what they show with nothing between them (clocks); state, branches, other: parts of beyond; code: the "
         "generated code; eager: the whole step, not compiled; zero_grad: part of eager. See --help.",
         title_justify="left",
         caption_justify="left",

@@ -73,7 +73,6 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/copies.py": {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },
-    "cli/suite/silent.py": {"torch.testing._internal": "the process group whose collectives do nothing"},
     "lower/inductor.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",

@@ -55,7 +55,8 @@ def compile(
         mesh: a DeviceMesh with one axis; by default one axis over the world.
         backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
-            "eager" so far.
+            "inductor" on a GPU, and on a CPU where the calibration of the host says that it pays, else "eager".
+            `CompiledStep.explain` says which it is, and why.
         passes: a function ``Program -> Program``, or several. They run behind the default ones, on a functional
             graph; only the passes that let operations run in place come after them. Or the default passes with
             options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.

@@ -147,14 +147,15 @@ Strategy = DDP
 class Inductor:
     """The backend that compiles kernels."""
 
-    cuda_graph: bool | Literal["auto"] = "auto"
-    """Whether a step on a GPU runs as one CUDA graph; "auto": where it can be captured."""
+    cuda_graph: Literal["auto", False] = "auto"
+    """"auto": a step on a GPU runs as one CUDA graph where it can be captured, and `explain` says why where it cannot;
+    False: as compiled segments, one by one."""
     copy_engines: Literal["auto", False] = "auto"
     """Whether large reductions among the GPUs of one host go through their copy engines, so that multiprocessors stay
     with computation; "auto": where the GPUs can access each other's memory. False: all reductions are NCCL's."""
 
     def __post_init__(self) -> None:
-        if self.cuda_graph not in (True, False, "auto"):
-            raise ConfigError(f'Inductor(cuda_graph=...) wants True, False or "auto", got {self.cuda_graph!r}.')
-        if self.copy_engines not in (False, "auto"):
-            raise ConfigError(f'Inductor(copy_engines=...) wants "auto" or False, got {self.copy_engines!r}.')
+        for name in ("cuda_graph", "copy_engines"):
+            chosen = getattr(self, name)
+            if chosen is not False and chosen != "auto":
+                raise ConfigError(f'Inductor({name}=...) wants "auto" or False, got {chosen!r}.')

@@ -21,12 +21,13 @@ from wholestep.capture import tree
 from wholestep.capture.binding import Binding
 from wholestep.capture.blame import naming, place_of
 from wholestep.capture.capture import capture
+from wholestep.capture.quick import Shortcut
 from wholestep.capture.storage import is_freed
 from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
-from wholestep.errors import ArtifactError, ConfigError, RetraceLimitError, WholestepError
+from wholestep.errors import ConfigError, RetraceLimitError
 from wholestep.lower.backend import Backend as Lowering
 from wholestep.lower.backend import backend_for
 from wholestep.options import Options, data_axis
@@ -38,11 +39,12 @@ from wholestep.place.strategies import place
 from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
 from wholestep.report.explain import explain
-from wholestep.report.explanation import Explanation
+from wholestep.report.explanation import CacheInfo, Explanation
 from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
 from wholestep.run.meetings import Meetings
+from wholestep.run.progress import shown, tell
 from wholestep.run.virtual_ranks.verdict import Verification
 from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
 from wholestep.run.watch import named_failures
@@ -50,18 +52,6 @@ from wholestep.run.world import World, init
 from wholestep.warm import Look, Ready, Saved, Setting, Warm
 
 log = logging.getLogger("wholestep")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheInfo:
-    """How often a step was captured and how often a captured graph was used again."""
-
-    traces: int
-    hits: int
-    reasons: tuple[str, ...]
-    """Why each trace after the first was needed."""
-    loaded: int = 0
-    """How many graphs came from a file and were not captured here."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +66,7 @@ class _Entry:
     """The state of compressed communication that it reads."""
     look: Look
     """What was seen before it was captured."""
+    shortcut: Shortcut | None = None
 
 
 class CompiledStep:
@@ -88,10 +79,13 @@ class CompiledStep:
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
-        self._meetings = Meetings(self._name)
+        self._meetings = Meetings(self._name, lambda: self._calls + self._short())
         self._entries: list[_Entry] = []
+        self._shortcut: Shortcut | None = None
+        """That of the first entry, if it has one and may use it now."""
         self._reasons: list[str] = []
-        self._hits = self._traces = self._loaded = 0
+        self._calls = self._hits = self._traces = self._loaded = 0
+        """Without those that took a shortcut, which counts its own."""
         self._warm = Warm(step, saved)
         compress = options.strategy.compress if options.strategy is not None else None
         self._comm = CommState(compress) if compress is not None else None
@@ -101,14 +95,12 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
+        shortcut = self._shortcut
+        if shortcut is not None and (result := shortcut(args, kwargs)) is not shortcut:
+            return result  # the usual case: as in the last call
         if is_capturing():  # one compiled step inside another: part of the outer graph
             return self._step(*args, **kwargs)
-        self._meetings.calls += 1
-        if self._entries:  # the usual case: as in the last call
-            entry = self._entries[0]
-            if (known := entry.captured.guards.leaves_of(args, kwargs)) is not None:
-                self._hits += 1
-                return entry.executable(known, self._meetings.call) if entry.held is None else self._run(entry, known)
+        self._calls += 1
         leaves, spec = tree.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
@@ -116,10 +108,12 @@ class CompiledStep:
             if why_not is None:
                 if position:
                     self._entries.insert(0, self._entries.pop(position))
+                    self._shortcut = None
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
-        entry = self._compile(args, kwargs, reason)
+        with shown(self._name, init().rank):
+            entry = self._compile(args, kwargs, reason)
         with entry.captured.undone_on_error():
             result = self._run(entry, leaves)
         self._entries.insert(0, entry)
@@ -140,6 +134,7 @@ class CompiledStep:
             with look.ready.captured.undone_on_error():
                 return self._resume(look, look.ready, world)
         try:
+            tell("capturing")
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:
@@ -152,8 +147,9 @@ class CompiledStep:
         """Every stage behind capture, in order."""
         axis, strategy, lowering = data_axis(world, self._options.mesh), self._strategy(world), self._lowering(world)
         try:
+            tell("planning")
             placed = place(captured.program, strategy, axis)
-            scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes()))
+            scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes(placed)))
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
@@ -161,25 +157,11 @@ class CompiledStep:
         return self._lower(captured, programs, look, world)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:
-        """What there is of this step from earlier processes. All ranks use theirs, or none does."""
-        is_first = not self._entries
+        """What there is of this step from earlier processes."""
         if not self._starts_warm:
-            return Look(
-                fingerprint=None, ready=None, why_not="steps of the older surface are captured in every process"
-            )
-        look = self._warm.look(args, kwargs, self._setting(world), may_load=is_first or world.size == 1)
-        try:
-            why_not = self._meetings.objection(look.why_not, world) if is_first else look.why_not
-        except WholestepError:
-            look.dropped("")
-            raise
-        if why_not:
-            look = look.dropped(why_not)
-        if look.ready is None:
-            if self._warm.is_asked_for and is_first:
-                raise ArtifactError(look.why_not)
-            log.info("%s is captured: %s", self._name, look.why_not)
-        return look
+            return Look(fingerprint=None, ready=None, why_not="the older surface captures in every process")
+        first = self._meetings if not self._entries else None
+        return self._warm.agreed(args, kwargs, self._setting(world), first)
 
     def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
         """What follows capture and plan, for a step that was saved."""
@@ -203,19 +185,33 @@ class CompiledStep:
         self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
         buffers = self._meet(scheduled, binding, world)
-        executable = Executable(scheduled, binding, runner or lowering.lower(scheduled), world, buffers)
+        runner = runner or lowering.lower(scheduled)
+        executable = Executable(scheduled, binding, runner, world, call=self._meetings.call, buffers=buffers)
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held, look=look)
 
     def _run(self, entry: _Entry, leaves: list[Any]) -> Any:
         """One call of the first entry, or of a new one."""
         comm, held = self._comm, entry.held
         if comm is None or held is None:
-            return entry.executable(leaves, self._meetings.call)
+            result = entry.executable(leaves)
+            self._shorten(entry)
+            return result
         if comm.is_outdated(held):
             self._entries[0] = self._plan(entry.captured, entry.look, init())
             return self._run(self._entries[0], leaves)
         with comm.call(held):
-            return entry.executable(leaves, self._meetings.call)
+            return entry.executable(leaves)
+
+    def _shorten(self, entry: _Entry) -> None:
+        """Has the next call try the way of this entry, where it is native all along and nothing is measured."""
+        run = entry.executable.run()
+        if run is not None and entry.shortcut is None:
+            entry.shortcut = entry.captured.guards.shortcut(run)
+        self._shortcut = entry.shortcut if run is not None else None
+
+    def _short(self) -> int:
+        """Calls that took a shortcut."""
+        return sum(entry.shortcut.hits for entry in self._entries if entry.shortcut is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """What `PowerSGD` remembers on this rank, for checkpoints; tensors are the step's own. {} without it."""
@@ -276,7 +272,10 @@ class CompiledStep:
     def _lowering(self, world: World) -> Lowering:
         """The backend, made when it is first needed: before that the device is not known."""
         if self._backend is None:
-            self._backend = backend_for(self._options.backend, world.device)
+            what = f"the choice of a backend for {self._name}"
+            objection = functools.partial(self._meetings.objection, world=world, what=what)
+            costs = functools.partial(agreed_costs, self._meetings, world)
+            self._backend = backend_for(self._options.backend, world.device, costs, objection)
         return self._backend
 
     def _passes(
@@ -317,7 +316,7 @@ class CompiledStep:
         steps = [self, *self._bound.values()]
         return CacheInfo(
             traces=sum(step._traces for step in steps),
-            hits=sum(step._hits for step in steps),
+            hits=sum(step._hits + step._short() for step in steps),
             reasons=tuple(reason for step in steps for reason in step._reasons),
             loaded=sum(step._loaded for step in steps),
         )
@@ -350,9 +349,11 @@ class CompiledStep:
         """Times your next calls with the last signature used, `num_calls` of them behind a first one, for `explain`.
 
         Nothing runs besides your calls, and they compute what they would have. On a GPU the device is waited for around
-        each of them. Raises ConfigError before the first call, and for fewer than one.
+        each of them, and they run without a CUDA graph, inside of which no wait could be seen.
+
+        Raises ConfigError before the first call, and for fewer than one.
         """
-        last, lower = self._last(), self._lowering(init()).lower
+        last, lower, self._shortcut = self._last(), self._lowering(init()).lower, None
         last.executable.measure(num_calls, lambda wait: lower(last.programs[Stage.SCHEDULED], wait))
 
     def save(self, path: str | Path) -> None:

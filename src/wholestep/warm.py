@@ -39,6 +39,7 @@ from wholestep.program import portable
 from wholestep.program.program import Program, Stage
 from wholestep.run.comm_state import CommState
 from wholestep.run.costs import COSTS, marks_of
+from wholestep.run.meetings import Meetings
 from wholestep.run.world import World
 
 log = logging.getLogger("wholestep")
@@ -133,6 +134,28 @@ class Warm:
     def is_asked_for(self) -> bool:
         """Whether the user has named a file: then what does not fit is an error."""
         return self._path is not None
+
+    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, first: Meetings | None) -> Look:
+        """`look`, where all ranks use what they found, or none does. `first`: they meet there in their first call.
+
+        Raises ArtifactError where the user has named a file for the first call, and it does not fit.
+        """
+        world, name = setting.world, self.name.rpartition(".")[2].rpartition(":")[2]
+        look = self.look(args, kwargs, setting, may_load=first is not None or world.size == 1)
+        why_not = look.why_not
+        if first is not None:
+            try:
+                why_not = first.objection(why_not, world, f"the look for a saved {name}")
+            except WholestepError:
+                look.dropped("")
+                raise
+        if why_not:
+            look = look.dropped(why_not)
+        if look.ready is None:
+            if self.is_asked_for and first is not None:
+                raise ArtifactError(look.why_not)
+            log.info("%s is captured: %s", name, look.why_not)
+        return look
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, *, may_load: bool) -> Look:
         """Looks for a saved step that fits this call. Nothing of the user's is changed."""

@@ -44,7 +44,7 @@ class Segmented(Eager):
     def __init__(self) -> None:
         self.num_segments = 0
 
-    def passes(self) -> list[Pass]:
+    def passes(self, placed: Program) -> list[Pass]:
         pack = partial(pack_scalars, reads=inductor.reads_packed)
         return [pack, partial(form_segments, compiles=inductor.compiles)]
 
@@ -56,7 +56,7 @@ class Segmented(Eager):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Segmented()
-    monkeypatch.setattr(wholestep.step, "backend_for", lambda chosen, device: backend)
+    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
     complaints = check(CASES[name], Run())
     assert not complaints, "\n".join(complaints)
     assert backend.num_segments

@@ -79,6 +79,12 @@ def test_trains_as_eager_code_does(kind: str) -> None:
     assert step.explain().backend == "inductor, one CUDA graph"
 
 
+def test_is_what_auto_means_on_a_gpu() -> None:
+    step = ws.compile(train_step)
+    close(train("adamw_fused", step), train("adamw_fused", train_step))
+    assert step.explain().backend == "inductor, one CUDA graph (auto: there is a GPU)"
+
+
 def test_without_a_graph() -> None:
     step = ws.compile(train_step, backend=ws.Inductor(cuda_graph=False))
     close(train("adamw_fused", step), train("adamw_fused", train_step))

@@ -38,7 +38,7 @@ def trained(passes: Any) -> tuple[list[Tensor], ws.CompiledStep]:
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3))]
     model = nn.Sequential(*layers).to(world.device)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = ws.compile(train, passes=passes)
+    step = ws.compile(train, passes=passes, backend="eager")
     losses = [step(model, opt, torch.randn(400, 32, device=world.device)) for _ in range(CALLS)]
     state = [value for one in opt.state.values() for value in one.values()]
     left = [*losses, *model.parameters(), *state]

@@ -120,14 +120,12 @@ class Guards:
             self.grads.get(id(slot.tensor))
         ]
 
-    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The leaves of a call for which this trace holds, the quick way. None means that `why_not` has to look."""
-        if self._match is None or (leaves := self._match.match((args, kwargs))) is None:
+    def shortcut(self, run: quick.Run) -> quick.Shortcut | None:
+        """The quick way through a call: `run` where this trace holds. None where only `why_not` can tell."""
+        if self._match is None or self._look is None:
             return None
-        moved = self._look.moved() if self._look is not None else self._everything
-        if moved or self._opaque or self.predicates is not None or self.storages is not None:
-            return leaves if self._state_why_not(leaves, moved) is None else None
-        return leaves
+        always = bool(self._opaque) or self.predicates is not None or self.storages is not None
+        return quick.shortcut(self._match, self._look, self._state_why_not, always, run)
 
     def why_not(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""

@@ -1,8 +1,9 @@
-"""What stands before full comparisons: the native look and the native match of arguments, where they are there."""
+"""What stands before full comparisons: native looks at the state and at arguments, and the shortcut through a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from wholestep.capture import native, tree
 from wholestep.capture.native.probe import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
+from wholestep.capture.trace import CAPTURING
 from wholestep.capture.views import CellView
 from wholestep.capture.walk import Watch
 
@@ -91,6 +93,10 @@ def match(
     return made
 
 
+Function = Callable[[list[Any]], tuple[Any, ...]]
+"""What runs on flat inputs."""
+
+
 class Inputs(Protocol):
     """The flat inputs of calls."""
 
@@ -155,3 +161,41 @@ class PlainInputs:
             self._tensors, tuple(self._numbers), tuple(self._user), tuple(self._grads), self._free
         )
         return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a call does once its trace is known to hold."""
+
+    inputs: Inputs
+    function: Function
+    finish: Callable[[tuple[Any, ...]], Any] | None
+    """Makes the step's result of what `function` gives; None where that is its first part."""
+
+
+class Shortcut(Protocol):
+    """Calls with one signature, from the arguments to the result."""
+
+    @property
+    def hits(self) -> int:
+        """Calls that went this way."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result; the shortcut itself, and nothing done, if the call may have another signature."""
+
+
+WhyNot = Callable[[list[Any], tuple[int, ...]], str | None]
+"""Compares in full what `Look.moved` named for a call with these leaves. None if all is as it was."""
+
+
+def shortcut(match: Match, look: Look, why_not: WhyNot, always: bool, run: Run) -> Shortcut | None:
+    """The shortcut of a signature; None while `run` has no native inputs.
+
+    Args:
+        always: `why_not` is asked at every call, whether or not something has moved.
+    """
+    module = native.module()
+    if module is None or not isinstance(run.inputs, module.Inputs):
+        return None
+    made: Shortcut = module.Shortcut(match, look, why_not, always, run.inputs, run.function, run.finish, CAPTURING)
+    return made

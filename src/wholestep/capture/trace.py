@@ -36,22 +36,22 @@ from wholestep.errors import CaptureError
 from wholestep.program.program import InputKind
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
-_capturing = 0
+CAPTURING: list[None] = []
+"""One item per capture that runs at this moment; a list, since native code looks at it as well."""
 
 
 def is_capturing() -> bool:
     """Whether a step is being captured at this moment."""
-    return _capturing > 0
+    return bool(CAPTURING)
 
 
 @contextmanager
 def _capture_flag() -> Iterator[None]:
-    global _capturing
-    _capturing += 1
+    CAPTURING.append(None)
     try:
         yield
     finally:
-        _capturing -= 1
+        CAPTURING.pop()
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ class WorkloadName(StrEnum):
     MLP = "mlp"
     """Sixty-four narrow layers: mostly launches and small collectives."""
     GPT = "gpt"
-    """The model, step and data of the demo: mostly arithmetic."""
+    """The step and the text of the demo, and a model of three times the size: mostly arithmetic."""
     CONV = "conv"
     """Convolutions with batch norm: buffers that are broadcast at every step."""
 
@@ -82,7 +82,7 @@ def regression_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tenso
 
 
 def _gpt_batches(*, steps: int, rank: int) -> Iterator[Batch]:
-    settings = DemoSettings()
+    settings = DemoSettings(model=GPTConfig(), rows=8)
     return demo_batches(standard_library(max_bytes=settings.text_bytes).train, settings, rank=rank, num_batches=steps)
 
 

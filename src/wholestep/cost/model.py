@@ -12,6 +12,8 @@ from wholestep.cost.device import Device
 from wholestep.cost.links import Links
 from wholestep.errors import ConfigError
 
+_NOT_MEASURED = "not calibrated"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
@@ -44,6 +46,11 @@ class CostModel:
         (unsharded) message. One rank: 0.0. Raises ConfigError for another `op`.
         """
         return self.links.us(op, num_bytes, ranks)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether these are numbers of a host, and not the defaults of its class."""
+        return not self.source.endswith(_NOT_MEASURED)
 
     @property
     def call_us(self) -> float:
@@ -80,5 +87,5 @@ class CostModel:
                 f"CostModel.default wants COMPUTE+LINK, one of {', '.join(defaults.DEVICES)} and one of "
                 f"{', '.join(defaults.LINKS)}; got {device_class!r}."
             )
-        source = f"defaults for {compute} + {link}, not calibrated"
+        source = f"defaults for {compute} + {link}, {_NOT_MEASURED}"
         return cls(source=source, device=defaults.DEVICES[compute], links=defaults.LINKS[link])

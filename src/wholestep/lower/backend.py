@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import copies, cudagraph, eager, inductor
+from wholestep.cost.model import CostModel
+from wholestep.errors import InternalError
+from wholestep.lower import choice, copies, cudagraph, eager, inductor
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -22,6 +27,7 @@ from wholestep.program.collectives import averages
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
+from wholestep.run.progress import tell
 
 log = logging.getLogger("wholestep")
 
@@ -33,8 +39,8 @@ class Eager:
     shares_kernels = False
     """Whether a rank can use what another one has compiled."""
 
-    def passes(self) -> list[Pass]:
-        """Passes before the one that lets operators write in place."""
+    def passes(self, placed: Program) -> list[Pass]:
+        """Passes before the one that lets operators write in place, for this program."""
         return []
 
     def marks(self) -> list[tuple[str, str]]:
@@ -71,7 +77,7 @@ class Inductor:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
 
-    def passes(self) -> list[Pass]:
+    def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
             lean_cross_entropy,
@@ -93,10 +99,10 @@ class Inductor:
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
-        lower = partial(eager.lower, wait=wait, compile_segment=self._inductor.compile)
+        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program))
         if not self._on_gpu or wait is not None:
             return lower(program)
-        parts = cudagraph.split(program) if self._options.cuda_graph else "it was not asked for"
+        parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             self._goes_without(parts)
             return lower(program)
@@ -119,6 +125,17 @@ class Inductor:
             if data is not None:
                 self._inductor.take(segment, data)
 
+    def _compiled_of(self, program: Program) -> eager.Compile:
+        """Compiles segments of a program, and tells how far it is."""
+        whole = len(segments_of(program))
+        numbers = itertools.count(1)
+
+        def compile_segment(segment: Segment) -> inductor.Compiled:
+            tell(f"compiling segment {next(numbers)} of {whole}")
+            return self._inductor.compile(segment)
+
+        return compile_segment
+
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
         log.info("no CUDA graph: %s", reason)
@@ -129,11 +146,96 @@ def segments_of(program: Program) -> list[Segment]:
     return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
 
 
-Backend = Eager | Inductor
+_COMPILED = b"inductor"
 
 
-def backend_for(chosen: str | InductorOptions, device: torch.device) -> Backend:
-    """The backend that `compile` was asked for, on this device."""
+class Auto:
+    """Inductor where it can run and pays, else the eager backend. Decided once, at the first plan, alike on all ranks.
+
+    On a GPU it pays: kernels are few there, and one CUDA graph launches all of them. On a CPU the calibration of the
+    host says so (`wholestep.lower.choice`); without one the step runs as it is.
+    """
+
+    def __init__(self, device: torch.device, cost: Callable[[], CostModel], objection: Callable[[str], str]) -> None:
+        """`cost` gives what predictions are made from; `objection` takes why this rank objects to Inductor, if it does,
+        and gives what the first one says that does. Both give the same on every rank."""
+        self._device, self._cost, self._objection = device, cost, objection
+        self._chosen: Eager | Inductor | None = None
+        self._why = ""
+
+    @property
+    def _backend(self) -> Eager | Inductor:
+        if self._chosen is None:
+            raise InternalError("A backend was used before it was chosen, which happens when a step is planned.")
+        return self._chosen
+
+    @property
+    def name(self) -> str:
+        """What runs, for people, and why it was chosen."""
+        return f"{self._backend.name} (auto: {self._why})"
+
+    @property
+    def shares_kernels(self) -> bool:
+        """See `Eager.shares_kernels`."""
+        return self._backend.shares_kernels
+
+    def passes(self, placed: Program) -> list[Pass]:
+        """See `Eager.passes`."""
+        if self._chosen is None:
+            self._chosen = self._choose(placed)
+        return self._chosen.passes(placed)
+
+    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+        """See `Eager.lower`."""
+        return self._backend.lower(program, wait)
+
+    def _choose(self, placed: Program) -> Eager | Inductor:
+        on_cpu = self._device.type == "cpu"
+        if on_cpu and not self._cost().is_calibrated:
+            self._why = "this host is not calibrated; `wholestep calibrate` shows whether compiled kernels pay"
+            return Eager()
+        cannot = inductor.why_not(self._device)
+        share = choice.saved_share(choice.calls_of(placed, self._cost(), compiles=_may_compile)) if on_cpu else 1.0
+        gain = f"compiled kernels would take {share:.0%} off the computation"
+        objection = self._objection(cannot or ("" if share >= choice.ENOUGH else gain))
+        if objection:
+            self._why = objection
+            log.log(logging.WARNING if cannot else logging.INFO, "the step runs uncompiled: %s", objection)
+            return Eager()
+        self._why = f"{gain}, as predicted" if on_cpu else "there is a GPU"
+        return Inductor(InductorOptions(), self._device)
+
+    def marks(self) -> list[tuple[str, str]]:
+        """See `Eager.marks`."""
+        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks()]
+
+    def kernels(self, program: Program) -> tuple[bytes | None, ...]:
+        """See `Eager.kernels`. The first entry says what was chosen."""
+        chosen = _COMPILED if isinstance(self._backend, Inductor) else b""
+        return (chosen, *self._backend.kernels(program))
+
+    def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
+        """See `Eager.give`. The choice is that of the process that compiled."""
+        chosen, *rest = kernels
+        if self._chosen is None:
+            self._chosen = Inductor(InductorOptions(), self._device) if chosen == _COMPILED else Eager()
+            self._why = "as in the process that saved it"
+        self._chosen.give(program, tuple(rest))
+
+
+def _may_compile(node: fx.Node) -> bool:
+    return inductor.compiles(node) or inductor.reads_packed(node)
+
+
+Backend = Eager | Inductor | Auto
+
+
+def backend_for(
+    chosen: str | InductorOptions, device: torch.device, cost: Callable[[], CostModel], objection: Callable[[str], str]
+) -> Backend:
+    """The backend that `compile` was asked for, on this device. `cost` and `objection` as for `Auto`."""
     if isinstance(chosen, InductorOptions):
         return Inductor(chosen, device)
-    return Inductor(InductorOptions(), device) if chosen == "inductor" else Eager()
+    if chosen == "inductor":
+        return Inductor(InductorOptions(), device)
+    return Auto(device, cost, objection) if chosen == "auto" else Eager()

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wholestep.errors import ConfigError
 from wholestep.lower.inductor import Inductor
 from wholestep.program import edit, meta
-from wholestep.program.collectives import LIBRARY, backend_of, group_named, started_on_this_stream
+from wholestep.program.collectives import LIBRARY, averages, group_named, started_on_this_stream
 from wholestep.program.segment import Segment
 
 PIECE_BYTES = 256 << 20
@@ -207,7 +207,7 @@ LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")
 
 def why_not(group: str, device: torch.device) -> str:
     """Why tensors of a device cannot be reduced by copies in this group; empty if they can. The same on every rank."""
-    if device.type != "cuda" or backend_of(group, device) != "nccl":
+    if not averages(group, device):
         return "the group does not use NCCL"
     size, local = group_named(group).size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if local != int(os.environ.get("WORLD_SIZE", "-1")):

@@ -17,7 +17,6 @@ Note: warm-up
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +28,6 @@ from wholestep.program import edit, meta, ops
 from wholestep.program.numbers import pack
 from wholestep.program.program import Input, InputKind, OutputKind, Program
 from wholestep.program.show import Step
-
-log = logging.getLogger("wholestep")
 
 WARM_UP_CALLS = 2
 

@@ -14,6 +14,7 @@ Note: what may refuse its values
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import pickle
 import threading
@@ -25,8 +26,10 @@ import torch.fx as fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,6 +57,9 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "combo_kernels": True, "combo_kernels_pointwise_only": True,
     },
 }  # fmt: skip
+
+_LEAST_CAPABILITY = 7
+"""Of the GPUs that Inductor's kernels run on, the oldest generation: Volta."""
 
 _aten = torch.ops.aten
 _QUIET_ATTENTION = frozenset(
@@ -133,6 +139,20 @@ def _is_quiet(node: fx.Node) -> bool:
     schema = node.target._schema  # type: ignore[union-attr]
     given = dict(zip((arg.name for arg in schema.arguments), node.args, strict=False)) | node.kwargs
     return bool(given.get("dropout_p", 0.0) == 0.0)
+
+
+def why_not(device: torch.device) -> str:
+    """Why nothing can be compiled for this device here; empty if it can, as far as that is known without trying."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler (CXX, else g++)"
+    if device.type != "cuda":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
 
 
 class Inductor:

@@ -41,16 +41,8 @@ def group_named(name: str) -> Any:
 
 
 def averages(name: str, device: torch.device) -> bool:
-    """Whether the group of that name averages tensors of a device while it adds them: NCCL does, gloo refuses.
-
-    So does a group that does nothing, over which a step is timed without its communication.
-    """
-    return device.type == "cuda" and backend_of(name, device) in ("nccl", "fake")
-
-
-def backend_of(name: str, device: torch.device) -> str:
-    """What carries tensors of a device in the group of that name, such as ``nccl``."""
-    return str(group_named(name)._get_backend(device).name())
+    """Whether the group of that name averages tensors of a device while it adds them: NCCL does, gloo refuses."""
+    return device.type == "cuda" and bool(group_named(name)._get_backend(device).name() == "nccl")
 
 
 def _started(result: torch.Tensor, work: Any) -> torch.Tensor:

@@ -199,3 +199,15 @@ def _member_table(collectives: Sequence[Collective]) -> Table:
         if c.members:
             table.add_row(str(c.number), ", ".join(c.members))
     return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """How often a step was captured and how often a captured graph was used again."""
+
+    traces: int
+    hits: int
+    reasons: tuple[str, ...]
+    """Why each trace after the first was needed."""
+    loaded: int = 0
+    """How many graphs came from a file and were not captured here."""

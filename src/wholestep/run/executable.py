@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from wholestep.capture import quick
 from wholestep.capture.binding import Binding
 from wholestep.errors import RankMissingError
 from wholestep.passes.sink import writes_beside_communication
@@ -34,12 +35,14 @@ class Executable:
         binding: Binding,
         runner: Runner,
         world: World,
+        *,
+        call: Callable[[], str],
         buffers: Buffers | None = None,
     ) -> None:
+        """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
-        self._runner, self._world, self._buffers = runner, world, buffers
-        self._is_alone = world.size == 1
-        self._inputs = binding.source().native()
+        self._runner, self._world, self._buffers, self._name = runner, world, buffers, call
+        self._inputs: quick.Inputs = binding.source()
         self._writes_early = writes_beside_communication(program)
         self._meter: Meter | None = None
         self.measured: Measured | None = None
@@ -49,11 +52,33 @@ class Executable:
         """Times the next calls, behind one that is not; see `Meter`."""
         self._meter = Meter(num_calls, self._world.device, lower)
 
-    def _timed(self, meter: Meter, leaves: list[Any], call: Callable[[], str]) -> Any:
+    def run(self) -> quick.Run | None:
+        """What a call does, once there has been one; None while calls are measured."""
+        if self._meter is not None:
+            return None
+        if isinstance(self._inputs, quick.PlainInputs):  # the native ones may have come
+            self._inputs = self._inputs.native()
+        finish = None if self.binding.is_plain else self.binding.finish
+        return quick.Run(inputs=self._inputs, function=self._function(), finish=finish)
+
+    def _function(self) -> quick.Function:
+        return self._runner if self._world.size == 1 else self._watched
+
+    def _watched(self, inputs: list[Any]) -> tuple[Any, ...]:
+        """The step among other ranks."""
+        try:
+            with named_failures(self._world, self._name):
+                if self._buffers is not None:
+                    self._buffers.before_call()
+                return self._runner(inputs)
+        except RankMissingError as error:
+            raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
+
+    def _timed(self, meter: Meter, leaves: list[Any]) -> Any:
         """One step on the runner of the meter."""
         runner, self._runner, self._meter = self._runner, meter.runner, None
         try:
-            result = meter.time(lambda: self(leaves, call))
+            result = meter.time(lambda: self(leaves))
         finally:
             self._runner = runner
             self._meter = meter
@@ -61,27 +86,16 @@ class Executable:
             self.measured, self._meter = measured, None
         return result
 
-    def __call__(self, leaves: list[Any], call: Callable[[], str]) -> Any:
-        """One step. `leaves` are the flat arguments; `call` says its name on every rank: ``train_step, call 7``.
+    def __call__(self, leaves: list[Any]) -> Any:
+        """One step. `leaves` are the flat arguments.
 
         Raises:
             RankMissingError: a collective failed because a rank died or hung. It says whether parameters may have
                 been updated in part by then (see ``DDP(hold_updates=True)``).
         """
         if self._meter is not None:
-            return self._timed(self._meter, leaves, call)
-        if self._is_alone:
-            outputs = self._inputs.run(self._runner, leaves)
-        else:
-            try:
-                with named_failures(self._world, call):
-                    if self._buffers is not None:
-                        self._buffers.before_call()
-                    outputs = self._inputs.run(self._runner, leaves)
-            except RankMissingError as error:
-                raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
-        binding = self.binding
-        return outputs[0] if binding.is_plain else binding.finish(outputs)
+            return self._timed(self._meter, leaves)
+        return self.binding.finish(self._inputs.run(self._function(), leaves))
 
 
 _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()

@@ -17,17 +17,17 @@ _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # 
 class Meetings:
     """The meetings of one compiled step. Ranks hold them in the same order; a step that fails disturbs no other one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, calls: Callable[[], int] = lambda: 0) -> None:
+        """`calls` says how many calls of the step there were on this rank, the one that runs among them."""
         self._name, self._number, self._count = name, next(_made[name]), itertools.count()
+        self._calls = calls
         self._agreed: set[str] = set()
         self._chosen: dict[str, Any] = {}
-        self.calls = 0
-        """Calls of the step on this rank."""
 
     def call(self) -> str:
         """``train_step, call 7``: which call of which compiled step this is, in the same words on every rank."""
         number = f" ({self._number + 1})" if self._number else ""
-        return f"{self._name}{number}, call {self.calls}"
+        return f"{self._name}{number}, call {self._calls()}"
 
     def agree(self, plan: str, by_rank: Callable[[], str], world: World) -> None:
         """Returns when all ranks have shown the same plan. Raises as `agree.agree` does.
@@ -74,15 +74,18 @@ class Meetings:
         """Takes over answers that the same ranks have found in earlier processes."""
         self._chosen = {**choices, **self._chosen}
 
-    def objection(self, own: str, world: World) -> str:
-        """What the first rank that objects says, the same on every rank; empty if none does."""
+    def objection(self, own: str, world: World, what: str) -> str:
+        """What the first rank that objects says, the same on every rank; empty if none does.
+
+        `own` is what this rank says, empty if it does not object; `what` names the meeting in messages.
+        """
         if world.size == 1:
             return own
         key = self._next()
         world.store.set(f"wholestep/{key}/{world.rank}", own)
         agree(
             "all are here", store=world.store, rank=world.rank, size=world.size, key=key, timeout_s=world.timeout_s,
-            what=f"the look for a saved {self._name}", call=self.call(), peers=world,
+            what=what, call=self.call(), peers=world,
         )  # fmt: skip
         said = (world.store.get(f"wholestep/{key}/{rank}").decode() for rank in range(world.size))
         return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")

@@ -323,17 +323,20 @@ def test_the_native_look_takes_over_when_it_comes(monkeypatch: pytest.MonkeyPatc
 
 def test_usual_calls_take_the_quick_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    guards = bench.step._last().captured.guards
-    found = guards.leaves_of(bench.args, {})
-    assert (found is not None) == (kind == "native")
-    assert found is None or (found[0] is bench.args[0] and len(found) == 2)
-    assert guards.leaves_of((torch.randn(3, 4), 1.0), {}) is None
+    entry = bench.step._last()
+    shortcut = entry.shortcut
+    assert (shortcut is not None) == (kind == "native")
+    if shortcut is None:
+        return
+    hits = shortcut.hits
+    assert shortcut((torch.randn(3, 4), 1.0), {}) is shortcut, "another shape"
+    assert shortcut.hits == hits
     bench.group["lr"] = 0.5  # what a scheduler does: looked at again, and taken for granted afterwards
-    assert (guards.leaves_of(bench.args, {}) is not None) == (kind == "native")
-    monkeypatch.setattr(type(guards), "_compare", lambda self, moved: pytest.fail("nothing has moved"))
-    if kind == "native":
-        assert guards.leaves_of(bench.args, {}) is not None
-        assert bench.step(*bench.args) is not None
+    assert isinstance(shortcut(bench.args, {}), Tensor)
+    monkeypatch.setattr(type(entry.captured.guards), "_compare", lambda self, moved: pytest.fail("nothing has moved"))
+    assert isinstance(shortcut(bench.args, {}), Tensor)
+    assert isinstance(bench.step(*bench.args), Tensor)
+    assert shortcut.hits == hits + 3
 
 
 def test_a_single_gradient_that_is_zero(kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -237,6 +238,86 @@ def test_every_write_to_a_dict_is_seen(module: ModuleType, kind: Callable[[], An
         look.renew()
     container.get("a"), list(container.items())
     assert look.moved() == ()
+
+
+class Few:
+    """Python keeps the attributes in the object, until somebody asks for its dict."""
+
+    def __init__(self) -> None:
+        self.a = self.b = 0
+
+
+class Many:
+    """More attributes than objects of a class can share the names of."""
+
+    def __init__(self) -> None:
+        for number in range(60):
+            setattr(self, f"name_{number}", number)
+        self.a = 0
+
+
+class Added(Few):
+    """The attribute is not there when the object is made."""
+
+    def __init__(self) -> None:
+        self.other = 0
+        self.late = 0
+        del self.other
+        self.a = 0
+
+
+COUNTED = 0
+
+
+def count_globally() -> None:
+    global COUNTED
+    COUNTED += 1
+
+
+@pytest.mark.parametrize("kind", [Few, Many, Added, nn.Identity])
+@pytest.mark.parametrize("early", [True, False], ids=["dict at once", "dict behind the warming"])
+def test_attributes_written_by_warm_code_are_seen(module: ModuleType, kind: type[Any], early: bool) -> None:
+    """Python rewrites instructions that run often, and such a one writes into the dict by a way of its own."""
+    owner = kind()
+    owner.a = 0
+    attributes = vars(owner) if early else None
+
+    def write() -> None:
+        owner.a += 1
+
+    for _ in range(5000):
+        write()
+    attributes = vars(owner) if attributes is None else attributes
+    look = module.Look((), b"", (attributes,), (None,))
+    for _ in range(5000):
+        assert look.moved() == ()
+        write()
+        assert look.moved() == (0,)
+        look.renew()
+    del owner.a
+    assert look.moved() == (0,)
+
+
+def test_globals_and_writes_from_c_are_seen(module: ModuleType) -> None:
+    container: dict[str, Any] = {"a": 1}
+    look = module.Look((), b"", (globals(), container), (None, None))
+    for _ in range(2000):
+        count_globally()
+        assert look.moved() == (0,)
+        look.renew()
+    more = ctypes.pythonapi.PyDict_SetItemString, ctypes.pythonapi.PyDict_DelItemString
+    writes: list[Callable[[], Any]] = [
+        lambda: more[0](ctypes.py_object(container), b"a", ctypes.py_object(2)),
+        lambda: more[1](ctypes.py_object(container), b"a"),
+        lambda: container.__ior__({"b": 1}),
+        container.popitem,
+        lambda: exec("c = 1", {}, container),
+    ]
+    for write in writes:
+        assert look.moved() == ()
+        write()
+        assert look.moved() == (1,)
+        look.renew()
 
 
 def test_a_write_between_the_look_and_the_renewal_is_not_lost(module: ModuleType) -> None:

@@ -23,9 +23,12 @@ struct ArgumentLayout {
 
 class Call {
  public:
-  // `structure` is ("leaf", n), ("tuple" | "list", [structures]) or ("dict", keys, [structures]); `leaves` has per
-  // leaf a tuple (type, dtype, shape, strides, device, requires_grad, alias) of data, or (thing,).
+  // `structure`, that of (args, kwargs), is (None,), (tuple or list, structures) or (dict, structures, keys); `leaves` has
+  // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, alias) of data, or (thing,).
   Call(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
+    if (PyTuple_GET_SIZE(structure) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(structure, 1)) ||
+        PyTuple_GET_SIZE(PyTuple_GET_ITEM(structure, 1)) != 2)
+      throw std::invalid_argument("a call is a pair of positional and keyword arguments");
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state); ++i) state_.insert(PyTuple_GET_ITEM(state, i));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(leaves); ++i) {
       PyObject* leaf = PyTuple_GET_ITEM(leaves, i);
@@ -34,10 +37,13 @@ class Call {
   }
 
   // A new list of the leaves, or null without an error set if the call may differ from the one recorded.
-  PyObject* match(PyObject* call) const {
+  PyObject* match(PyObject* args, PyObject* kwargs) const {
     PyObject* found = PyList_New(0);
     if (found == nullptr) return nullptr;
-    if (collect(structure_, call, found) && PyList_GET_SIZE(found) == PyTuple_GET_SIZE(leaves_) && fit(found)) return found;
+    PyObject* parts = PyTuple_GET_ITEM(structure_, 1);
+    if (collect(PyTuple_GET_ITEM(parts, 0), args, found) && collect(PyTuple_GET_ITEM(parts, 1), kwargs, found) &&
+        PyList_GET_SIZE(found) == PyTuple_GET_SIZE(leaves_) && fit(found))
+      return found;
     Py_DECREF(found);
     return nullptr;
   }

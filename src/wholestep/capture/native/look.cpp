@@ -1,9 +1,10 @@
 // The look at everything that a trace depends on, at every call: thousands of objects in some tens of microseconds.
 //
-// Three types. `Look` holds the state of a step: tensors (type, dtype, device, layout, shape, strides, requires_grad,
+// Four types. `Look` holds the state of a step: tensors (type, dtype, device, layout, shape, strides, requires_grad,
 // gradient, hooks) and containers (dicts, lists, closure cells), and the modes of torch. `Arguments` holds the shape
-// of a call and gives its leaves. `Inputs` fills in what a call supplies and runs it. The first two may say "look again" too often, never "nothing changed" wrongly: the caller
-// compares in full and has the sentence for the user.
+// of a call and gives its leaves. These two may say "look again" too often, never "nothing changed" wrongly: the caller
+// compares in full and has the sentence for the user. `Inputs` fills in what a call supplies and runs it. `Shortcut` is
+// the usual call, all of these one after another.
 //
 // What costs time is memory: the step that ran before has filled the caches, so every line that is looked at comes
 // from far away. Records are small and lie in one array each, loops have no branch that depends on a single object, so
@@ -14,9 +15,7 @@
 // its AutogradMeta only as the TensorImpl names it now. Everything runs under the interpreter lock.
 
 #define PY_SSIZE_T_CLEAN
-#include "arguments.h"
-#include "inputs.h"
-#include "state.h"
+#include "shortcut.h"
 
 #ifdef Py_GIL_DISABLED
 #error "this build of Python has no interpreter lock, on which the look relies"
@@ -26,61 +25,7 @@ using namespace wholestep;
 
 namespace {
 
-template <class Inner>
-struct Object {
-  PyObject_HEAD
-  PyObject* kept;  // everything that Inner points at
-  Inner* inner;
-};
-
-template <class Inner>
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(reinterpret_cast<Object<Inner>*>(self)->kept);
-  Py_VISIT(Py_TYPE(self));
-  return 0;
-}
-
-template <class Inner>
-int clear(PyObject* self) {
-  auto* object = reinterpret_cast<Object<Inner>*>(self);
-  delete object->inner;
-  object->inner = nullptr;
-  Py_CLEAR(object->kept);
-  return 0;
-}
-
-template <class Inner>
-void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  clear<Inner>(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-// Runs `make`, whose C++ errors become a TypeError; the object owns `args`.
-template <class Inner, class Make>
-PyObject* create(PyTypeObject* type, PyObject* args, Make make) {
-  Inner* inner = nullptr;
-  try {
-    inner = make();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_TypeError, error.what());
-    return nullptr;
-  }
-  if (PyErr_Occurred()) {
-    delete inner;
-    return nullptr;
-  }
-  auto* object = reinterpret_cast<Object<Inner>*>(type->tp_alloc(type, 0));
-  if (object == nullptr) {
-    delete inner;
-    return nullptr;
-  }
-  object->inner = inner;
-  object->kept = Py_NewRef(args);
-  return reinterpret_cast<PyObject*>(object);
-}
+PyObject *look_type, *arguments_type, *inputs_type;  // made once, never freed
 
 PyObject* new_look(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *tensors, *containers, *held;
@@ -110,30 +55,23 @@ PyObject* new_inputs(PyTypeObject* type, PyObject* args, PyObject*) {
   return create<Inputs>(type, args, [&] { return new Inputs(tensors, numbers, user, grads, free); });
 }
 
-// Runs `use`; what torch throws (a mode that it refuses to read) becomes a RuntimeError.
-template <class Inner, class Use>
-PyObject* guarded(PyObject* self, Use use) {
-  Inner* inner = reinterpret_cast<Object<Inner>*>(self)->inner;
-  if (inner == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "the look was cleared by the garbage collector");
+PyObject* shortcut_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords);
+
+PyObject* new_shortcut(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *arguments, *look, *why_not, *inputs, *function, *finish, *capturing;
+  int always;
+  if (!PyArg_ParseTuple(args, "O!O!OpO!OOO!", arguments_type, &arguments, look_type, &look, &why_not, &always, inputs_type,
+                        &inputs, &function, &finish, &PyList_Type, &capturing))
     return nullptr;
-  }
-  try {
-    return use(*inner);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  PyObject* made = create<Shortcut>(type, args, [&] {
+    return new Shortcut(arguments, look, why_not, always, inputs, function, finish, capturing);
+  });
+  if (made != nullptr) reinterpret_cast<Object<Shortcut>*>(made)->call = shortcut_call;
+  return made;
 }
 
 PyObject* look_moved(PyObject* self, PyObject*) {
-  return guarded<State>(self, [](State& state) -> PyObject* {
-    const auto& numbers = state.moved();
-    PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(numbers.size()));
-    for (size_t i = 0; found != nullptr && i < numbers.size(); ++i)
-      PyTuple_SET_ITEM(found, i, PyLong_FromLong(numbers[i]));
-    return found;
-  });
+  return guarded<State>(self, [](State& state) { return as_tuple(state.moved()); });
 }
 
 PyObject* look_renew(PyObject* self, PyObject*) {
@@ -145,7 +83,8 @@ PyObject* look_renew(PyObject* self, PyObject*) {
 
 PyObject* arguments_match(PyObject* self, PyObject* call) {
   return guarded<Call>(self, [call](Call& one) -> PyObject* {
-    PyObject* found = one.match(call);
+    if (!PyTuple_CheckExact(call) || PyTuple_GET_SIZE(call) != 2) Py_RETURN_NONE;
+    PyObject* found = one.match(PyTuple_GET_ITEM(call, 0), PyTuple_GET_ITEM(call, 1));
     if (found != nullptr) return found;
     PyErr_Clear();
     Py_RETURN_NONE;
@@ -158,6 +97,22 @@ PyObject* inputs_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return nullptr;
   }
   return guarded<Inputs>(self, [args](Inputs& inputs) { return inputs.run(args[0], args[1]); });
+}
+
+// The object itself stands for "the call may differ": no step can return it.
+PyObject* shortcut_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords) {
+  if (PyVectorcall_NARGS(flags) != 2 || keywords != nullptr) {
+    PyErr_SetString(PyExc_TypeError, "shortcut(args: tuple, kwargs: dict)");
+    return nullptr;
+  }
+  return guarded<Shortcut>(self, [=](Shortcut& shortcut) {
+    PyObject* found = shortcut.call(args[0], args[1]);
+    return found != nullptr || PyErr_Occurred() ? found : Py_NewRef(self);
+  });
+}
+
+PyObject* shortcut_hits(PyObject* self, void*) {
+  return guarded<Shortcut>(self, [](Shortcut& shortcut) { return PyLong_FromSsize_t(shortcut.hits); });
 }
 
 PyMethodDef look_methods[] = {
@@ -174,18 +129,10 @@ PyMethodDef inputs_methods[] = {
      "function(inputs) with gradients off. Then nothing of the call lives on."},
     {nullptr, nullptr, 0, nullptr}};
 
-template <class Inner>
-PyObject* make_type(const char* name, newfunc make, PyMethodDef* methods) {
-  PyType_Slot slots[] = {
-      {Py_tp_new, reinterpret_cast<void*>(make)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<Inner>)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse<Inner>)},
-      {Py_tp_clear, reinterpret_cast<void*>(clear<Inner>)},
-      {Py_tp_methods, methods},
-      {0, nullptr}};
-  PyType_Spec spec{name, sizeof(Object<Inner>), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
-  return PyType_FromSpec(&spec);
-}
+PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef shortcut_getters[] = {
+    {"hits", shortcut_hits, nullptr, "Calls that went this way.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step's state and arguments.", -1, nullptr};
 
@@ -194,12 +141,17 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step'
 PyMODINIT_FUNC PyInit_look() {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  PyObject* look = make_type<State>("look.Look", new_look, look_methods);
-  PyObject* arguments = make_type<Call>("look.Arguments", new_arguments, arguments_methods);
-  PyObject* inputs = make_type<Inputs>("look.Inputs", new_inputs, inputs_methods);
-  if (look == nullptr || arguments == nullptr || inputs == nullptr || PyModule_AddObject(module, "Look", look) < 0 ||
-      PyModule_AddObject(module, "Arguments", arguments) < 0 || PyModule_AddObject(module, "Inputs", inputs) < 0 || PyModule_AddIntConstant(module, "TENSORS", TENSORS) < 0 ||
-      PyModule_AddIntConstant(module, "MODES", MODES) < 0) {
+  look_type = make_type<State>("look.Look", new_look, look_methods, nullptr, false);
+  arguments_type = make_type<Call>("look.Arguments", new_arguments, arguments_methods, nullptr, false);
+  inputs_type = make_type<Inputs>("look.Inputs", new_inputs, inputs_methods, nullptr, false);
+  PyObject* shortcut_type = make_type<Shortcut>("look.Shortcut", new_shortcut, no_methods, shortcut_getters, true);
+  for (PyObject* type : {look_type, arguments_type, inputs_type, shortcut_type}) {
+    if (type == nullptr || PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type)) < 0) {
+      Py_DECREF(module);
+      return nullptr;
+    }
+  }
+  if (PyModule_AddIntConstant(module, "TENSORS", TENSORS) < 0 || PyModule_AddIntConstant(module, "MODES", MODES) < 0) {
     Py_DECREF(module);
     return nullptr;
   }

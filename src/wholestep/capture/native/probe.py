@@ -43,12 +43,29 @@ _PARAMETER_CHANGES: dict[str, Change] = {
 }
 
 
+_WARM = 100
+"""Writes after which Python has put an instruction of its own in the place of the general one."""
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self.a = self.b = 1
+
+    def write(self) -> None:
+        self.a += 1
+
+
 def fault(module: ModuleType) -> str:
     """What the library fails to see, or sees without reason; empty if it can be trusted."""
     for kind in VERSIONED:
         for name, change in _DICT_WRITES.items():
             if not _seen(module, change, container=kind({"a": 1}) if kind is not defaultdict else kind(int, a=1)):
                 return f"{kind.__name__}: {name}"
+    owner = _Owner()
+    for _ in range(_WARM):
+        owner.write()  # first as an object without a dict of its own
+    if not all(_seen(module, lambda attributes: owner.write(), container=vars(owner)) for _ in range(_WARM)):
+        return "dict: an attribute written"
     for name, change in _LIST_WRITES.items():
         if not _seen(module, change, container=[1, 2]):
             return f"list: {name}"
@@ -60,9 +77,9 @@ def fault(module: ModuleType) -> str:
     for name, change in (_TENSOR_CHANGES | _PARAMETER_CHANGES).items():
         if not _seen(module, change, tensor=nn.Parameter(torch.zeros(2, 3)), want=WITHOUT_GRADIENT):
             return f"parameter: {name}"
-    owner = nn.Parameter(torch.zeros(2, 3))
-    owner.grad = torch.zeros(2, 3)
-    if not _seen(module, lambda t: setattr(t, "grad", None), tensor=owner, want=WITH_GRADIENT):
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    parameter.grad = torch.zeros(2, 3)
+    if not _seen(module, lambda t: setattr(t, "grad", None), tensor=parameter, want=WITH_GRADIENT):
         return "parameter: no gradient"
     return ""
 

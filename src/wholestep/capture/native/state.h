@@ -107,6 +107,12 @@ struct CellRecord {
   long number;
 };
 
+inline PyObject* as_tuple(const std::vector<long>& numbers) {
+  PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(numbers.size()));
+  for (size_t i = 0; found != nullptr && i < numbers.size(); ++i) PyTuple_SET_ITEM(found, i, PyLong_FromLong(numbers[i]));
+  return found;
+}
+
 inline uint64_t version_of_hooks(PyObject* hooks) {
   return hooks != nullptr && PyDict_Check(hooks) ? version_of(reinterpret_cast<PyDictObject*>(hooks)) : 0;
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from wholestep.cli.suite.intervals import exposed, idle, total
+from wholestep.cli.suite.intervals import Interval, exposed, idle, total
 
 
 class KernelClass(StrEnum):
@@ -124,17 +124,25 @@ def behind_marker(events: Sequence[KernelEvent]) -> list[KernelEvent]:
     return [one for one in events if one.start_us >= start_us]
 
 
-def breakdown(events: Sequence[KernelEvent], *, num_steps: int, num_longest: int = 12) -> Breakdown | None:
-    """What `num_steps` steps in a row spend, per step; None where nothing ran on a device."""
+def breakdown(
+    events: Sequence[KernelEvent], *, num_steps: int, by_copies: bool = False, num_longest: int = 12
+) -> Breakdown | None:
+    """What `num_steps` steps in a row spend, per step; None where nothing ran on a device.
+
+    `by_copies`: gradients are reduced by copies between devices. A profiler shows those like copies within a device,
+    so all count as communication then, also the few that are none.
+    """
     if not events:
         return None
-    everything = [(one.start_us, one.stop_us) for one in events]
-    sent = [(one.start_us, one.stop_us) for one in events if class_of(one.name) is KernelClass.NCCL]
-    rest = [(one.start_us, one.stop_us) for one in events if class_of(one.name) is not KernelClass.NCCL]
+    everything, sent, rest = list[Interval](), list[Interval](), list[Interval]()
     by_class, by_name = dict.fromkeys(map(str, KernelClass), 0.0), dict[str, float]()
     for one in events:
         took_us = one.stop_us - one.start_us
-        by_class[class_of(one.name)] += took_us
+        travels = by_copies and one.name.startswith("Memcpy DtoD")
+        kind = KernelClass.NCCL if travels else class_of(one.name)
+        for found in (everything, sent if kind is KernelClass.NCCL else rest):
+            found.append((one.start_us, one.stop_us))
+        by_class[kind] += took_us
         by_name[one.name] = by_name.get(one.name, 0.0) + took_us
     per_step_ms = 1e-3 / num_steps
     first = sorted(by_name.items(), key=lambda pair: (-pair[1], pair[0]))[:num_longest]

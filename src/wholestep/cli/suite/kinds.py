@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from wholestep.cli.suite.silent import silent_mesh
+from wholestep.cli.suite.silent import SilentStep
 from wholestep.cli.suite.trainings import Training
 
 
@@ -58,8 +58,9 @@ def prepare(kind: Kind, training: Training, world: ws.World) -> Lane:
     if kind in OWN:
         optimizer = _optimizer(model)
         strategy = ws.DDP(compress=ws.CastCompress(torch.bfloat16)) if kind is Kind.OURS_BF16 else ws.DDP()
-        mesh = silent_mesh(world) if kind is Kind.LIMIT else None
-        step = ws.compile(training.step, strategy=strategy, mesh=mesh, backend="inductor")
+        step = ws.compile(training.step, strategy=strategy, backend="inductor")
+        if kind is Kind.LIMIT:
+            step = SilentStep(training.step)
         return Lane(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
     wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)
     optimizer = _optimizer(wrapped)

@@ -33,6 +33,7 @@ from wholestep.cli.suite.kinds import OWN, Kind, Lane, prepare
 from wholestep.cli.suite.records import LOSS_STEPS, LaneResult, SuiteReport, breakdown_from, keep
 from wholestep.cli.suite.talk import Talk
 from wholestep.cli.suite.trainings import training
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 
 BLOCK_STEPS = 10
 """Steps of a lane before the next one takes over; each block is timed as a whole, behind one step that is not."""
@@ -275,7 +276,8 @@ class _Session:
                     lane.call()
                 self._wait()
             profiler.export_chrome_trace(path)
-            found = breakdown(behind_marker(read_trace(path)), num_steps=PROFILED_STEPS)
+            events = behind_marker(read_trace(path))
+            found = breakdown(events, num_steps=PROFILED_STEPS, by_copies=_reduces_by_copies(lane))
         return None, None if found is None else asdict(found)
 
     # ---- small things --------------------------------------------------------------------------------------------
@@ -345,3 +347,9 @@ class _Session:
 
 def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
+
+
+def _reduces_by_copies(lane: Lane) -> bool:
+    if lane.step is None or lane.kind is Kind.LIMIT:
+        return False
+    return any(node.target is ALL_REDUCE_BY_COPIES_ for node in lane.step.graph.graph.nodes)

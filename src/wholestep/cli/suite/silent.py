@@ -1,21 +1,60 @@
-"""A process group whose collectives do nothing: the limit of what hiding communication can reach.
+"""The same step with its communication left out: the limit of what hiding it can reach.
 
-A step compiled over it is planned, scheduled and lowered like the real one, to the last kernel, and its results are
-wrong: every rank goes its own way.
+It is planned, scheduled and cut into segments like the real one, and runs the same kernels; only what starts and ends
+collectives is taken out of the scheduled graph. So its results are wrong: every rank goes its own way.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any
 
+import torch
+
+from wholestep.config import DDP
+from wholestep.config import Inductor as InductorOptions
+from wholestep.errors import InternalError
+from wholestep.lower.backend import Inductor
+from wholestep.lower.eager import Wait
+from wholestep.options import checked_options
+from wholestep.program import edit, meta, ops
+from wholestep.program.program import Program
+from wholestep.program.show import Step
 from wholestep.run.world import World
+from wholestep.step import CompiledStep
 
 
-def silent_mesh(world: World) -> DeviceMesh | None:
-    """All ranks on one axis, over such a group. Every rank has to call it. None for a single process."""
-    if world.mesh is None or world.size == 1:
-        return world.mesh
-    group = dist.new_group(backend="fake")
-    return DeviceMesh.from_group(group, world.device.type, mesh_dim_names=world.mesh.mesh_dim_names)
+def without_communication(program: Program) -> Program:
+    """A copy of a scheduled program in which what a collective gives is what it was given.
+
+    Raises InternalError for a collective whose result has another shape: nothing could stand for it.
+    """
+    program = edit.copy(program)
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is ops.WAIT or (ops.is_collective(node) and ops.mutated_args(node.target)):
+            edit.replace_node(node, node.args[0])
+        elif ops.is_collective(node):
+            given = node.args[0]
+            if meta.tensor(node).shape != meta.tensor(given).shape:
+                raise InternalError(f"{node.name} ({node.target}) cannot be left out: it gives another shape.")
+            with graph.inserting_before(node):  # the collective would have copied it as well
+                edit.replace_node(node, edit.emit(graph, torch.ops.aten.clone.default, given, like=node))
+    return program
+
+
+class _Silent(Inductor):
+    def lower(self, program: Program, wait: Wait | None = None) -> Step:
+        """See `Inductor.lower`."""
+        return super().lower(without_communication(program), wait)
+
+
+class SilentStep(CompiledStep):
+    """The compiled step of a data-parallel training, without its communication."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__(step, checked_options(DDP(), None, "inductor", None, 0))
+
+    def _lowering(self, world: World) -> Inductor:
+        if not isinstance(self._backend, _Silent):
+            self._backend = _Silent(InductorOptions(), world.device)
+        return self._backend

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from wholestep.errors import VerificationError
-from wholestep.program.collectives import EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from wholestep.program.collectives import (
+    ALL_REDUCE_BY_COPIES,
+    ALL_REDUCE_BY_COPIES_,
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from wholestep.program.ops import c10d
 
 Calls = Sequence[tuple[Any, ...]]
@@ -135,6 +143,8 @@ def _in_place(rule: Callable[[Calls], list[Any]]) -> Callable[[Calls], list[Any]
 RULES: dict[Any, Callable[[Calls], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_reduce_.default: _in_place(_all_reduce),
+    ALL_REDUCE_BY_COPIES: _all_reduce,
+    ALL_REDUCE_BY_COPIES_: _in_place(_all_reduce),
     c10d.all_reduce_coalesced.default: _each(_all_reduce),
     c10d.all_reduce_coalesced_.default: _in_place(_each(_all_reduce)),
     c10d.all_gather_into_tensor.default: _all_gather,

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wholestep.cli.suite.intervals import exposed, idle, total, union
@@ -25,6 +25,7 @@ def test_lengths_are_those_of_counting(some: list[tuple[int, int]], others: list
 
 
 @given(INTERVALS)
+@example([(1, 2), (0, 1)])
 def test_a_union_is_in_order_and_has_gaps(some: list[tuple[int, int]]) -> None:
     merged = union(some)
     assert units(merged) == units(some)  # type: ignore[arg-type]

@@ -36,9 +36,9 @@ NAMES = {
     KernelClass.NCCL: [
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclSymkDevKernel_AllReduce_AGxLL_R_Sum_bf16(ncclSymkDevWorkArgs4K)",
         "Memcpy PtoP (Device -> Device)",
-        "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
+        "void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long, int, int, unsigned long)",
+        "ncclSymkDevKernel_AllReduce_AGxLL_R_Sum_bf16(ncclSymkDevWorkArgs4K)",
     ],
     KernelClass.UPDATE: [
         f"{ATEN}(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, "
@@ -122,6 +122,18 @@ def test_a_trace_of_two_steps_adds_up(tmp_path: Path) -> None:
     assert sum(found.busy_ms.values()) == pytest.approx(0.0375)
     assert found.kernels == 2.5
     assert found.longest == (("ncclDevKernel_AllReduce_Sum_f32_RING_LL", pytest.approx(0.0175)),)
+
+
+def test_copies_within_a_device_count_as_communication_where_gradients_travel_so() -> None:
+    events = [
+        KernelEvent(name="nvjet", start_us=0, stop_us=4),
+        KernelEvent(name="Memcpy DtoD (Device -> Device)", start_us=2, stop_us=9),
+    ]
+    within, between = (breakdown(events, num_steps=1, by_copies=flag) for flag in (False, True))
+    assert within is not None
+    assert between is not None
+    assert (within.exposed_ms, between.exposed_ms) == (0, 0.005)
+    assert within.busy_ms[KernelClass.COPIES] == between.busy_ms[KernelClass.NCCL] == 0.007
 
 
 def test_without_a_marker_everything_counts() -> None:

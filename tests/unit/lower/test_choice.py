@@ -1,0 +1,124 @@
+"""Whether compiled kernels pay, on plain numbers and on small programs; what `backend="auto"` makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+from tests.unit import builders
+from wholestep.cost.model import CostModel
+from wholestep.lower import backend, inductor
+from wholestep.lower.backend import Auto, Eager, Inductor
+from wholestep.lower.choice import Call, calls_of, saved_share
+
+COST = CostModel.default("cpu+gloo")
+CALIBRATED = replace(COST, source="calibrated on this host at 2026-01-01 00:00 (cpu)")
+CPU = torch.device("cpu")
+
+
+def many(x: Tensor) -> Tensor:
+    for _ in range(20):
+        x = (x + 1).tanh()
+    return x
+
+
+def product(x: Tensor) -> Tensor:
+    return x @ x
+
+
+def share_of(fn: Callable[..., Any], *shape: int) -> float:
+    program = builders.capture(fn, [torch.empty(shape)])
+    return saved_share(calls_of(program, COST, compiles=inductor.compiles))
+
+
+def test_calls_that_join_lose_the_host_and_the_memory_that_stays_inside() -> None:
+    stays = Call(host_us=1.0, device_us=49.0)
+    assert saved_share([stays]) == 0.0
+    assert saved_share([stays, Call(host_us=10.0, device_us=40.0, joins=True)]) == pytest.approx(0.1)
+    assert saved_share([stays, Call(host_us=10.0, device_us=40.0, joins=True, share=0.25)]) == pytest.approx(0.4)
+    assert saved_share([]) == 0.0
+
+
+def test_small_calls_are_saved_and_products_are_not() -> None:
+    assert share_of(many, 8, 8) > 0.8
+    assert share_of(product, 512, 512) == 0.0
+
+
+def test_what_is_read_and_written_inside_a_kernel_does_not_travel() -> None:
+    def chain(x: Tensor) -> Tensor:
+        return ((x + 1) * 2 - 3).view(-1)
+
+    program = builders.capture(chain, [torch.empty(1000, 1000)])
+    add, mul, sub = [call for call in calls_of(program, COST, compiles=inductor.compiles) if call.device_us]
+    assert (add.share, mul.share, sub.share) == (0.5, 0.0, 0.5)  # from the input; between the two; to the result
+
+
+def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", cannot: str = "") -> Auto:
+    """Behind the plan of a step of many small calls. `others` is what another rank says."""
+    monkeypatch.setattr(backend.inductor, "why_not", lambda device: cannot)
+    chosen = Auto(CPU, lambda: cost, lambda own: own or others)
+    chosen.passes(builders.capture(many, [torch.empty(8, 8)]))
+    return chosen
+
+
+def test_without_a_calibration_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = auto(monkeypatch, COST)
+    assert isinstance(chosen._backend, Eager)
+    assert "eager (auto: this host is not calibrated" in chosen.name
+
+
+def test_a_calibration_that_says_so_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = auto(monkeypatch, CALIBRATED)
+    assert isinstance(chosen._backend, Inductor)
+    assert "(auto: compiled kernels would take " in chosen.name
+
+
+def test_what_does_not_pay_runs_as_it_is() -> None:
+    chosen = Auto(CPU, lambda: CALIBRATED, lambda own: own)
+    chosen.passes(builders.capture(product, [torch.empty(512, 512)]))
+    assert chosen.name == "eager (auto: compiled kernels would take 0% off the computation)"
+
+
+def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = auto(monkeypatch, CALIBRATED)
+    passes = chosen.passes(builders.capture(product, [torch.empty(512, 512)]))  # another signature
+    assert isinstance(chosen._backend, Inductor)
+    assert passes
+
+
+@pytest.mark.parametrize(
+    "who", [{"others": "rank 1: there is no C++ compiler"}, {"cannot": "there is no C++ compiler"}]
+)
+def test_one_rank_that_cannot_compile_is_enough(monkeypatch: pytest.MonkeyPatch, who: dict[str, str]) -> None:
+    chosen = auto(monkeypatch, CALIBRATED, **who)
+    assert isinstance(chosen._backend, Eager)
+    assert "there is no C++ compiler" in chosen.name
+
+
+def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise inductor.InvalidCxxCompiler
+
+    assert inductor.why_not(CPU) == ""
+    monkeypatch.setattr(inductor, "get_cpp_compiler", none)
+    assert "no C++ compiler" in inductor.why_not(CPU)
+
+
+def test_explain_tells_the_choice() -> None:
+    step = ws.compile(lambda x: x * 2)
+    step(torch.ones(2))
+    assert "eager (auto: this host is not calibrated" in step.explain().backend
+
+
+@pytest.mark.parametrize("wrong", [True, 0, "yes"])
+def test_cuda_graph_is_auto_or_off(wrong: Any) -> None:
+    assert ws.Inductor().cuda_graph == "auto"
+    assert ws.Inductor(cuda_graph=False).cuda_graph is False
+    with pytest.raises(ws.ConfigError, match="cuda_graph"):
+        ws.Inductor(cuda_graph=wrong)

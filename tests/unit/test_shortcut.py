@@ -1,0 +1,179 @@
+"""The usual call takes a shortcut through native code: the same results, the same counts, and only where it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.capture import native
+from wholestep.step import CompiledStep
+
+pytestmark = pytest.mark.skipif(native.wait() != "", reason="there is no native look")
+
+
+def hits(step: CompiledStep) -> int:
+    """Calls that took a shortcut."""
+    return sum(entry.shortcut.hits for entry in step._entries if entry.shortcut is not None)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def nothing(x: Tensor) -> None:
+    x + 1
+
+
+def nested(x: Tensor) -> dict[str, Any]:
+    return {"sum": x.sum(), "both": [x + 1, 3], "name": "n"}
+
+
+@pytest.mark.parametrize("plain", [doubled, nothing, nested])
+def test_every_kind_of_result(plain: Callable[[Tensor], Any]) -> None:
+    step = ws.compile(plain, backend="eager")
+    for number in range(4):
+        x = torch.full((2,), float(number))
+        assert repr(step(x)) == repr(plain(x))
+    assert hits(step) == 3
+    assert (step.cache_info().traces, step.cache_info().hits) == (1, 3)
+
+
+def test_signatures_in_turn_are_counted_once_each() -> None:
+    step = ws.compile(doubled, backend="eager")
+    for number, rows in enumerate((2, 2, 3, 3, 3, 2, 2, 3), 1):
+        assert torch.equal(step(torch.ones(rows)), torch.full((rows,), 2.0))
+        assert step.program().inputs[0].shape == (rows,), "the last signature used comes first"
+        assert step._meetings.call().endswith(f", call {number}")
+    assert (step.cache_info().traces, step.cache_info().hits) == (2, 6)
+    assert hits(step) == 4, "all but the captures and the two calls of the other signature than before"
+
+
+def test_arguments_by_name_and_in_containers() -> None:
+    def summed(parts: list[Tensor], *, scale: float, more: dict[str, Tensor]) -> Tensor:
+        return scale * (parts[0] + parts[1] + more["x"])
+
+    step = ws.compile(summed, backend="eager")
+    x = torch.ones(2)
+    for _ in range(3):
+        assert torch.equal(step([x, x + 1], scale=2.0, more={"x": x}), torch.full((2,), 8.0))
+    assert hits(step) == 2
+    assert torch.equal(step([x, x + 1], scale=3.0, more={"x": x}), torch.full((2,), 12.0))
+    assert torch.equal(step([x, x], scale=3.0, more={"x": x}), torch.full((2,), 9.0)), "the same tensor twice"
+    with pytest.raises(ws.CaptureError, match="positional argument"):
+        step([x, x + 1], 2.0, more={"x": x})
+    assert hits(step) == 2
+
+
+def test_a_step_inside_of_another_one_is_captured_with_it() -> None:
+    """No argument is fake here, so only the flag tells that a capture runs."""
+    weight = nn.Parameter(torch.ones(2))
+
+    @ws.compile(backend="eager")
+    def inner() -> Tensor:
+        loss = weight.square().sum()
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.25)
+        weight.grad = None
+        return loss
+
+    for _ in range(3):
+        inner()
+    assert hits(inner) == 2
+    assert torch.equal(weight, torch.full((2,), 0.125))
+
+    @ws.compile(backend="eager")
+    def outer() -> Tensor:
+        return inner() + inner() + 0 * weight.sum()
+
+    assert outer().item() == 2 * (0.125**2 + 0.0625**2)
+    assert torch.equal(weight, torch.full((2,), 0.03125))
+    assert hits(inner) == 2
+
+
+def test_an_error_is_that_of_the_step_and_the_next_call_goes_on() -> None:
+    table = torch.arange(4.0)
+
+    @ws.compile(backend="eager")
+    def looked_up(index: Tensor) -> Tensor:
+        return table[index].sum()
+
+    good, bad = torch.tensor([1, 2]), torch.tensor([1, 9])
+    for _ in range(2):
+        assert looked_up(good) == 3
+    with pytest.raises(IndexError, match=r"out of (bounds|range)"):
+        looked_up(bad)
+    assert torch.is_grad_enabled()
+    assert looked_up(good) == 3
+    assert hits(looked_up) == 3
+
+
+def test_what_is_compared_at_every_call_is_compared() -> None:
+    """A condition over a number of the host: no dict tells of it in time, so the full comparison is asked each time."""
+    weight = nn.Parameter(torch.ones(2))
+    opt = torch.optim.SGD([weight], lr=0.5)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> Tensor:
+        if opt.param_groups[0]["lr"] > 0.25:
+            return x * 2
+        return x * 3
+
+    for _ in range(3):
+        assert step(torch.ones(1)) == 2
+    opt.param_groups[0]["lr"] = 0.125
+    assert step(torch.ones(1)) == 3
+    opt.param_groups[0]["lr"] = 1.0
+    assert step(torch.ones(1)) == 2
+    assert step.cache_info().traces == 2
+
+
+def test_measured_calls_are_measured() -> None:
+    step = ws.compile(doubled, backend="eager")
+    x = torch.ones(2)
+    for _ in range(3):
+        step(x)
+    before = hits(step)
+    step.measure(2)
+    for _ in range(3):
+        step(x)
+    assert hits(step) == before
+    assert step._last().executable.measured is not None
+    for _ in range(3):
+        step(x)
+    assert hits(step) == before + 3, "the last measured call finds the way again"
+    assert step.cache_info().hits == 8
+
+
+def test_an_error_while_comparing_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = [1.0]
+    step = ws.compile(lambda x: x * factors[0], backend="eager")
+    for _ in range(3):
+        step(torch.ones(2))
+    guards = step._last().captured.guards
+    monkeypatch.setattr(type(guards), "_compare", lambda self, moved: 1 / 0)
+    factors[0] = 2.0
+    with pytest.raises(ZeroDivisionError):
+        step(torch.ones(2))
+    monkeypatch.undo()
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_wrong_use_of_the_native_types() -> None:
+    step = ws.compile(doubled, backend="eager")
+    for _ in range(2):
+        step(torch.ones(2))
+    shortcut: Any = step._shortcut
+    for args in ((), (1,), ((), {}, 1)):
+        with pytest.raises(TypeError, match="args: tuple, kwargs: dict"):
+            shortcut(*args)
+    assert shortcut([torch.ones(2)], {}) is shortcut
+    module = native.module()
+    assert module is not None
+    with pytest.raises(TypeError):
+        module.Shortcut(1, 2, 3, 4, 5, 6, 7, 8)
