@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,11 +56,14 @@ class Outside:
 
 @contextmanager
 def environment_read() -> Iterator[dict[str, str]]:
-    """While open, variables of the environment that are read are written down with what they were."""
+    """While open, variables of the environment that this thread reads are written down with what they were."""
     read: dict[str, str] = {}
+    thread = threading.get_ident()
     original = type(os.environ).__getitem__
 
     def get(environ: Any, name: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(environ, name)
         try:
             found = original(environ, name)
         except KeyError:
@@ -75,10 +79,12 @@ def environment_read() -> Iterator[dict[str, str]]:
 def _user_files() -> dict[str, str]:
     """Every file that a module was loaded from which is neither Python's nor an installed package's.
 
-    More than what the step runs; but whatever it runs is among them, wherever it was called from.
+    More than what the step runs; but whatever it runs is among them, wherever it was called from. What torch itself has
+    written (kernels of Inductor) is no file of the user's; of compiled modules a graph holds calls, and no code.
     """
-    paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {path: _digest(path) for path in sorted(filter(None, paths)) if is_users_file(path)}
+    modules = [module for name, module in list(sys.modules.items()) if not name.startswith("torch.")]
+    paths = {getattr(module, "__file__", None) for module in modules}
+    return {path: _digest(path) for path in sorted(filter(None, paths)) if path.endswith(".py") and is_users_file(path)}
 
 
 def edited(files: Iterable[str]) -> str | None:

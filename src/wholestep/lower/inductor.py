@@ -206,7 +206,18 @@ class Inductor:
 def marks() -> list[tuple[str, str]]:
     """What compiled code depends on besides the graph: the options of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
-    return [(f"torch._inductor.config.{name}", repr(options[name])) for name in sorted(options)]
+    return [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
+
+
+def _spelled(option: Any) -> str:
+    """The same text in every process: sets have an order of their own in each."""
+    if isinstance(option, (set, frozenset)):
+        return f"{type(option).__name__} {sorted(map(_spelled, option))}"
+    if isinstance(option, (list, tuple)):
+        return f"{type(option).__name__} {[_spelled(one) for one in option]}"
+    if isinstance(option, dict):
+        return str([(_spelled(key), _spelled(one)) for key, one in option.items()])
+    return repr(option)
 
 
 def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
