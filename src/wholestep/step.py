@@ -122,7 +122,7 @@ class CompiledStep:
         else:
             self._traces += 1
             if self._starts_warm:
-                self._warm.keep(self._saved(entry))
+                self._warm.keep(lambda: self._saved(entry))
         return result
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:

@@ -222,12 +222,12 @@ class Warm:
         except OSError as error:
             raise ArtifactError(f"{path} cannot be written: {error.strerror or error}.") from error
 
-    def keep(self, entry: Saved) -> None:
+    def keep(self, saved: Callable[[], Saved]) -> None:
         """Writes a step to the cache, if it is on and the step can be written; else the log says why."""
         if self._path is not None or not is_on():
             return
         try:
-            header, body = written(self.name, entry)
+            header, body = written(self.name, saved())
             folder = artifact.make_folder()
             artifact.write(folder / artifact.key_of(self.name, header.fingerprint), header, body)
             artifact.forget_old(folder.glob(f"{artifact.prefix_of(self.name)}*"))

@@ -13,6 +13,7 @@ import wholestep.step
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from wholestep.lower import eager, inductor
+from wholestep.lower.backend import Eager
 from wholestep.lower.eager import Wait
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
@@ -35,7 +36,7 @@ CASES = {name: (STEP_CASES | OPTIM_CASES)[name] for name in (
 )}  # fmt: skip
 
 
-class Segmented:
+class Segmented(Eager):
     """Forms segments and packs numbers as Inductor's backend does; runs them as they are."""
 
     name = "segments"
