@@ -38,6 +38,8 @@ def run_session(path: str, seconds: float, slow: bool) -> None:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "prepare", late(1.0) if slow else prepare)
+        for name in (*session.ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            patch.setenv(name, "")  # what the session sets is gone behind this block
         patch.setattr(session, "BLOCK_STEPS", 2)
         patch.setattr(session, "LOSS_STEPS", 3)
         patch.setattr(session._Session, "_set_up_compiler", lambda self: None)

@@ -114,8 +114,6 @@ def _one(
 
 def _on_ranks(plan: Plan, nproc: int) -> SuiteReport:
     """What the ranks have put into the file, also where they did not come to their end."""
-    # A profiler that lets go of the GPU and comes back breaks CUDA graphs that were captured before.
-    os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1")
     why = ""
     try:
         ws.run(on_rank, nproc, plan, timeout_s=max(1.0, plan.deadline - time.time()) + GRACE_S)

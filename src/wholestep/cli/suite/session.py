@@ -34,6 +34,7 @@ from wholestep.cli.suite.records import LOSS_STEPS, LaneResult, SuiteReport, bre
 from wholestep.cli.suite.talk import Talk
 from wholestep.cli.suite.trainings import training
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
+from wholestep.warm import CACHE
 
 BLOCK_STEPS = 10
 """Steps of a lane before the next one takes over; each block is timed as a whole, behind one step that is not."""
@@ -49,6 +50,15 @@ _FINDS = {Kind.LIMIT: Kind.OURS, Kind.OURS_BF16: Kind.OURS, Kind.DDP_COMPILED: K
 """Lanes that run code, or kernels in the cache, of another one that was opened before: their first call is shorter."""
 _SHARE = {Kind.COMPILED_DDP: 1.4, Kind.DDP_COMPILED: 1.4, Kind.FSDP: 0.7}
 """Memory that a lane may need, of what the largest so far did: buckets beside gradients, or state in shards."""
+
+
+ENVIRONMENT = {
+    # A profiler that lets go of the GPU and comes back breaks CUDA graphs that were captured before.
+    "TEARDOWN_CUPTI": "0",
+    "DISABLE_CUPTI_LAZY_REINIT": "1",
+    # First calls are cold: no step of an earlier process.
+    CACHE: "0",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,7 @@ class Plan:
 def on_rank(plan: Plan) -> None:
     """All lanes of `plan` on this rank; the results go into the file."""
     world = ws.init()
+    os.environ.update(ENVIRONMENT)
     if world.device.type == "cpu":
         torch.set_num_threads(threads_per_rank(world.size))
     torch.set_float32_matmul_precision("high")
