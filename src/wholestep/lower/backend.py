@@ -67,7 +67,7 @@ class Inductor:
         # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
         self.shares_kernels = not self._on_gpu
         self._by_copies = self._on_gpu and bool(options.copy_engines)
-        self._inductor = inductor.Inductor()
+        self._inductor = inductor.Inductor(device)
         self._pool: Any = None
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why the last program did not become a CUDA graph; empty if it did."""

@@ -147,7 +147,7 @@ class _Group:
             rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s)
         )
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._inductor = Inductor()
+        self._inductor = Inductor(device)
         self._adds: dict[tuple[torch.dtype, str], Add] = {}
 
     def add(self, dtype: torch.dtype, op: str) -> Add:

@@ -158,16 +158,19 @@ def why_not(device: torch.device) -> str:
 class Inductor:
     """Compiles segments, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: that of the segments."""
         self._compiled: dict[Segment, Compiled] = {}
-        # Inductor finds out what the CPU can do in processes of its own, a second in which there is other work to do.
-        self._asking = threading.Thread(target=pick_vec_isa, daemon=True)
-        self._asking.start()
+        # Inductor finds out what the CPU can do in processes of its own, for which it compiles the headers of torch.
+        # There is other work to do meanwhile. For kernels of a GPU it does not matter.
+        self._asking = threading.Thread(target=pick_vec_isa, daemon=True) if device.type == "cpu" else None
+        if self._asking is not None:
+            self._asking.start()
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
         if segment not in self._compiled:
-            self._asking.join()
+            self._ask()
             # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
@@ -175,6 +178,11 @@ class Inductor:
             with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
                 self._compiled[segment] = compile_fx_inner(graph, inputs)
         return self._compiled[segment]
+
+    def _ask(self) -> None:
+        """Waits until it is known what the CPU can do."""
+        if self._asking is not None:
+            self._asking.join()
 
     def written(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
@@ -191,7 +199,7 @@ class Inductor:
 
     def take(self, segment: Segment, data: bytes) -> None:
         """Uses what `written` gave in another process. Kernels that Inductor's cache has lost are built anew."""
-        self._asking.join()
+        self._ask()
         try:
             compiled: CompiledFxGraph = pickle.loads(data)
             constants = CompiledFxGraphConstants()

@@ -90,7 +90,7 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
 
 def test_the_addition_is_compiled_into_the_result(monkeypatch):
     monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
-    compiled = Inductor().compile(copies.addition(2, torch.float32, "avg", CPU))
+    compiled = Inductor(CPU).compile(copies.addition(2, torch.float32, "avg", CPU))
     messages = [torch.randn(3000) for _ in range(2)]
     for found in reduced(messages, compiled):
         torch.testing.assert_close(found, (messages[0] + messages[1]) / 2)
