@@ -206,6 +206,8 @@ class _Painter:
             return self._function(thing)
         if isinstance(thing, (staticmethod, classmethod)):
             return self.paint(thing.__func__)
+        if _is_compiled_step(thing):  # a global of the name that a method has, too: ``step`` beside ``opt.step()``
+            return self.paint(thing.__wrapped__)
         if isinstance(thing, (property, functools.cached_property)):
             parts = (thing.fget, thing.fset, thing.fdel) if isinstance(thing, property) else (thing.func,)
             return self._each(parts)
@@ -261,6 +263,11 @@ class _Painter:
         owned = owner is not None and not isinstance(owner, (types.ModuleType, type))
         text = f"built-in {getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', thing)}"
         return f"{text} of {self.paint(owner)}" if owned else text
+
+
+def _is_compiled_step(thing: Any) -> bool:
+    """Whether a thing is one of wholestep's own callables around a function of the user's."""
+    return type(thing).__module__.partition(".")[0] == "wholestep" and hasattr(thing, "__wrapped__")
 
 
 def _is_number(thing: Any) -> bool:
