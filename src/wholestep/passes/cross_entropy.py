@@ -52,7 +52,7 @@ class _Loss:
 def lean_cross_entropy(program: Program) -> Program:
     """The program with its cross-entropies rewritten. Those with weights or without a reduction stay as they are.
 
-    The note says how many bytes less are kept.
+    The note says how many bytes of logarithms are not kept any more.
     """
     if program.stage is Stage.SCHEDULED:
         return program
