@@ -209,6 +209,8 @@ def why_not(group: str, device: torch.device) -> str:
     """Why tensors of a device cannot be reduced by copies in this group; empty if they can. The same on every rank."""
     if not averages(group, device):
         return "the group does not use NCCL"
+    if torch.version.cuda is None:
+        return "this build of torch is not for CUDA"
     size, local = group_named(group).size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if local != int(os.environ.get("WORLD_SIZE", "-1")):
         return "ranks are on several hosts, or nobody says that they are on one (LOCAL_WORLD_SIZE)"

@@ -115,8 +115,8 @@ def follows(node: fx.Node) -> bool:
 
 
 def widens(node: fx.Node) -> bool:
-    """Whether the device of a product can write it in float32."""
-    return meta.tensor(node).is_cuda
+    """Whether the device of a product can write it in float32: with CUDA, and not on GPUs of others."""
+    return meta.tensor(node).is_cuda and torch.version.cuda is not None
 
 
 def _gives_tensors(node: fx.Node) -> bool:
