@@ -31,10 +31,10 @@ from functools import partial
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 from wholestep.capture.capture import capture
 from wholestep.cli.models import REFERENCE, LanguageModel, LanguageModelSize
+from wholestep.cli.suite.trainings import autocast_step
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.passes.assignment import Cuts, fixed_cuts
@@ -59,16 +59,6 @@ LARGEST_SHARE = {("W2", 4, "nvlink"): 0.02, ("W3", 4, "nvlink"): 0.02}
 WORKLOADS = {name: size for name, size in REFERENCE.items() if name != "tiny"}
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """One ordinary step: forward in bfloat16, loss on float32 logits."""
-    with torch.autocast(x.device.type, torch.bfloat16):
-        loss: Tensor = model(x, y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 def captured(size: LanguageModelSize) -> Program:
     """The step as one graph. Parameters and states are reserved and never written to, so the system gives no memory."""
     with torch.device("meta"):
@@ -79,7 +69,7 @@ def captured(size: LanguageModelSize) -> Program:
         moments = {name: torch.empty_like(param) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = {"step": torch.tensor(0.0), **moments}
     tokens = torch.zeros(size.rows, size.length, dtype=torch.int64)
-    return capture(train_step, (model, optimizer, tokens, tokens.clone()), {}).program
+    return capture(autocast_step, (model, optimizer, tokens, tokens.clone()), {}).program
 
 
 def variants(placed: Program, cost: CostModel) -> dict[str, list[Pass]]:

@@ -129,8 +129,8 @@ class _Mapped:
 class _Group:
     """What a group needs to reduce by copies, made when all its ranks do so for the first time."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        group = group_named(name)
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
         size = group.size()
         num_bytes = (size + 1) * part_length(size, torch.uint8)
         try:
@@ -139,8 +139,9 @@ class _Group:
             memories = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(size)]
         except RuntimeError as error:
             raise ConfigError(
-                f"The GPUs of group {name} cannot map each other's memory ({str(error).splitlines()[0]}), which "
-                f"reductions by copy engines need. Use ws.Inductor(copy_engines=False)."
+                f"The GPUs of group {group.group_name} cannot map each other's memory "
+                f"({str(error).splitlines()[0]}), which reductions by copy engines need. "
+                f"Use ws.Inductor(copy_engines=False)."
             ) from error
         timeout_s = group._get_backend(device).options._timeout.total_seconds()
         self.peers = _Mapped(
@@ -190,11 +191,17 @@ def addition(num_ranks: int, dtype: torch.dtype, op: str, device: torch.device) 
 _groups: dict[str, _Group] = {}
 
 
+def _group_of(name: str, device: torch.device) -> _Group:
+    """That of the group which has the name now: a process that starts anew gives the old names to new groups."""
+    group, known = group_named(name), _groups.get(name)
+    if known is None or known.group is not group:
+        known = _groups[name] = _Group(group, device)
+    return known
+
+
 def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
     """The in-place operator on a GPU: starts the reduction on a stream of its own."""
-    if group not in _groups:
-        _groups[group] = _Group(group, message.device)
-    own = _groups[group]
+    own = _group_of(group, message.device)
     add = own.add(message.dtype, reduce_op)
     own.stream.wait_stream(torch.cuda.current_stream(message.device))
     with torch.cuda.stream(own.stream), torch.no_grad():

@@ -132,3 +132,22 @@ def test_small_ones_and_those_of_other_groups_stay(monkeypatch):
 
 def test_gloo_does_not_reduce_by_copies():
     assert copies.why_not("0", CPU) == "the group does not use NCCL"
+
+
+def test_memory_is_that_of_the_group_which_has_the_name_now(monkeypatch):
+    groups = {"0": object()}
+    made = []
+
+    class Group:
+        def __init__(self, group: object, device: torch.device) -> None:
+            self.group = group
+            made.append(group)
+
+    monkeypatch.setattr(copies, "group_named", groups.__getitem__)
+    monkeypatch.setattr(copies, "_Group", Group)
+    monkeypatch.setattr(copies, "_groups", {})
+    first = copies._group_of("0", CPU)
+    assert copies._group_of("0", CPU) is first
+    groups["0"] = object()  # the process group was destroyed, and another one made
+    assert copies._group_of("0", CPU) is not first
+    assert len(made) == 2

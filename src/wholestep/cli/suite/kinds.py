@@ -58,9 +58,8 @@ def prepare(kind: Kind, training: Training, world: ws.World) -> Lane:
     if kind in OWN:
         optimizer = _optimizer(model)
         strategy = ws.DDP(compress=ws.CastCompress(torch.bfloat16)) if kind is Kind.OURS_BF16 else ws.DDP()
-        step = ws.compile(training.step, strategy=strategy, backend="inductor")
-        if kind is Kind.LIMIT:
-            step = SilentStep(training.step)
+        compiled = ws.compile(training.step, strategy=strategy, backend="inductor")
+        step = SilentStep(training.step) if kind is Kind.LIMIT else compiled
         return Lane(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
     wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)
     optimizer = _optimizer(wrapped)
