@@ -133,6 +133,7 @@ class CompiledStep:
         if look.ready is not None:
             with look.ready.captured.undone_on_error():
                 return self._resume(look, look.ready, world)
+        self._lowering(world).prepare()
         try:
             tell("capturing")
             with naming(self._step):

@@ -39,6 +39,9 @@ class Eager:
     shares_kernels = False
     """Whether a rank can use what another one has compiled."""
 
+    def prepare(self) -> None:
+        """Starts what takes a while and will be needed to compile, before anything is captured."""
+
     def passes(self, placed: Program) -> list[Pass]:
         """Passes before the one that lets operators write in place, for this program."""
         return []
@@ -76,6 +79,11 @@ class Inductor:
     def name(self) -> str:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
+
+    def prepare(self) -> None:
+        """See `Eager.prepare`."""
+        if self._on_gpu:
+            inductor.start_workers()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
@@ -178,6 +186,11 @@ class Auto:
     def shares_kernels(self) -> bool:
         """See `Eager.shares_kernels`."""
         return self._backend.shares_kernels
+
+    def prepare(self) -> None:
+        """See `Eager.prepare`. On a GPU it is known what will be chosen."""
+        if self._device.type == "cuda":
+            inductor.start_workers()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""

@@ -122,3 +122,25 @@ def test_cuda_graph_is_auto_or_off(wrong: Any) -> None:
     assert ws.Inductor(cuda_graph=False).cuda_graph is False
     with pytest.raises(ws.ConfigError, match="cuda_graph"):
         ws.Inductor(cuda_graph=wrong)
+
+
+@pytest.mark.parametrize(("device", "started"), [("cuda", 2), ("cpu", 0)])
+def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(inductor.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
+    where = torch.device(device)
+    for one in (Inductor(ws.Inductor(), where), Auto(where, lambda: COST, lambda own: own)):
+        one.prepare()
+    assert len(calls) == started
+
+
+def test_the_backend_prepares_before_the_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(Eager, "prepare", lambda self: order.append("prepare"))
+
+    def step(x: Tensor) -> Tensor:
+        order.append("trace")
+        return x + 1
+
+    ws.compile(step, backend="eager")(torch.ones(2))
+    assert order[:2] == ["prepare", "trace"]
