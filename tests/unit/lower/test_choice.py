@@ -16,6 +16,7 @@ from wholestep.cost.model import CostModel
 from wholestep.lower import backend, inductor
 from wholestep.lower.backend import Auto, Eager, Inductor
 from wholestep.lower.choice import Call, calls_of, saved_share
+from wholestep.step import CompiledStep
 
 COST = CostModel.default("cpu+gloo")
 CALIBRATED = replace(COST, source="calibrated on this host at 2026-01-01 00:00 (cpu)")
@@ -136,11 +137,13 @@ def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monk
 
 def test_the_backend_prepares_before_the_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    capture = CompiledStep._capture
+
+    def watched(self: CompiledStep, *given: Any) -> Any:
+        order.append("capture")
+        return capture(self, *given)
+
     monkeypatch.setattr(Eager, "prepare", lambda self: order.append("prepare"))
-
-    def step(x: Tensor) -> Tensor:
-        order.append("trace")
-        return x + 1
-
-    ws.compile(step, backend="eager")(torch.ones(2))
-    assert order[:2] == ["prepare", "trace"]
+    monkeypatch.setattr(CompiledStep, "_capture", watched)
+    ws.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert order == ["prepare", "capture"]
