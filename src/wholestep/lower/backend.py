@@ -66,7 +66,7 @@ class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
     def __init__(self, options: InductorOptions, device: torch.device) -> None:
-        self._options, self._on_gpu = options, device.type == "cuda"
+        self._options, self._device, self._on_gpu = options, device, device.type == "cuda"
         # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
         self.shares_kernels = not self._on_gpu
         self._by_copies = self._on_gpu and bool(options.copy_engines)
@@ -121,7 +121,7 @@ class Inductor:
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return inductor.marks()
+        return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`."""
@@ -220,7 +220,7 @@ class Auto:
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks()]
+        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks(self._device)]
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry says what was chosen."""
