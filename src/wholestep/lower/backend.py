@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -62,6 +63,10 @@ class Eager:
         return eager.lower(program, wait=wait)
 
 
+_PIECES = {"cuda": 1000, "cpu": 4}
+"""Into how many segments layers are cut. Calls cost nothing within a CUDA graph, and microseconds of Python without."""
+
+
 class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
@@ -102,6 +107,8 @@ class Inductor:
                 compiles=inductor.compiles,
                 postpones=inductor.follows,
                 pays_alone=inductor.pays_alone,
+                by_library=inductor.by_library,
+                most_pieces=_PIECES["cuda" if self._on_gpu else "cpu"],
             ),
         ]
 
@@ -124,8 +131,10 @@ class Inductor:
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`."""
-        return tuple(map(self._inductor.written, segments_of(program)))
+        """See `Eager.kernels`. Those of segments that are alike are one object, which a file holds once."""
+        written = functools.cache(self._inductor.written)
+        first: dict[str, Segment] = {}
+        return tuple(written(first.setdefault(one.likeness, one)) for one in segments_of(program))
 
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,9 @@ _QUIET_ATTENTION = frozenset(
 )  # fmt: skip
 """Operators that draw random numbers only where they are given a probability of dropout."""
 
+_LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
+"""Operators that run as they are: nothing is fused into them."""
+
 
 def compiles(node: fx.Node) -> bool:
     """Whether Inductor may have a node: an operator on dense tensors of one device. Numbers it reads packed."""
@@ -107,6 +111,11 @@ def _is_known(node: fx.Node) -> bool:
 def pays_alone(node: fx.Node) -> bool:
     """Whether one call is worth a segment: the kernel of ATen sorts the indices first."""
     return node.target is _aten.embedding_dense_backward.default and meta.tensor(node).is_cuda
+
+
+def by_library(node: fx.Node) -> bool:
+    """Whether Inductor leaves a node that it may have to a library: a product, a convolution, attention."""
+    return ops.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
 
 
 def follows(node: fx.Node) -> bool:
@@ -166,11 +175,11 @@ def start_workers() -> None:
 
 
 class Inductor:
-    """Compiles segments, each once."""
+    """Compiles segments, those that are alike once."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: that of the segments."""
-        self._compiled: dict[Segment, Compiled] = {}
+        self._compiled: dict[str, Compiled] = {}
         # Inductor finds out what the CPU can do in processes of its own, for which it compiles the headers of torch.
         # There is other work to do meanwhile. For kernels of a GPU it does not matter.
         self._asking = threading.Thread(target=pick_vec_isa, daemon=True) if device.type == "cpu" else None
@@ -179,15 +188,16 @@ class Inductor:
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
-        if segment not in self._compiled:
+        likeness = segment.likeness
+        if likeness not in self._compiled:
             self._ask()
             # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
             with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
-                self._compiled[segment] = compile_fx_inner(graph, inputs)
-        return self._compiled[segment]
+                self._compiled[likeness] = compile_fx_inner(graph, inputs)
+        return self._compiled[likeness]
 
     def _ask(self) -> None:
         """Waits until it is known what the CPU can do."""
@@ -196,7 +206,7 @@ class Inductor:
 
     def written(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
-        compiled = self._compiled.get(segment)
+        compiled = self._compiled.get(segment.likeness)
         if not isinstance(compiled, CompiledFxGraph):
             return None
         try:
@@ -207,9 +217,11 @@ class Inductor:
 
     def take(self, segment: Segment, data: bytes) -> None:
         """Uses what `written` gave in another process. On a CPU, kernels that are not in Inductor's cache are built."""
+        if segment.likeness in self._compiled:
+            return
         self._ask()
         try:
-            self._compiled[segment] = kernels.loads(data)
+            self._compiled[segment.likeness] = kernels.loads(data)
         except Exception as error:  # likewise
             log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, _said(error))
 
