@@ -79,6 +79,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
+    "lower/rows.py": {
+        "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
+    },
     "program/portable.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },

@@ -47,12 +47,15 @@ def _never(node: fx.Node) -> bool:
     return False
 
 
-def form_segments(program: Program, *, compiles: Says, postpones: Says = _never, pays_alone: Says = _never) -> Program:
+def form_segments(
+    program: Program, *, compiles: Says, apart: Says = _never, postpones: Says = _never, pays_alone: Says = _never
+) -> Program:
     """The program with runs of nodes as segments, in the same order.
 
     Args:
         program: one that is not scheduled yet; another comes back as it is.
         compiles: whether the compiler may have a node.
+        apart: whether a node that it may have goes into segments with its like alone, for a compiler of their own.
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
 
@@ -62,7 +65,7 @@ def form_segments(program: Program, *, compiles: Says, postpones: Says = _never,
         return program
     graph = program.graph
     edit.remove_dead_code(graph)
-    runs = [run for run in _runs(program, compiles, postpones) if _is_worth_it(run, pays_alone)]
+    runs = [run for run in _runs(program, compiles, apart, postpones) if _is_worth_it(run, pays_alone)]
     for number, run in enumerate(runs):
         _enclose(graph, run, number)
     edit.sort_topologically(graph)
@@ -109,11 +112,13 @@ class _Open:
     may_fail: bool = False
     postponed: set[fx.Node] = field(default_factory=set)
     """Calls outside of it that follow it, and what depends on them."""
+    apart: bool = False
+    """Whether its calls are for a compiler of their own."""
     updating: bool = False
     """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
-def _runs(program: Program, compiles: Says, postpones: Says) -> list[list[fx.Node]]:
+def _runs(program: Program, compiles: Says, apart: Says, postpones: Says) -> list[list[fx.Node]]:
     """Nodes that become a segment each. Between the first and the last of a run nothing depends on it but itself."""
     _bring_items_up(program.graph)
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
@@ -138,10 +143,12 @@ def _runs(program: Program, compiles: Says, postpones: Says) -> list[list[fx.Nod
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
-            if follows or (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
+            kind = (True, True) if apart(node) else (updating, False)  # lists are mostly of what an optimizer updates
+            other = run.calls and kind != (run.updating, run.apart)
+            if follows or (run.may_fail and node in updates) or other:
                 done.append(run.calls)
                 run = _Open()
-            run.updating = updating
+            run.updating, run.apart = kind
             run.calls.append(node)
             run.behind.add(node)
             run.may_fail |= ops.may_fail(node.target)
