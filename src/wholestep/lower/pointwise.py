@@ -210,7 +210,7 @@ class _Writer:
             "        for number in range(0, whole):",
             f"            at = first + number * {BLOCK} + tl.arange(0, {BLOCK})",
             *(f"            {line.replace('@', 'q').replace('?', '')}" for line in self._body),
-            f"    for number in range(whole, tl.cdiv(size, {BLOCK}).to(tl.int32)):",
+            f"    for number in range(whole, ((size + {BLOCK - 1}) // {BLOCK}).to(tl.int32)):",
             f"        near = number * {BLOCK} + tl.arange(0, {BLOCK})",
             "        at = first + near",
             *(f"        {line.replace('@', 'p').replace('?', ', mask=near < size')}" for line in self._body),
