@@ -253,21 +253,19 @@ def _order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _views(segment: Segment) -> tuple[dict[fx.Node, int], dict[fx.Node, Tensor]]:
-    """For every argument and view of one: elements from the start of the argument, and a fake tensor as it is seen."""
+    """For every argument and view of one: elements from the start of the argument, and a fake tensor as it is seen.
+
+    Views are made again: what a node says of its value may have been written down before the memory was a bucket's.
+    """
     starts: dict[fx.Node, int] = {}
     seen: dict[fx.Node, Any] = {}
-    with FakeTensorMode():
+    with torch.no_grad():
         for node in segment.graph.nodes:
             if node.op == "placeholder":
-                like = meta.tensor(node)
-                reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-                base = torch.empty(like.storage_offset() + max(reach, 0), dtype=like.dtype, device=like.device)
-                seen[node] = base.as_strided(like.shape, like.stride(), like.storage_offset())
+                seen[node] = meta.value(node)
             elif is_view(node) and node.target is not element and root_of(node).op == "placeholder":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), seen.__getitem__)
                 seen[node] = node.target(*args, **kwargs)
-            else:
-                continue
-            if isinstance(seen[node], Tensor):
+            if isinstance(seen.get(node), Tensor):
                 starts[node] = seen[node].storage_offset() - meta.tensor(root_of(node)).storage_offset()
     return starts, seen
