@@ -15,7 +15,7 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cudagraph, eager, inductor
+from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -76,6 +76,7 @@ class Inductor:
         self.shares_kernels = not self._on_gpu
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor(device)
+        self._lists = lists.Plans()
         self._pool: Any = None
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why the last program did not become a CUDA graph; empty if it did."""
@@ -105,11 +106,13 @@ class Inductor:
             partial(
                 form_segments,
                 compiles=inductor.compiles,
+                apart=lists.takes,
                 postpones=inductor.follows,
                 pays_alone=inductor.pays_alone,
                 by_library=inductor.by_library,
                 most_pieces=_PIECES["cuda" if self._on_gpu else "cpu"],
             ),
+            *([self._lists.tell_lists] if self._on_gpu else []),
         ]
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
@@ -149,7 +152,7 @@ class Inductor:
 
         def compile_segment(segment: Segment) -> inductor.Compiled:
             tell(f"compiling segment {next(numbers)} of {whole}")
-            return self._inductor.compile(segment)
+            return self._lists.compile(segment) or self._inductor.compile(segment)
 
         return compile_segment
 

@@ -51,6 +51,7 @@ def form_segments(
     program: Program,
     *,
     compiles: Says,
+    apart: Says = _never,
     postpones: Says = _never,
     pays_alone: Says = _never,
     by_library: Says = _never,
@@ -61,6 +62,7 @@ def form_segments(
     Args:
         program: one that is not scheduled yet; another comes back as it is.
         compiles: whether the compiler may have a node.
+        apart: whether a node that it may have goes into segments with its like alone, for a compiler of their own.
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
         by_library: whether the compiler leaves a node that it may have to a library.
@@ -73,7 +75,7 @@ def form_segments(
     graph = program.graph
     edit.remove_dead_code(graph)
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
-    runs = [run for run in _runs(program, updates, compiles, postpones) if _is_worth_it(run, pays_alone)]
+    runs = [run for run in _runs(program, updates, compiles, apart, postpones) if _is_worth_it(run, pays_alone)]
     runs = repeats.pieces(runs, by_library=by_library, updates=updates, most=most_pieces)
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
     edit.sort_topologically(graph)
@@ -109,11 +111,15 @@ class _Open:
     may_fail: bool = False
     postponed: set[fx.Node] = field(default_factory=set)
     """Calls outside of it that follow it, and what depends on them."""
+    apart: bool = False
+    """Whether its calls are for a compiler of their own."""
     updating: bool = False
     """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
-def _runs(program: Program, updates: Collection[fx.Node], compiles: Says, postpones: Says) -> list[list[fx.Node]]:
+def _runs(
+    program: Program, updates: Collection[fx.Node], compiles: Says, apart: Says, postpones: Says
+) -> list[list[fx.Node]]:
     """Nodes to be compiled together. Between the first and the last of a run nothing depends on it but itself."""
     _bring_items_up(program.graph)
     on_host = known_at_the_start(program.graph)
@@ -137,10 +143,12 @@ def _runs(program: Program, updates: Collection[fx.Node], compiles: Says, postpo
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
-            if follows or (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
+            kind = (True, True) if apart(node) else (updating, False)  # lists are mostly of what an optimizer updates
+            other = run.calls and kind != (run.updating, run.apart)
+            if follows or (run.may_fail and node in updates) or other:
                 done.append(run.calls)
                 run = _Open()
-            run.updating = updating
+            run.updating, run.apart = kind
             run.calls.append(node)
             run.behind.add(node)
             run.may_fail |= ops.may_fail(node.target)

@@ -451,6 +451,44 @@ def test_every_parameter_and_state_is_written_by_the_segment_that_makes_it(optim
     assert same_bits(scheduled, program, inputs)
 
 
+def on_lists(node: fx.Node) -> bool:
+    return ops.is_indexwise(node.target) and "norm" not in str(node.target)
+
+
+@pytest.mark.parametrize(("optimizer", "ranks"), [("foreach", 2), ("sgd", 1)])
+def test_calls_apart_are_among_themselves(optimizer, ranks):
+    """Each segment is of one kind; the calls of a kind keep their order, communication its own, and all its bits."""
+    program, inputs = training(OPTIMIZERS[optimizer], ranks=ranks)
+    program = run_passes(program, [partial(pack_scalars, reads=inductor.reads_packed)])
+    form = partial(form_segments, compiles=inductor.compiles, apart=on_lists)
+    after = run_passes(program, [form])
+    assert_well_formed(after)
+    found: list[str] = []
+    for node in segments(after):
+        calls = [call for call in node.target.calls if not ops.is_view(call) and call.target is not operator.getitem]
+        assert len({on_lists(call) for call in calls}) == 1
+        found += [call.name for call in calls if on_lists(call)]
+    lists = {node.name: node for node in program.graph.nodes if node.op == "call_function" and on_lists(node)}
+    assert found == [name for name in lists if name in found]
+    # Counters are the host's; a call that is alone and reads no number of the host is no segment.
+    left = {str(node.target) for name, node in lists.items() if name not in found}
+    assert left <= {"aten._foreach_add.Tensor", "aten._foreach_mul.Tensor"}
+    assert len(found) >= 4
+    assert show.plan_text(after) == show.plan_text(program)
+    assert same_bits(after, program, inputs)
+    assert same_bits(run_passes(after, [partial(reinplace, hold_updates=False)]), program, inputs)
+
+
+def test_the_clipping_of_gradients_is_in_the_segment_of_their_update():
+    """Elsewhere what is outside of an optimizer and inside are two segments."""
+    program, _ = training(OPTIMIZERS["sgd"], ranks=1)
+    pack = partial(pack_scalars, reads=inductor.reads_packed)
+    after = run_passes(program, [pack, partial(form_segments, compiles=inductor.compiles, apart=on_lists)])
+    updating = [inside(node) for node in segments(after) if any(map(on_lists, node.target.calls))]
+    assert [calls[0] for calls in updating] == ["_foreach_mul"]
+    assert "_foreach_add" in updating[0]
+
+
 def test_a_segment_does_not_write_to_what_is_read_later():
     def fn(w: Tensor) -> tuple[Tensor, ...]:
         new = (w * 2).exp()
