@@ -42,7 +42,7 @@ from wholestep.program.program import Program
 _aten = torch.ops.aten
 
 ENOUGH = 0.7
-"""Rows travel where they take at most this share of the predicted time of the whole table: predictions are no better."""
+"""Rows travel where they take at most this share of the predicted time of the table: predictions are no better."""
 
 _INDEX_BYTES = 8
 _SUM_CALLS = 10
@@ -69,7 +69,8 @@ def _sum_rows(rows: torch.Tensor, indices: torch.Tensor, num_rows: int, padding_
     missing = _LEAST_SORTED - indices.shape[0]
     if rows.is_cuda and missing > 0:
         rows, indices = _aten.constant_pad_nd(rows, [0, 0, 0, missing]), _aten.constant_pad_nd(indices, [0, missing])
-    return torch.ops.aten.embedding_dense_backward.default(rows, indices, num_rows, padding_idx, False)
+    total: torch.Tensor = _aten.embedding_dense_backward.default(rows, indices, num_rows, padding_idx, False)
+    return total
 
 
 ops.LIBRARY.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")
@@ -84,26 +85,40 @@ SUM_ROWS = torch.ops.wholestep.sum_rows.default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A table, and the rows that could travel in its place."""
+    """A gradient as a table, and as the rows that could travel in its place."""
 
-    table_bytes: int
-    row_bytes: int
-    rows: int
-    """Of one rank."""
+    num_rows: int
+    """Of the table."""
+    width: int
+    """Elements of a row."""
+    itemsize: int
+    """Bytes of an element."""
+    limit: int
+    """Rows of one rank."""
     ranks: int
 
     @property
+    def num_elements(self) -> int:
+        """Of the rows of all ranks."""
+        return self.ranks * self.limit * self.width
+
+    @property
     def gathered_bytes(self) -> int:
-        """Bytes of the rows of all ranks."""
-        return self.ranks * self.rows * self.row_bytes
+        """Of the rows of all ranks."""
+        return self.num_elements * self.itemsize
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the table."""
+        return self.num_rows * self.width * self.itemsize
 
     def rows_us(self, cost: CostModel) -> float:
-        """Predicted time of two all-gathers and what the sum takes longer than that of this rank's rows."""
+        """Predicted time of two all-gathers, and of what the sum takes longer than that of this rank's rows."""
         moved_bytes = _SUM_PASSES * self.gathered_bytes
         work = Work(kind=Kind.POINTWISE, amount=moved_bytes, num_bytes=moved_bytes)
         return (
             cost.collective_us("all_gather", self.gathered_bytes, self.ranks)
-            + cost.collective_us("all_gather", self.ranks * self.rows * _INDEX_BYTES, self.ranks)
+            + cost.collective_us("all_gather", self.ranks * self.limit * _INDEX_BYTES, self.ranks)
             + cost.device.device_us((work,))
             + _SUM_CALLS * cost.call_us
             + (2 * cost.launch_us if cost.device.host_is_device else 0.0)
@@ -111,8 +126,8 @@ class Message:
 
     def table_us(self, cost: CostModel) -> float:
         """Predicted time of the table in a bucket with others: its transfer alone."""
-        least_us = cost.collective_us("all_reduce", 1, self.ranks)
-        return cost.collective_us("all_reduce", self.table_bytes, self.ranks) - least_us
+        latency_us = cost.collective_us("all_reduce", 1, self.ranks)
+        return cost.collective_us("all_reduce", self.table_bytes, self.ranks) - latency_us
 
 
 def send_rows(program: Program, *, cost: CostModel, limit: int) -> Program:
@@ -130,101 +145,116 @@ def send_rows(program: Program, *, cost: CostModel, limit: int) -> Program:
     Raises:
         ConfigError: the batch looks up more than `limit` rows of a table whose rows travel.
     """
-    ranks = {axis.group: axis.size for axis in program.mesh}
-    gathered: dict[tuple[fx.Node, str], fx.Node] = {}
-    notes = []
-    for one in list(reductions_of(program)):
-        if not _is_look_up(one):
-            continue
-        names, size, table = _names(one), ranks[str(one.start.args[-1])], meta.tensor(one.grad)
-        row_bytes = table.shape[1] * table.element_size()
-        message = Message(table_bytes=meta.num_bytes(one.grad), row_bytes=row_bytes, rows=limit, ranks=size)
+    work, notes = _Rows(program, limit), []
+    for one in list(filter(_is_look_up, reductions_of(program))):
+        message = work.message(one)
         rows_us, table_us = message.rows_us(cost), message.table_us(cost)
-        sizes = f"{show.bytes_text(message.gathered_bytes)} of rows, {show.bytes_text(message.table_bytes)} of table"
-        times = f"predicted {rows_us:.0f} against {table_us:.0f} us ({sizes})"
-        if rows_us > ENOUGH * table_us or message.ranks * limit * table.shape[1] > _MOST_ELEMENTS:
-            notes.append(f"{names} travels whole: {times}")
-            continue
-        _refuse_more(one, limit, names)
-        _gather(program.graph, one, limit=limit, size=size, gathered=gathered)
-        notes.append(f"{names} travels as rows: {times}")
+        travels = rows_us <= ENOUGH * table_us and message.num_elements <= _MOST_ELEMENTS
+        if travels:
+            work.send(one)
+        notes.append(
+            f"{_names(one)} travels {'as rows' if travels else 'whole'}: predicted {rows_us:.0f} against "
+            f"{table_us:.0f} us ({show.bytes_text(message.gathered_bytes)} of rows, "
+            f"{show.bytes_text(message.table_bytes)} of table)"
+        )
     edit.remove_dead_code(program.graph)
     return program.with_notes(*notes) if notes else program
 
 
-def _names(one: Reduction) -> str:
-    record = meta.bucket(one.start)
-    assert record is not None  # `reductions_of` has looked
-    return ", ".join(record.members)
-
-
 def _is_look_up(one: Reduction) -> bool:
     """Whether the gradient is that of one look-up, for its reduction alone."""
-    if one.grad.target is not _aten.embedding_dense_backward.default or not one.waits:
+    if one.grad.target is not _aten.embedding_dense_backward.default or one.grad.args[4]:
         return False
-    alone = len(one.grad.users) == 1 and (one.scale is None or len(one.start.all_input_nodes[0].users) == 1)
-    by_frequency = one.grad.args[4]
+    alone = all(len(node.users) == 1 for node in (one.grad, *one.start.all_input_nodes))
     known = all(isinstance(size, int) for arg in one.grad.all_input_nodes for size in meta.tensor(arg).shape)
-    return alone and known and not by_frequency and meta.tensor(one.grad).dtype.is_floating_point
+    return alone and known and meta.tensor(one.grad).dtype.is_floating_point
 
 
-def _refuse_more(one: Reduction, limit: int, names: str) -> None:
-    count = meta.tensor(one.grad.all_input_nodes[1]).numel()
-    if count > limit:
-        source = meta.origin(one.grad).source
-        raise ConfigError(
-            f"DDP(embedding_rows={limit}) says that no rank looks up more than {limit} rows of an embedding in a call. "
-            f"This one looks up {count} of {names}{f' ({source})' if source else ''}. Give the number of the largest "
-            f"batch that any rank will see, on every rank; or leave it out, and gradients travel whole, whatever the "
-            f"batch."
+def _record(one: Reduction) -> meta.Bucket:
+    found = meta.bucket(one.start)
+    assert found is not None  # `reductions_of` has looked
+    return found
+
+
+def _names(one: Reduction) -> str:
+    return ", ".join(_record(one).members)
+
+
+class _Rows:
+    """The pass at work on one program."""
+
+    def __init__(self, program: Program, limit: int) -> None:
+        self.graph, self.limit = program.graph, limit
+        self.sizes = {axis.group: axis.size for axis in program.mesh}
+        self.gathered: dict[tuple[fx.Node, str], fx.Node] = {}
+        """Indices and name of a group -> their all-gather: tables that are looked up alike share one."""
+
+    def message(self, one: Reduction) -> Message:
+        """What a gradient is as a table, and as rows."""
+        table, size = meta.tensor(one.grad), self.sizes[str(one.start.args[-1])]
+        return Message(
+            num_rows=table.shape[0], width=table.shape[1], itemsize=table.itemsize, limit=self.limit, ranks=size
+        )
+
+    def send(self, one: Reduction) -> None:
+        """Puts the sum of everybody's rows in the place of a reduction."""
+        self._refuse_more(one)
+        record, start = _record(one), one.start
+        rows, _, num_rows, padding_idx, _ = one.grad.args
+        with self.graph.inserting_before(start):
+            flat = edit.emit(self.graph, _aten.reshape.default, rows, [-1, meta.tensor(one.grad).shape[1]], like=start)
+            if one.scale is not None:
+                flat = edit.emit(self.graph, _aten.mul.Tensor, flat, one.scale, like=start)
+            sent = self._all_gather(flat, start)
+        meta.set_bucket(sent, replace(record, reason="rows of all ranks in the place of the table"))
+        readers = [reader for wait in one.waits for reader in wait.users]
+        with self.graph.inserting_before(min(readers, default=self.graph.output_node())):
+            arrived = [edit.emit(self.graph, ops.WAIT, node, like=start) for node in (sent, self._indices(one))]
+            total = edit.emit(self.graph, SUM_ROWS, *arrived, num_rows, padding_idx, like=start)
+        for wait in one.waits:
+            edit.replace_node(wait, total)
+        self.graph.erase_node(start)
+
+    def _refuse_more(self, one: Reduction) -> None:
+        count, source = meta.tensor(one.grad.all_input_nodes[1]).numel(), meta.origin(one.grad).source
+        if count > self.limit:
+            raise ConfigError(
+                f"DDP(embedding_rows={self.limit}) says that no rank looks up more than {self.limit} rows of an "
+                f"embedding in a call. This one looks up {count} of {_names(one)}{f' ({source})' if source else ''}. "
+                f"Give the number of the largest batch that any rank will see, on every rank; or leave it out, and "
+                f"gradients travel whole, whatever the batch."
+            )
+
+    def _indices(self, one: Reduction) -> fx.Node:
+        """The all-gather of the indices, which starts where they are known: long before the rows are."""
+        indices, start = one.grad.all_input_nodes[1], one.start
+        key = indices, str(start.args[-1])
+        if key not in self.gathered:
+            with self.graph.inserting_before(_behind(indices)):
+                flat = edit.emit(self.graph, _aten.reshape.default, indices, [-1], like=start)
+                if meta.tensor(flat).dtype is not torch.int64:
+                    flat = edit.emit(self.graph, _aten._to_copy.default, flat, like=start, dtype=torch.int64)
+                self.gathered[key] = self._all_gather(flat, start)
+            why, num_bytes = f"indices of the rows of {_names(one)}", self.limit * _INDEX_BYTES
+            meta.set_bucket(self.gathered[key], replace(_record(one), members=(), num_bytes=num_bytes, reason=why))
+        return self.gathered[key]
+
+    def _all_gather(self, flat: fx.Node, start: fx.Node) -> fx.Node:
+        """Starts the all-gather of what is filled up to the limit, over the group of `start`."""
+        tensor, group = meta.tensor(flat), str(start.args[-1])
+        missing = self.limit - tensor.shape[0]
+        if missing:
+            around = [*[0, 0] * (tensor.dim() - 1), 0, missing]
+            flat = edit.emit(self.graph, _aten.constant_pad_nd.default, flat, around, like=start)
+        elif not tensor.is_contiguous():
+            flat = edit.emit(self.graph, _aten.clone.default, flat, like=start, memory_format=torch.contiguous_format)
+        return edit.emit(
+            self.graph, ops.c10d.all_gather_into_tensor.default, flat, self.sizes[group], group, like=start
         )
 
 
-def _gather(
-    graph: fx.Graph, one: Reduction, *, limit: int, size: int, gathered: dict[tuple[fx.Node, str], fx.Node]
-) -> None:
-    """Puts the sum of everybody's rows in the place of a reduction."""
-    rows, indices, num_rows, padding_idx, _ = one.grad.args
-    assert isinstance(rows, fx.Node) and isinstance(indices, fx.Node)
-    start, group, record = one.start, str(one.start.args[-1]), meta.bucket(one.start)
-    assert record is not None
-    if (indices, group) not in gathered:
-        with graph.inserting_before(_behind(indices)):  # they are known long before the rows
-            flat = edit.emit(graph, _aten.reshape.default, indices, [-1], like=start)
-            if meta.tensor(flat).dtype is not torch.int64:
-                flat = edit.emit(graph, _aten._to_copy.default, flat, like=start, dtype=torch.int64)
-            gathered[indices, group] = _all_gather(graph, flat, limit=limit, size=size, group=group, like=start)
-        why = f"indices of the rows of {_names(one)}"
-        num_bytes = limit * _INDEX_BYTES
-        meta.set_bucket(gathered[indices, group], replace(record, members=(), num_bytes=num_bytes, reason=why))
-    with graph.inserting_before(start):
-        flat = edit.emit(graph, _aten.reshape.default, rows, [-1, meta.tensor(one.grad).shape[1]], like=start)
-        if one.scale is not None:
-            flat = edit.emit(graph, _aten.mul.Tensor, flat, one.scale, like=start)
-        sent = _all_gather(graph, flat, limit=limit, size=size, group=group, like=start)
-    meta.set_bucket(sent, replace(record, reason="rows of all ranks in the place of the table"))
-    with graph.inserting_before(min(user for wait in one.waits for user in (*wait.users, graph.output_node()))):
-        arrived = [edit.emit(graph, ops.WAIT, node, like=start) for node in (sent, gathered[indices, group])]
-        total = edit.emit(graph, SUM_ROWS, *arrived, num_rows, padding_idx, like=start)
-    for wait in one.waits:
-        edit.replace_node(wait, total)
-    graph.erase_node(start)
-
-
-def _all_gather(graph: fx.Graph, flat: fx.Node, *, limit: int, size: int, group: str, like: fx.Node) -> fx.Node:
-    """Starts the all-gather of what is filled up to `limit` rows, over a group of `size` ranks."""
-    tensor = meta.tensor(flat)
-    missing = limit - tensor.shape[0]
-    if missing:
-        around = [*[0, 0] * (tensor.dim() - 1), 0, missing]
-        flat = edit.emit(graph, _aten.constant_pad_nd.default, flat, around, like=like)
-    elif not tensor.is_contiguous():
-        flat = edit.emit(graph, _aten.clone.default, flat, like=like, memory_format=torch.contiguous_format)
-    return edit.emit(graph, ops.c10d.all_gather_into_tensor.default, flat, size, group, like=like)
-
-
 def _behind(node: fx.Node) -> fx.Node:
-    """The node behind which what reads `node` can stand, inputs being first."""
+    """The node in front of which what reads `node` can stand at the earliest; inputs are first."""
     node = node.next
     while node.op == "placeholder":
         node = node.next

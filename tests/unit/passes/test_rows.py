@@ -1,4 +1,4 @@
-"""Gradients of embeddings as rows: when they pay, which may travel so, and what becomes of the graph and the numbers."""
+"""Gradients of embeddings as rows: when they pay, which travel so, and what becomes of the graph and the numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GATHER = ops.c10d.all_gather_into_tensor.default
 
 
 def message(words: int, width: int, rows: int, ranks: int) -> Message:
-    return Message(table_bytes=4 * words * width, row_bytes=4 * width, rows=rows, ranks=ranks)
+    return Message(num_rows=words, width=width, itemsize=4, limit=rows, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,8 @@ def test_rows_travel_where_they_are_faster_by_far(one, cost, pays):
     assert (one.rows_us(cost) <= ENOUGH * one.table_us(cost)) is pays
 
 
-def test_more_rows_take_longer_and_a_larger_table_does(one=message(50_304, 768, 1024, 4)):
+def test_more_rows_take_longer_and_a_larger_table_does():
+    one = message(50_304, 768, 1024, 4)
     assert message(50_304, 768, 2048, 4).rows_us(NODES) > one.rows_us(NODES)
     assert message(100_000, 768, 1024, 4).table_us(NODES) > one.table_us(NODES)
     assert message(100_000, 768, 1024, 4).rows_us(NODES) == one.rows_us(NODES)
