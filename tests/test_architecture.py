@@ -79,6 +79,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
+    "lower/kernels.py": {
+        "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
+    },
     "program/portable.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },

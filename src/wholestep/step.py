@@ -133,6 +133,7 @@ class CompiledStep:
         if look.ready is not None:
             with look.ready.captured.undone_on_error():
                 return self._resume(look, look.ready, world)
+        self._lowering(world).prepare()
         try:
             tell("capturing")
             with naming(self._step):
@@ -168,7 +169,7 @@ class CompiledStep:
         self._meetings.recall(ready.choices)
         self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
         log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
-        return self._lower(ready.captured, ready.programs, look, world)
+        return self._lower(ready.captured, ready.programs, look.given(), world)
 
     def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: Look, world: World) -> _Entry:
         """A scheduled program as something that runs, once all ranks have the same plan."""

@@ -109,6 +109,10 @@ class Look:
             self.ready.captured.undo()
         return Look(fingerprint=self.fingerprint, ready=None, why_not=why_not)
 
+    def given(self) -> Look:
+        """The same without the bytes of kernels, which the backend has by then."""
+        return self if self.ready is None else replace(self, ready=replace(self.ready, kernels=()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -233,8 +237,11 @@ class Warm:
             artifact.forget_old(folder.glob(f"{artifact.prefix_of(self.name)}*"))
         except ArtifactError as error:
             log.info("%s is not kept for other processes: %s", self.name, error)
-        except Exception:  # as above
-            log.warning("%s is not kept for other processes", self.name, exc_info=True)
+        except Exception as error:  # as above
+            log.warning(
+                "%s is not kept for other processes: %s: %s", self.name, type(error).__name__, error,
+                exc_info=log.isEnabledFor(logging.DEBUG),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

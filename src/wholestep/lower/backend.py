@@ -39,6 +39,9 @@ class Eager:
     shares_kernels = False
     """Whether a rank can use what another one has compiled."""
 
+    def prepare(self) -> None:
+        """Starts what takes a while and will be needed to compile, before anything is captured."""
+
     def passes(self, placed: Program) -> list[Pass]:
         """Passes before the one that lets operators write in place, for this program."""
         return []
@@ -63,7 +66,7 @@ class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
     def __init__(self, options: InductorOptions, device: torch.device) -> None:
-        self._options, self._on_gpu = options, device.type == "cuda"
+        self._options, self._device, self._on_gpu = options, device, device.type == "cuda"
         # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
         self.shares_kernels = not self._on_gpu
         self._by_copies = self._on_gpu and bool(options.copy_engines)
@@ -76,6 +79,11 @@ class Inductor:
     def name(self) -> str:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
+
+    def prepare(self) -> None:
+        """See `Eager.prepare`."""
+        if self._on_gpu:
+            inductor.start_workers()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
@@ -113,7 +121,7 @@ class Inductor:
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return inductor.marks()
+        return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`."""
@@ -179,6 +187,11 @@ class Auto:
         """See `Eager.shares_kernels`."""
         return self._backend.shares_kernels
 
+    def prepare(self) -> None:
+        """See `Eager.prepare`. On a GPU it is known what will be chosen."""
+        if self._device.type == "cuda":
+            inductor.start_workers()
+
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         if self._chosen is None:
@@ -207,7 +220,7 @@ class Auto:
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks()]
+        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks(self._device)]
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry says what was chosen."""

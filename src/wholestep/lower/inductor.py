@@ -13,10 +13,8 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,18 +22,20 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._guards import TracingContext, tracing
+from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.output_code import CompiledFxGraph
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
+from wholestep.lower import kernels
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
@@ -155,6 +155,16 @@ def why_not(device: torch.device) -> str:
     return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
 
 
+def start_workers() -> None:
+    """Starts the processes that compile kernels of GPUs.
+
+    They take seconds to come up, and until then a process compiles its kernels itself, one by one. ``torch.compile``
+    starts them where it begins; so do we, before there is anything to compile.
+    """
+    if hasattr(async_compile, "maybe_warm_pool"):
+        async_compile.maybe_warm_pool()
+
+
 class Inductor:
     """Compiles segments, each once."""
 
@@ -189,32 +199,31 @@ class Inductor:
         compiled = self._compiled.get(segment)
         if not isinstance(compiled, CompiledFxGraph):
             return None
-        twin = copy.copy(compiled)
-        twin.prepare_for_serialization()
         try:
-            return pickle.dumps(twin)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            log.info("%s is compiled in every process: %s", segment.name, error)
+            return kernels.dumps(compiled)
+        except Exception as error:  # whatever a compiler's objects raise, the rest is worth keeping
+            log.warning("%s is compiled in every process: %s", segment.name, _said(error))
             return None
 
     def take(self, segment: Segment, data: bytes) -> None:
-        """Uses what `written` gave in another process. Kernels that Inductor's cache has lost are built anew."""
+        """Uses what `written` gave in another process. On a CPU, kernels that are not in Inductor's cache are built."""
         self._ask()
         try:
-            compiled: CompiledFxGraph = pickle.loads(data)
-            constants = CompiledFxGraphConstants()
-            compiled.after_deserialization(constants)
-            compiled.post_compile((), constants, compiled.fx_kwargs)
-        except (OSError, RuntimeError, ImportError, AttributeError, TypeError, pickle.UnpicklingError) as error:
-            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, error)
-            return
-        self._compiled[segment] = compiled
+            self._compiled[segment] = kernels.loads(data)
+        except Exception as error:  # likewise
+            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, _said(error))
 
 
-def marks() -> list[tuple[str, str]]:
-    """What compiled code depends on besides the graph: the options of Inductor, as its own cache sees them."""
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def marks(device: torch.device) -> list[tuple[str, str]]:
+    """What compiled code depends on besides the graph: the number of the GPU, which is written into it, and the options
+    of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
-    return [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
+    spelled = [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
+    return [("the device", str(device)), *spelled]
 
 
 def _spelled(option: Any) -> str:
