@@ -16,7 +16,7 @@ Note: the same sizes on every rank, in every call
     So nothing of the plan may depend on this rank's batch: how many rows travel is the user's word
     (`wholestep.config.DDP.embedding_rows`), and whether they do follows from it, the table, the number of ranks and
     the agreed costs. A batch with fewer rows is filled up with zeros for row 0, which change no sum. One with more
-    cannot take part in what the other ranks run: it is an error before anything is sent. Without the user's word the
+    cannot take part in what the other ranks run: it is an error before this rank sends anything. Without the user's word the
     size could only be that of an early batch, and a longer one on a single rank would have no way out.
 
 Note: the same bits on every rank
@@ -64,13 +64,15 @@ def _sum_rows(rows: torch.Tensor, indices: torch.Tensor, num_rows: int, padding_
     The same bits wherever the arguments are the same. On a CPU ATen's ``embedding_dense_backward`` adds in the order
     of the rows, each index in one thread. On a GPU it sorts the indices, stably, and adds runs of ten rows and then
     those sums, without atomics. That is its way from 3,073 indices on: the kernel for fewer reads indices of one batch
-    while it loads those of the next one in some versions (pytorch/pytorch#187687), so there are as many here.
+    while it loads those of the next one in some versions (pytorch/pytorch#187687), so there are as many here. Sums of
+    types of two bytes are float32 and rounded at the end: so ATen does it on a GPU.
     """
     missing = _LEAST_SORTED - indices.shape[0]
     if rows.is_cuda and missing > 0:
         rows, indices = _aten.constant_pad_nd(rows, [0, 0, 0, missing]), _aten.constant_pad_nd(indices, [0, missing])
-    total: torch.Tensor = _aten.embedding_dense_backward.default(rows, indices, num_rows, padding_idx, False)
-    return total
+    wide = rows if rows.is_cuda or rows.itemsize > 2 else rows.float()
+    total: torch.Tensor = _aten.embedding_dense_backward.default(wide, indices, num_rows, padding_idx, False)
+    return total.to(rows.dtype)
 
 
 ops.LIBRARY.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")

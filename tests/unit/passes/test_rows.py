@@ -253,6 +253,12 @@ def test_the_sum_adds_row_by_row_and_leaves_out_the_padding():
     torch.library.opcheck(SUM_ROWS, (rows, indices, 6, 2), test_utils=("test_schema", "test_faketensor"))
 
 
+def test_a_small_type_is_rounded_once():
+    rows, indices = torch.randn(40, 3).bfloat16(), torch.randint(5, (40,))
+    wanted = SUM_ROWS(rows.float(), indices, 6, -1).bfloat16()
+    assert torch.equal(SUM_ROWS(rows, indices, 6, -1), wanted)
+
+
 def test_no_compiler_gets_the_sum():
     """Inductor would add with atomics, in another order on every rank."""
     (total,) = calls(with_rows(placed(Net(), words_of(3))), SUM_ROWS)
