@@ -16,8 +16,8 @@ Note: the same sizes on every rank, in every call
     So nothing of the plan may depend on this rank's batch: how many rows travel is the user's word
     (`wholestep.config.DDP.embedding_rows`), and whether they do follows from it, the table, the number of ranks and
     the agreed costs. A batch with fewer rows is filled up with zeros for row 0, which change no sum. One with more
-    cannot take part in what the other ranks run: it is an error before this rank sends anything. Without the user's word the
-    size could only be that of an early batch, and a longer one on a single rank would have no way out.
+    cannot take part in what the other ranks run: it is an error before this rank sends anything. Without the user's
+    word the size could only be that of an early batch, and a longer one on a single rank would have no way out.
 
 Note: the same bits on every rank
     Parameters are equal on all ranks because gradients are. Rows lie in rank order on every rank, and `SUM_ROWS` adds
