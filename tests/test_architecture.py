@@ -73,6 +73,10 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/copies.py": {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },
+    "lower/cudagraph.py": {
+        "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
+        "torch._C._cuda_releasePool": "likewise",
+    },
     "lower/inductor.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",

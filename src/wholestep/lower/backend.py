@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -68,7 +67,7 @@ class Inductor:
         self.shares_kernels = not self._on_gpu
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor(device)
-        self._pool: Any = None
+        self._pool = cudagraph.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why the last program did not become a CUDA graph; empty if it did."""
 
@@ -107,9 +106,7 @@ class Inductor:
             self._goes_without(parts)
             return lower(program)
         self.why_no_graph = ""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return cudagraph.Graphed(program, parts, lower, self._pool, self._goes_without)
+        return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed)
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
@@ -139,6 +136,10 @@ class Inductor:
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
         log.info("no CUDA graph: %s", reason)
+
+    def _has_failed(self, reason: str) -> None:
+        self.why_no_graph = f"its capture failed: {reason}"
+        log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 
 def segments_of(program: Program) -> list[Segment]:
