@@ -431,7 +431,9 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
         def run(inputs: list[Any]) -> tuple[Any, ...]:
             calls.append(cuda.stream)
             if cuda.stream != "users":
-                raise RuntimeError("illegal")
+                error = RuntimeError("illegal")
+                error.add_note("while running mul")
+                raise error
             return tuple(one * 2 for one in inputs) if part is parts.body else ()
 
         return run

@@ -190,7 +190,7 @@ def test_one_segment_that_cannot_be_written_costs_no_other(
 
     monkeypatch.setattr(inductor, "CompiledFxGraph", Fake)
     monkeypatch.setattr(kernels, "dumps", dumps)
-    compiler = inductor.Inductor(torch.device("cpu"))
+    compiler = inductor.Inductor(torch.device("cuda"))
     compiler._compiled = {Named("first"): Fake(False), Named("second"): Fake(True)}  # type: ignore[dict-item]
     with caplog.at_level(logging.WARNING):
         assert [compiler.written(one) for one in compiler._compiled] == [None, b"good"]
@@ -200,7 +200,7 @@ def test_one_segment_that_cannot_be_written_costs_no_other(
 
 
 def test_a_segment_that_cannot_be_read_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    compiler = inductor.Inductor(torch.device("cpu"))
+    compiler = inductor.Inductor(torch.device("cuda"))
     segment: Any = Named("first")
     compiler.take(segment, b"no pickle")
     assert compiler._compiled == {}
