@@ -83,6 +83,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
+    "lower/instructions.py": {"torch._inductor": "what it asks about a CPU, which another process may have answered"},
     "lower/kernels.py": {
         "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
     },

@@ -135,6 +135,7 @@ class CompiledStep:
                 return self._resume(look, look.ready, world)
         try:
             tell("capturing")
+            self._lowering(world).prepare()
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:

@@ -38,6 +38,9 @@ class Eager:
     shares_kernels = False
     """Whether a rank can use what another one has compiled."""
 
+    def prepare(self) -> None:
+        """Told that a step is about to be captured: what takes long and needs no program may begin."""
+
     def passes(self, placed: Program) -> list[Pass]:
         """Passes before the one that lets operators write in place, for this program."""
         return []
@@ -76,6 +79,10 @@ class Inductor:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
 
+    def prepare(self) -> None:
+        """See `Eager.prepare`."""
+        self._inductor.prepare()
+
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
@@ -113,12 +120,14 @@ class Inductor:
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`."""
-        return tuple(map(self._inductor.written, segments_of(program)))
+        """See `Eager.kernels`. The first entry says what is known of the CPU."""
+        return (self._inductor.found(), *map(self._inductor.written, segments_of(program)))
 
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
-        for segment, data in zip(segments_of(program), kernels, strict=True):
+        found, *rest = kernels
+        self._inductor.take_found(found or b"")
+        for segment, data in zip(segments_of(program), rest, strict=True):
             if data is not None:
                 self._inductor.take(segment, data)
 
@@ -180,10 +189,16 @@ class Auto:
         """See `Eager.shares_kernels`."""
         return self._backend.shares_kernels
 
+    def prepare(self) -> None:
+        """See `Eager.prepare`."""
+        if self._chosen is not None:
+            self._chosen.prepare()
+
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         if self._chosen is None:
             self._chosen = self._choose(placed)
+            self._chosen.prepare()
         return self._chosen.passes(placed)
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:

@@ -213,3 +213,7 @@ def test_the_number_of_the_gpu_counts() -> None:
     assert [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]] == [
         (("the device", "cuda:0"), ("the device", "cuda:1"))
     ]
+
+
+def test_the_compiler_of_kernels_for_a_cpu_counts() -> None:
+    assert dict(inductor.marks(torch.device("cpu")))["the C++ compiler"]
