@@ -133,9 +133,9 @@ class CompiledStep:
         if look.ready is not None:
             with look.ready.captured.undone_on_error():
                 return self._resume(look, look.ready, world)
+        self._lowering(world).prepare()
         try:
             tell("capturing")
-            self._lowering(world).prepare()
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:

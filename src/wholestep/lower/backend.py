@@ -39,7 +39,7 @@ class Eager:
     """Whether a rank can use what another one has compiled."""
 
     def prepare(self) -> None:
-        """Told that a step is about to be captured: what takes long and needs no program may begin."""
+        """Starts what takes a while and will be needed to compile, before anything is captured."""
 
     def passes(self, placed: Program) -> list[Pass]:
         """Passes before the one that lets operators write in place, for this program."""
@@ -81,7 +81,10 @@ class Inductor:
 
     def prepare(self) -> None:
         """See `Eager.prepare`."""
-        self._inductor.prepare()
+        if self._on_gpu:
+            inductor.start_workers()
+        else:
+            self._inductor.prepare()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
@@ -190,8 +193,10 @@ class Auto:
         return self._backend.shares_kernels
 
     def prepare(self) -> None:
-        """See `Eager.prepare`."""
-        if self._chosen is not None:
+        """See `Eager.prepare`. On a GPU it is known what will be chosen."""
+        if self._device.type == "cuda":
+            inductor.start_workers()
+        elif self._chosen is not None:
             self._chosen.prepare()
 
     def passes(self, placed: Program) -> list[Pass]:

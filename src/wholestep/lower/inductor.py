@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._guards import TracingContext, tracing
+from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
@@ -151,6 +152,16 @@ def why_not(device: torch.device) -> str:
         return "triton is not installed"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
+
+
+def start_workers() -> None:
+    """Starts the processes that compile kernels of GPUs.
+
+    They take seconds to come up, and until then a process compiles its kernels itself, one by one. ``torch.compile``
+    starts them where it begins; so do we, before there is anything to compile.
+    """
+    if hasattr(async_compile, "maybe_warm_pool"):
+        async_compile.maybe_warm_pool()
 
 
 class Inductor:
