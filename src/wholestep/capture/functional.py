@@ -23,6 +23,7 @@ from wholestep.capture.origin import node_hook
 from wholestep.capture.storage import fold_resizes
 from wholestep.errors import CaptureError
 from wholestep.program import edit, meta, ops
+from wholestep.program.modules import unwritten
 
 _TWINS = torch.library.Library("wholestep_functional", "DEF")
 _known_twins: dict[Any, Any] = {}
@@ -56,7 +57,7 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
         host[:] = [HostValues.of_trace(known)]
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
-    with mode, torch.no_grad(), node_hook(interpreter.tag), host_branches(lambda: host[0] if host else None):
+    with mode, torch.no_grad(), unwritten(), node_hook(interpreter.tag), host_branches(lambda: host[0] if host else None):
         module = make_fx(run)(*plain)
     for op in _REPLACED_BY_FUNCTORCH:
         for node in module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
