@@ -120,7 +120,7 @@ class Tracer:
                 for context in (*self._contexts(), unwritten()):
                     stack.enter_context(context)
                 inputs = [*self.reals, *self._symbols.symbols]
-                module = make_fx(lambda *args: self._body(call), tracing_mode="real")(*inputs)
+                module = make_fx(lambda *args: self._body(call), _disable_torch_fn_metadata_mode=True)(*inputs)
         except Exception as error:
             raise blame.explain(error) from error
         finally:
