@@ -4,9 +4,10 @@
     python benchmarks/first_call.py --layers 6 12 24 --backend inductor --json
     wholestep run benchmarks/first_call.py --nproc 2
 
-What is timed: the training W2 of the suites (a language model with biases and LayerNorm, bfloat16 autocast, fused AdamW) with
-its depth and its number of parameters, but narrow and with few words, so that nearly all time is the compiler's. The
-graphs have as many nodes as those of the full size; what kernels take, and Inductor for larger shapes, is not seen here.
+What is timed: the training W2 of the suites (a language model with biases and LayerNorm, bfloat16 autocast, fused
+AdamW) with its depth and its number of parameters, but narrow and with few words, so that nearly all time is the
+compiler's. The graphs have as many nodes as those of the full size; what kernels take, and what Inductor does for
+larger shapes, is not seen here.
 On several ranks the table is that of rank 0. Saved steps are off, so that every call captures; caches of Inductor are
 those that it finds. A small model is compiled first, so that imports and torch's own first times are not in the rows.
 

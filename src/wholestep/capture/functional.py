@@ -1,8 +1,9 @@
 """Makes a traced graph functional: no operation writes, what changes is returned.
 
-A second trace under torch's functionalization does the work, of the calls that writes concern; the others are copied
-(`wholestep.capture.part`). Two more things are ours: operators outside ATen that write to their arguments (torch refuses
-those) get a functional twin first, and the ``copy_`` calls at the end, which put new values into inputs, become outputs.
+A second trace under torch's functionalization does the work, for the calls that writes concern; the others are copied
+(`wholestep.capture.part`). Two more things are ours: operators outside ATen that write to their arguments (torch
+refuses those) get a functional twin first, and the ``copy_`` calls at the end, which put new values into inputs,
+become outputs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
         host[:] = [HostValues.of_trace(known)]
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
-    with mode, torch.no_grad(), unwritten(), node_hook(interpreter.tag), host_branches(lambda: host[0] if host else None):
+    branches = host_branches(lambda: host[0] if host else None)
+    with mode, torch.no_grad(), unwritten(), node_hook(interpreter.tag), branches:
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
     module = put_back(traced, part, functional, interpreter.made_for)
     for op in _REPLACED_BY_FUNCTORCH:

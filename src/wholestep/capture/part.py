@@ -5,7 +5,7 @@ Making a graph functional changes calls that write and calls that see what was w
 traced again, as a graph of their own; the others are copied with their values, which takes a tenth of the time. Nodes
 that may share memory form a group, as schemas say. A call is in the part if it touches a group behind the first write
 to it. Where the part would have to know how values that were made outside share memory, all calls that touch their
-group are in it. Calls on numbers of the host and what those are made of stay together, since they are followed by value.
+group are in it. Numbers of the host stay together with what they are made of, since they are followed by value.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _drop_writes(graph: fx.Graph, entering: set[fx.Node]) -> None:
     """What functionalization writes back to its arguments; those that no input of the whole is nobody sees again."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if node.args[0] in entering:
-            node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[1])
             graph.erase_node(node)
 
 
@@ -116,8 +116,9 @@ def _named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node
     if node.op == "get_attr":
         copy = graph.node_copy(node, new)
     else:
-        args, kwargs = fx.map_arg(_given(node), new)  # type: ignore[misc]
-        name = node.target._schema.name.split("::")[1] if ops.is_op(node) else re.sub(r"_\d+$", "", node.name)  # type: ignore[union-attr]
+        args, kwargs = fx.map_arg(_given(node), new)
+        target: Any = node.target
+        name = target._schema.name.split("::")[1] if ops.is_op(node) else re.sub(r"_\d+$", "", node.name)
         copy = graph.create_node(node.op, node.target, args, kwargs, name)
     copy.meta = meta.portable(node)
     return copy
@@ -127,10 +128,10 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without what is there by default. Autograd hands on tensors that are none."""
     if not ops.is_op(node):
         return node.args, node.kwargs
-    plain = {arg.name for arg in node.target._schema.arguments if arg.has_default_value() and arg.default_value is None}  # type: ignore[union-attr]
-    names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    plain = {arg.name for arg in arguments if arg.has_default_value() and arg.default_value is None}
     args = list(node.args)
-    while args and args[-1] is None and names[len(args) - 1] in plain:
+    while args and args[-1] is None and arguments[len(args) - 1].name in plain:
         args.pop()
     return tuple(args), {name: arg for name, arg in node.kwargs.items() if arg is not None or name not in plain}
 
@@ -168,7 +169,11 @@ class _Touched:
             for target in _writes_to(node):
                 self._written.setdefault(self._group(target), place)
         self.calls = self._numbers() | {node for node in self._nodes if _is_new(node)}
-        self._whole: set[fx.Node] = {group for group in self._written if len(self._bases.get(group, ())) != 1}
+        self._whole = {group for group in self._written if len(self._bases.get(group, ())) != 1}
+        """Groups of which every call is in the part."""
+        for node in self._nodes:
+            if ops.is_op(node) and torch.Tag.inplace_view in node.target.tags:  # ``t_()``: another shape from here on
+                self._whole.add(self._group(node))
         while self._grow():
             pass
 
@@ -183,20 +188,16 @@ class _Touched:
         return node
 
     def _numbers(self) -> set[fx.Node]:
-        """Calls that give or take numbers, what those are made of, and constants with their readers."""
-        pending = []
-        for node in self._nodes:
-            if node.op == "get_attr":
-                pending += [node, *(user for user in node.users if user.op != "output")]
-            elif node.op == "call_function" and _is_number(node):
-                pending += [node, *(user for user in node.users if user.op != "output")]
-        found: set[fx.Node] = set()
-        while pending:
-            node = pending.pop()
-            if node not in found and node.op != "placeholder":
-                found.add(node)
-                pending += node.all_input_nodes
-        return found
+        """Numbers and constants, what they are made of, and their readers."""
+        followed = [n for n in self._nodes if n.op == "get_attr" or (n.op == "call_function" and _is_number(n))]
+        found = {user for node in followed for user in node.users if user.op != "output"}
+        made_of: set[fx.Node] = set()
+        while followed:
+            node = followed.pop()
+            if node not in made_of and node.op != "placeholder":
+                made_of.add(node)
+                followed += node.all_input_nodes
+        return found | made_of
 
     def _grow(self) -> bool:
         """Takes in what touches groups; whether there may be more."""
@@ -206,28 +207,28 @@ class _Touched:
                 continue
             # A view of what the part makes: both would have memory of their own else.
             follows = any(source in self.calls for source in _shares_with(node))
-            touched = {self._group(one) for one in (node, *node.all_input_nodes)}
-            if follows or any(group in self._whole or place >= self._written.get(group, place + 1) for group in touched):
+            if follows or any(self._concerns(self._group(one), place) for one in (node, *node.all_input_nodes)):
                 self.calls.add(node)
         for node in [one for one in self.calls if one.target is operator.getitem]:
             self.calls.update(node.all_input_nodes)
         self._whole.update(self._torn())
         return before != (len(self._whole), len(self.calls))
 
+    def _concerns(self, group: fx.Node, place: int) -> bool:
+        """Whether a call at `place` that touches `group` belongs to the part."""
+        return group in self._whole or (group in self._written and place >= self._written[group])
+
     def _torn(self) -> Iterable[fx.Node]:
         """Groups that are written to, and of which more than the base would have to cross the border of the part."""
-        for node in self.calls:
-            for one in node.all_input_nodes:
-                if one not in self.calls and (group := self._group(one)) in self._written and one not in self._bases[group]:
-                    yield group
-            if self._group(node) in self._written and any(
-                user not in self.calls and user.op != "output" for user in node.users
-            ):
-                yield self._group(node)
-        for one in self._returned:
+        read = [one for node in self.calls for one in node.all_input_nodes]
+        for one in (*read, *self._returned):
             group = self._group(one)
-            if group in self._written and one not in self.calls and one not in self._bases[group]:
+            if one not in self.calls and group in self._written and one not in self._bases[group]:
                 yield group
+        for node in self.calls:
+            is_read = any(user not in self.calls and user.op != "output" for user in node.users)
+            if is_read and self._group(node) in self._written:
+                yield self._group(node)
 
 
 def _shares_with(node: fx.Node) -> Iterable[fx.Node]:
