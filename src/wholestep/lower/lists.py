@@ -53,7 +53,8 @@ class Plans:
     def tell_lists(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
         segments = [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
-        plans = {segment.name: self._of(segment) for segment in segments if any(map(takes, segment.calls))}
+        # Segments change once more, when results are stored where their operands lay.
+        plans = {one.name: plan(one, self._texts) for one in segments if any(map(takes, one.calls))}
         own = [one for one in plans.values() if isinstance(one, Plan)]
         rows, kernels = sum(one.num_rows for one in own), sum(len(one.kernels) for one in own)
         return program.with_notes(
