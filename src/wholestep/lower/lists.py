@@ -47,8 +47,14 @@ class Plans:
 
     def compile(self, segment: Segment) -> Lists | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
-        found = self._of(segment)
-        return Lists(found) if isinstance(found, Plan) else None
+        if segment not in self._plans:
+            self._plans[segment] = plan(segment, self._texts)
+        found = self._plans[segment]
+        if isinstance(found, Plan):
+            return Lists(found)
+        if any(map(takes, segment.calls)):
+            log.info("%s is left to Inductor: %s", segment.name, found)
+        return None
 
     def tell_lists(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
@@ -61,13 +67,6 @@ class Plans:
             *([f"{rows} tensors are updated by {kernels} kernels over lists"] if own else []),
             *(f"{name} is left to Inductor: {one}" for name, one in plans.items() if isinstance(one, str)),
         )
-
-    def _of(self, segment: Segment) -> Plan | str:
-        if segment not in self._plans:
-            self._plans[segment] = found = plan(segment, self._texts)
-            if isinstance(found, str) and any(map(takes, segment.calls)):
-                log.info("%s is left to Inductor: %s", segment.name, found)
-        return self._plans[segment]
 
 
 class Lists:
