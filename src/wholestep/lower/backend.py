@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -62,6 +62,10 @@ class Eager:
         return eager.lower(program, wait=wait)
 
 
+_PIECES = {"cuda": 1000, "cpu": 4}
+"""Into how many segments layers are cut. Calls cost nothing within a CUDA graph, and microseconds of Python without."""
+
+
 class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
@@ -72,7 +76,7 @@ class Inductor:
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor(device)
         self._lists = lists.Plans()
-        self._pool: Any = None
+        self._pool = cudagraph.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why the last program did not become a CUDA graph; empty if it did."""
 
@@ -85,6 +89,8 @@ class Inductor:
         """See `Eager.prepare`."""
         if self._on_gpu:
             inductor.start_workers()
+        else:
+            self._inductor.prepare()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
@@ -104,6 +110,8 @@ class Inductor:
                 apart=lists.takes,
                 postpones=inductor.follows,
                 pays_alone=inductor.pays_alone,
+                by_library=inductor.by_library,
+                most_pieces=_PIECES["cuda" if self._on_gpu else "cpu"],
             ),
             *([self._lists.tell_lists] if self._on_gpu else []),
         ]
@@ -118,21 +126,25 @@ class Inductor:
             self._goes_without(parts)
             return lower(program)
         self.why_no_graph = ""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return cudagraph.Graphed(program, parts, lower, self._pool, self._goes_without)
+        return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed)
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`."""
-        return tuple(map(self._inductor.written, segments_of(program)))
+        """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
+        object, which a file holds once."""
+        written = functools.cache(self._inductor.written)
+        first: dict[str, Segment] = {}
+        segments = segments_of(program)
+        return (self._inductor.found(), *(written(first.setdefault(one.likeness, one)) for one in segments))
 
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
-        for segment, data in zip(segments_of(program), kernels, strict=True):
+        found, *rest = kernels
+        self._inductor.take_found(found or b"")
+        for segment, data in zip(segments_of(program), rest, strict=True):
             if data is not None:
                 self._inductor.take(segment, data)
 
@@ -150,6 +162,10 @@ class Inductor:
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
         log.info("no CUDA graph: %s", reason)
+
+    def _has_failed(self, reason: str) -> None:
+        self.why_no_graph = f"its capture failed: {reason}"
+        log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 
 def segments_of(program: Program) -> list[Segment]:
@@ -194,11 +210,14 @@ class Auto:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
         if self._device.type == "cuda":
             inductor.start_workers()
+        elif self._chosen is not None:
+            self._chosen.prepare()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         if self._chosen is None:
             self._chosen = self._choose(placed)
+            self._chosen.prepare()
         return self._chosen.passes(placed)
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:

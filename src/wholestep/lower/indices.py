@@ -17,7 +17,6 @@ from torch import Tensor
 
 from wholestep.lower import fused, numbers, pointwise
 from wholestep.lower.pointwise import NotPointwise
-from wholestep.passes.segments import is_view
 from wholestep.program import meta, ops
 from wholestep.program.numbers import element
 
@@ -98,7 +97,7 @@ class Reading:
     def value(self, node: fx.Node) -> Leaf | Item:
         """The value of a node, with all that it is made of. Raises NotPointwise."""
         call, path = node, list[int]()
-        while call.target is operator.getitem and not is_view(call):
+        while call.target is operator.getitem and not ops.is_view(call):
             path.insert(0, call.args[1])  # type: ignore[arg-type]
             call = call.args[0]  # type: ignore[assignment]
         if path:
@@ -131,7 +130,7 @@ class Reading:
 
 def root_of(node: fx.Node) -> fx.Node:
     """What a view is seen of."""
-    while is_view(node):
+    while ops.is_view(node):
         node = node.all_input_nodes[0]
     return node
 

@@ -23,8 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from wholestep.lower import indices, pointwise
 from wholestep.lower.indices import Item, Leaf, Line, Reading, dtype_of, first_list, root_of, takes
 from wholestep.lower.pointwise import NotPointwise
-from wholestep.passes.segments import is_view
-from wholestep.program import meta
+from wholestep.program import meta, ops
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
 
@@ -134,7 +133,7 @@ def plan(segment: Segment, texts: dict[str, str]) -> Plan | str:
 
 
 def _is_of_lists(node: fx.Node) -> bool:
-    return node.target is operator.getitem or is_view(node) or takes(node)
+    return node.target is operator.getitem or ops.is_view(node) or takes(node)
 
 
 class _Planner:
@@ -263,7 +262,7 @@ def _views(segment: Segment) -> tuple[dict[fx.Node, int], dict[fx.Node, Tensor]]
         for node in segment.graph.nodes:
             if node.op == "placeholder":
                 seen[node] = meta.value(node)
-            elif is_view(node) and node.target is not element and root_of(node).op == "placeholder":
+            elif ops.is_view(node) and node.target is not element and root_of(node).op == "placeholder":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), seen.__getitem__)
                 seen[node] = node.target(*args, **kwargs)
             if isinstance(seen.get(node), Tensor):
