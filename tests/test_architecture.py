@@ -93,6 +93,7 @@ DOORS: dict[str, dict[str, str]] = {
     "program/portable.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },
+    "program/modules.py": {"torch.fx._lazy_graph_module": "modules that write their Python when it is needed"},
     "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
     "program/collectives.py": {
         "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",

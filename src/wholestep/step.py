@@ -40,6 +40,7 @@ from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
 from wholestep.report.explain import explain
 from wholestep.report.explanation import CacheInfo, Explanation
+from wholestep.run.collector import uncollected
 from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
 from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
@@ -112,7 +113,7 @@ class CompiledStep:
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
-        with shown(self._name, init().rank):
+        with shown(self._name, init().rank), uncollected():
             entry = self._compile(args, kwargs, reason)
         with entry.captured.undone_on_error():
             result = self._run(entry, leaves)

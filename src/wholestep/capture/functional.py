@@ -1,8 +1,9 @@
 """Makes a traced graph functional: no operation writes, what changes is returned.
 
-A second trace under torch's functionalization does the work. Two things are ours: operators outside ATen
-that write to their arguments (torch refuses those) get a functional twin first, and the ``copy_`` calls at
-the end, which put new values into inputs, become outputs.
+A second trace under torch's functionalization does the work, for the calls that writes concern; the others are copied
+(`wholestep.capture.part`). Two more things are ours: operators outside ATen that write to their arguments (torch
+refuses those) get a functional twin first, and the ``copy_`` calls at the end, which put new values into inputs,
+become outputs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_pro
 
 from wholestep.capture.host import HostValues, Known, host_branches
 from wholestep.capture.origin import node_hook
+from wholestep.capture.part import part_of, put_back
 from wholestep.capture.storage import fold_resizes
 from wholestep.errors import CaptureError
 from wholestep.program import edit, meta, ops, portable
+from wholestep.program.modules import unwritten
 
 _TWINS = torch.library.Library("wholestep_functional", "DEF")
 _known_twins: dict[Any, Any] = {}
@@ -48,16 +51,20 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
     """
     keep_random_layout(traced.graph)
     replace_custom_writes(traced.graph)
-    interpreter = _OriginKeeper(traced)
-    plain = [one.detach() if isinstance(one, torch.Tensor) else one for one in inputs]
+    part = part_of(traced)
+    interpreter = _OriginKeeper(part.module)
+    plain = [_detached(one) for one in (*inputs, *map(meta.value, part.entering))]
+    known = [*known, *(None for _ in part.entering)]
     host: list[HostValues] = []
 
     def run(*args: Any) -> Any:
         host[:] = [HostValues.of_trace(known)]
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
-    with mode, torch.no_grad(), node_hook(interpreter.tag), host_branches(lambda: host[0] if host else None):
-        module = make_fx(run)(*plain)
+    branches = host_branches(lambda: host[0] if host else None)
+    with mode, torch.no_grad(), unwritten(), node_hook(interpreter.tag), branches:
+        functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
+    module = put_back(traced, part, functional, interpreter.made_for)
     for op in _REPLACED_BY_FUNCTORCH:
         for node in module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
             node.target = op
@@ -82,6 +89,11 @@ class _OriginKeeper(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self._running: fx.Node | None = None
+        self._made_for: dict[fx.Node, fx.Node] = {}
+
+    def made_for(self, node: fx.Node) -> fx.Node | None:
+        """The call that was running when a node was traced; None behind the last one."""
+        return self._made_for.get(node)
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
@@ -96,6 +108,12 @@ class _OriginKeeper(fx.Interpreter):
     def tag(self, node: fx.Node) -> None:
         if self._running is not None:
             meta.set_origin(node, meta.origin(self._running))
+            if self._running.op == "call_function":
+                self._made_for[node] = self._running
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _take_writes(module: fx.GraphModule) -> Functional:
@@ -140,8 +158,8 @@ def keep_random_layout(graph: fx.Graph) -> None:
                 chance = node.args[1] if len(node.args) > 1 else 0.5
                 drawn = graph.call_function(torch.ops.wholestep.bernoulli_like.default, (node.args[0], chance))
                 write = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
-            for new in (drawn, write):
-                meta.copy_meta(node, new)
+            meta.set_origin(drawn, meta.origin(node))
+            meta.copy_meta(node, write)
             edit.replace_node(node, write)
 
 

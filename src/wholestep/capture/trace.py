@@ -33,6 +33,7 @@ from wholestep.capture.swap import ENTRY_MARK, swapped
 from wholestep.capture.version import Versions
 from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
+from wholestep.program.modules import unwritten
 from wholestep.program.program import InputKind
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
@@ -116,10 +117,10 @@ class Tracer:
                 for slot, grad in entry_grads:
                     setattr(grad, ENTRY_MARK, True)
                     slot.tensor.grad = grad
-                for context in self._contexts():
+                for context in (*self._contexts(), unwritten()):
                     stack.enter_context(context)
                 inputs = [*self.reals, *self._symbols.symbols]
-                module = make_fx(lambda *args: self._body(call), tracing_mode="real")(*inputs)
+                module = make_fx(lambda *args: self._body(call), _disable_torch_fn_metadata_mode=True)(*inputs)
         except Exception as error:
             raise blame.explain(error) from error
         finally:

@@ -27,6 +27,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import edit, meta, ops
+from wholestep.program.modules import module_of
 from wholestep.program.numbers import pack
 from wholestep.program.program import Input, InputKind, OutputKind, Program
 from wholestep.program.show import Step
@@ -159,7 +160,7 @@ def _part(
     graph.output(tuple(inside[value] if isinstance(value, fx.Node) else value for value in results))
     edit.remove_dead_code(graph)
     return replace(
-        program, module=fx.GraphModule(program.module, graph), outputs=(),
+        program, module=module_of(program.module, graph), outputs=(),
         inputs=tuple(records.get(node) or _handed_record(node) for node in inputs),
     )  # fmt: skip
 

@@ -40,6 +40,7 @@ from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
 from wholestep.program import meta, ops
+from wholestep.program.modules import unwritten
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
 
@@ -293,7 +294,7 @@ def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMod
             results[result] = None
         return results
 
-    with mode, torch.no_grad(), preserve_node_meta():  # so that kernels are named by what they compute
+    with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
         made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]

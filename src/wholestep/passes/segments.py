@@ -32,6 +32,7 @@ from wholestep.passes import repeats, sink
 from wholestep.passes.scalars import known_at_the_start
 from wholestep.program import edit, meta, ops
 from wholestep.program.meta import Region
+from wholestep.program.modules import module_of
 from wholestep.program.numbers import element
 from wholestep.program.program import Program, Stage
 from wholestep.program.segment import Segment
@@ -206,7 +207,7 @@ def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> Segment:
         inside[node] = inner.node_copy(node, inside.__getitem__)
     results = [node for node in run if isinstance(meta.value(node), torch.Tensor) and _is_read_outside(node, members)]
     inner.output(tuple(inside[node] for node in results))
-    segment = Segment(name=f"run_segment_{number}", module=fx.GraphModule(root, inner))
+    segment = Segment(name=f"run_segment_{number}", module=module_of(root, inner))
     _replace(graph, run, results, segment, arguments)
     return segment
 

@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import edit, meta
+from wholestep.program.modules import module_of
 from wholestep.program.program import MeshAxis, Program, Stage
 
 
@@ -71,7 +72,7 @@ class Placer:
                 self.strategy.begin(self)
                 started = True
             self.values[node] = self._write(node)
-        module = fx.GraphModule(self.program.module, self.graph)
+        module = module_of(self.program.module, self.graph)
         own = self.strategy.axis
         mesh = (own, *(axis for axis in self.program.mesh if axis.group != own.group))
         placed = replace(self.program, module=module, stage=Stage.PLACED, mesh=mesh)

@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from wholestep.program import meta, ops
+from wholestep.program.modules import module_of
 from wholestep.program.program import Program
 
 
@@ -20,7 +21,7 @@ def copy(program: Program) -> Program:
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(program.graph, memo))
-    new = fx.GraphModule(program.module, graph)
+    new = module_of(program.module, graph)
     for old_node, new_node in memo.items():
         meta.copy_meta(old_node, new_node)
     return replace(program, module=new)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from wholestep.errors import ArtifactError
 from wholestep.program import meta
+from wholestep.program.modules import module_of
 from wholestep.program.show import attribute
 
 _namespaces: dict[str, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {}
@@ -197,4 +198,4 @@ def _graph_module(records: list[tuple[Any, ...]], attributes: dict[str, Any]) ->
         node = graph.create_node(op, target, argument(args), argument(kwargs), name)
         node.meta = facts
         nodes.append(node)
-    return fx.GraphModule(attributes, graph)
+    return module_of(attributes, graph)

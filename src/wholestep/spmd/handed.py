@@ -30,7 +30,9 @@ class Handed:
     """A copy of a program whose GraphModule, `module`, user code may edit or exchange."""
 
     def __init__(self, program: Program) -> None:
-        self._original, self._copy = program, edit.copy(program)
+        own = edit.copy(program)
+        # A plain one, whose Python is written: `recompile()` is what makes an edit count.
+        self._original, self._copy = program, replace(own, module=fx.GraphModule(own.module, own.graph))
         self._code = self.module.code
         self._known = {node.name: _signature(node) for node in self._copy.graph.nodes}
 

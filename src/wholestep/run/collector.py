@@ -1,0 +1,23 @@
+"""Python's garbage collector stands still while graphs are made: it would look at every node again and again.
+
+Nearly all that a trace makes stays, and what the collector has seen live it visits again whenever there is a quarter
+more. What is garbage is found as soon as it may work again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """While open nothing is collected, unless somebody asks for it. Objects without cycles are freed as always."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
