@@ -73,11 +73,22 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/copies.py": {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },
+    "lower/cudagraph.py": {
+        "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
+        "torch._C._cuda_releasePool": "likewise",
+    },
     "lower/inductor.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
+    },
+    "lower/instructions.py": {"torch._inductor": "what it asks about a CPU, which another process may have answered"},
+    "lower/kernels.py": {
+        "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
+    },
+    "lower/rows.py": {
+        "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
     "program/portable.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",

@@ -134,6 +134,7 @@ class CompiledStep:
         if look.ready is not None:
             with look.ready.captured.undone_on_error():
                 return self._resume(look, look.ready, world)
+        self._lowering(world).prepare()
         try:
             tell("capturing")
             with naming(self._step):
@@ -169,7 +170,7 @@ class CompiledStep:
         self._meetings.recall(ready.choices)
         self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
         log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
-        return self._lower(ready.captured, ready.programs, look, world)
+        return self._lower(ready.captured, ready.programs, look.given(), world)
 
     def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: Look, world: World) -> _Entry:
         """A scheduled program as something that runs, once all ranks have the same plan."""
@@ -285,8 +286,9 @@ class CompiledStep:
         strategy = self._options.strategy or DDP()
         compress = comm.as_pass() if comm is not None else None
         return passes_of(
-            self._options.passes, cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
-            hold_updates=strategy.hold_updates, choose=choose, lowering=lowering,
+            self._options.passes, cost=self._cost(), bucket_bytes=strategy.limit_bytes,
+            embedding_rows=strategy.embedding_rows, compress=compress, hold_updates=strategy.hold_updates,
+            choose=choose, lowering=lowering,
         )  # fmt: skip
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:

@@ -49,14 +49,14 @@ CACHE = "WHOLESTEP_CACHE"
 
 
 class Programs(Mapping[Stage, Program]):
-    """The program at each stage, read when it is asked for."""
+    """The program at each stage, read when it is asked for. Raises ArtifactError for one that cannot be read here."""
 
     def __init__(self, written: Mapping[str, bytes]) -> None:
         self._written, self._read = dict(written), dict[Stage, Program]()
 
     def __getitem__(self, stage: Stage) -> Program:
         if stage not in self._read:
-            self._read[stage] = portable.loads(self._written[stage.value])
+            self._read[stage] = _read(self._written[stage.value], f"the {stage.value} program")
         return self._read[stage]
 
     def __iter__(self) -> Iterator[Stage]:
@@ -108,6 +108,10 @@ class Look:
         if self.ready is not None:
             self.ready.captured.undo()
         return Look(fingerprint=self.fingerprint, ready=None, why_not=why_not)
+
+    def given(self) -> Look:
+        """The same without the bytes of kernels, which the backend has by then."""
+        return self if self.ready is None else replace(self, ready=replace(self.ready, kernels=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +196,7 @@ class Warm:
         if why_not := artifact.difference(header.outside, now):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         programs = Programs(body.programs)
+        programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
         captured = tie(partial(programs.__getitem__, Stage.CAPTURED), body.ties, scene)
         if why_not := captured.guards.why_not(scene.leaves, scene.spec):
             raise ArtifactError(
@@ -233,8 +238,11 @@ class Warm:
             artifact.forget_old(folder.glob(f"{artifact.prefix_of(self.name)}*"))
         except ArtifactError as error:
             log.info("%s is not kept for other processes: %s", self.name, error)
-        except Exception:  # as above
-            log.warning("%s is not kept for other processes", self.name, exc_info=True)
+        except Exception as error:  # as above
+            log.warning(
+                "%s is not kept for other processes: %s: %s", self.name, type(error).__name__, error,
+                exc_info=log.isEnabledFor(logging.DEBUG),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,13 +313,17 @@ def written(name: str, entry: Saved, options: Options | None = None) -> tuple[He
     return Header(step=name, fingerprint=entry.look.fingerprint, outside=lines), body
 
 
-def _loaded(path: Path, data: bytes) -> _Body:
+def _read(data: bytes, what: str) -> Any:
     try:
-        body = portable.loads(data)
+        return portable.loads(data)
     except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError, ValueError) as error:
         raise ArtifactError(
-            f"{path} holds what this process does not know: {type(error).__name__}: {error}."
+            f"{what} holds what this process does not know: {type(error).__name__}: {error}."
         ) from error
+
+
+def _loaded(path: Path, data: bytes) -> _Body:
+    body = _read(data, str(path))
     if not isinstance(body, _Body):
         raise ArtifactError(f"{path} holds a {type(body).__name__} and no step.")
     return body

@@ -18,6 +18,7 @@ from tests.unit.lower.test_inductor import TOLERANCE, train_step
 pytestmark = pytest.mark.gpu
 
 STEPS = 50
+GRAPH = "inductor, one CUDA graph"
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
@@ -76,7 +77,7 @@ def close(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[st
 def test_trains_as_eager_code_does(kind: str) -> None:
     step = ws.compile(train_step, backend="inductor")
     close(train(kind, step), train(kind, train_step))
-    assert step.explain().backend == "inductor, one CUDA graph"
+    assert step.explain().backend == GRAPH
 
 
 def test_is_what_auto_means_on_a_gpu() -> None:
@@ -95,6 +96,7 @@ def test_signatures_share_memory_and_keep_results() -> None:
     step = ws.compile(train_step, backend="inductor")
     rows = lambda number: 8 if number % 3 else 12  # noqa: E731
     close(train("adamw_fused", step, rows=rows), train("adamw_fused", train_step, rows=rows))
+    assert step.explain().backend == GRAPH
 
 
 def test_a_parameter_that_has_moved_is_captured_again() -> None:
@@ -109,7 +111,9 @@ def test_a_parameter_that_has_moved_is_captured_again() -> None:
             losses.append(step(model, opt, *batch(number, 0)))
         return torch.stack(losses).cpu()
 
-    found = run(ws.compile(train_step, backend="inductor"))
+    step = ws.compile(train_step, backend="inductor")
+    found = run(step)
+    assert step.explain().backend == GRAPH
     torch.testing.assert_close(found, run(train_step), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -119,6 +123,60 @@ def test_random_numbers_go_on() -> None:
     drawn = [step(x) for _ in range(6)]
     assert all(abs(float((one == 0).double().mean()) - 0.5) < 0.05 for one in drawn)
     assert not any(torch.equal(one, other) for n, one in enumerate(drawn) for other in drawn[:n])
+    assert step.explain().backend == GRAPH
+
+
+@torch.library.custom_op("wholestep_gpu_tests::waits", mutates_args=())
+def waits(x: Tensor) -> Tensor:
+    """A copy, made when the host has read a number of it, which no CUDA graph can do."""
+    return x * (1.0 if x.sum().item() > 0 else 2.0)
+
+
+@waits.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def draws_behind_a_wait(x: Tensor) -> Tensor:
+    return F.dropout(waits(x), 0.5)
+
+
+def test_torch_is_as_it_was_behind_a_capture_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(10_000, device="cuda")
+    before = ws.compile(lambda x: F.dropout(x * 3, 0.5), backend="inductor")
+    drawn = [before(x) for _ in range(4)]
+    assert before.explain().backend == GRAPH
+
+    def draw(options: ws.Inductor) -> tuple[list[Tensor], ws.CompiledStep]:
+        torch.manual_seed(5)
+        step = ws.compile(draws_behind_a_wait, backend=options)
+        return [step(x) for _ in range(6)], step
+
+    found, failed = draw(ws.Inductor())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    said = failed.explain().backend
+    assert "its capture failed" in said
+    assert "waits" in said
+    told = [one.getMessage() for one in caplog.records if "its capture failed" in one.getMessage()]
+    assert len(told) == 1
+    # Random numbers went on as if nothing had happened, in that step, without one and in graphs from before.
+    assert all(map(torch.equal, found, draw(ws.Inductor(cuda_graph=False))[0]))
+    eager = [F.dropout(x, 0.5) for _ in range(2)]
+    drawn += [before(x) for _ in range(4)]
+    for kept in (drawn, found, eager):
+        assert all(abs(float((one == 0).double().mean()) - 0.5) < 0.05 for one in kept)
+        assert not any(torch.equal(one, other) for n, one in enumerate(kept) for other in kept[:n])
+    # Memory is allocated and given back.
+    held = torch.cuda.memory_allocated()
+    large = torch.ones(1 << 26, device="cuda")
+    assert large.sum().item() == 1 << 26
+    del large
+    assert torch.cuda.memory_allocated() == held
+    torch.cuda.empty_cache()
+    # Others are captured.
+    behind = ws.compile(train_step, backend="inductor")
+    close(train("adamw_fused", behind), train("adamw_fused", train_step))
+    assert behind.explain().backend == GRAPH
 
 
 def test_gradients_that_stay() -> None:
@@ -137,7 +195,9 @@ def test_gradients_that_stay() -> None:
             kept.append(model.head.weight.grad)
         return [one.cpu() for one in kept]
 
-    torch.testing.assert_close(run(ws.compile(step, backend="inductor")), run(step), rtol=TOLERANCE, atol=TOLERANCE)
+    compiled = ws.compile(step, backend="inductor")
+    torch.testing.assert_close(run(compiled), run(step), rtol=TOLERANCE, atol=TOLERANCE)
+    assert compiled.explain().backend == GRAPH
 
 
 def _ranks(kind: str) -> None:
@@ -146,7 +206,7 @@ def _ranks(kind: str) -> None:
     step = ws.compile(train_step, backend="inductor")
     found = train(kind, step, rank=world.rank)
     close(found, train(kind, train_step, rank=world.rank, ddp=True))
-    assert step.explain().backend == "inductor, one CUDA graph"
+    assert step.explain().backend == GRAPH
     assert "all_reduce" in step.plan
 
 

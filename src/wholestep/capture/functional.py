@@ -24,7 +24,7 @@ from wholestep.capture.origin import node_hook
 from wholestep.capture.part import part_of, put_back
 from wholestep.capture.storage import fold_resizes
 from wholestep.errors import CaptureError
-from wholestep.program import edit, meta, ops
+from wholestep.program import edit, meta, ops, portable
 from wholestep.program.modules import unwritten
 
 _TWINS = torch.library.Library("wholestep_functional", "DEF")
@@ -246,6 +246,19 @@ def functional_twin(op: Any, written: tuple[int, ...]) -> Any:
     if written == tuple(range(len(written))) and not schema.returns and set(kinds) == {"List[Tensor]"}:
         ops.register_in_place(twin, op)
     return twin
+
+
+def _described(twin: Any) -> tuple[Any, ...]:
+    """Of which operator an operator is the twin, and which arguments it copies, as plain data."""
+    op, written = next(key for key, known in _known_twins.items() if known is twin)
+    return op.namespace, op._schema.name.split("::")[1], op._overloadname, written
+
+
+def _twin_of(namespace: str, name: str, overload: str, written: tuple[int, ...]) -> Any:
+    return functional_twin(getattr(getattr(getattr(torch.ops, namespace), name), overload), written)
+
+
+portable.register_namespace("wholestep_functional", _described, _twin_of)
 
 
 def _runner(op: Any, written: tuple[int, ...], *, run_op: bool) -> Callable[..., Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -14,7 +14,7 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cudagraph, eager, inductor
+from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -39,6 +39,9 @@ class Eager:
     shares_kernels = False
     """Whether a rank can use what another one has compiled."""
 
+    def prepare(self) -> None:
+        """Starts what takes a while and will be needed to compile, before anything is captured."""
+
     def passes(self, placed: Program) -> list[Pass]:
         """Passes before the one that lets operators write in place, for this program."""
         return []
@@ -59,16 +62,21 @@ class Eager:
         return eager.lower(program, wait=wait)
 
 
+_PIECES = {"cuda": 1000, "cpu": 4}
+"""Into how many segments layers are cut. Calls cost nothing within a CUDA graph, and microseconds of Python without."""
+
+
 class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
     def __init__(self, options: InductorOptions, device: torch.device) -> None:
-        self._options, self._on_gpu = options, device.type == "cuda"
+        self._options, self._device, self._on_gpu = options, device, device.type == "cuda"
         # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
         self.shares_kernels = not self._on_gpu
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor(device)
-        self._pool: Any = None
+        self._lists = lists.Plans()
+        self._pool = cudagraph.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why the last program did not become a CUDA graph; empty if it did."""
 
@@ -76,6 +84,13 @@ class Inductor:
     def name(self) -> str:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
+
+    def prepare(self) -> None:
+        """See `Eager.prepare`."""
+        if self._on_gpu:
+            inductor.start_workers()
+        else:
+            self._inductor.prepare()
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
@@ -92,9 +107,13 @@ class Inductor:
             partial(
                 form_segments,
                 compiles=inductor.compiles,
+                apart=lists.takes,
                 postpones=inductor.follows,
                 pays_alone=inductor.pays_alone,
+                by_library=inductor.by_library,
+                most_pieces=_PIECES["cuda" if self._on_gpu else "cpu"],
             ),
+            *([self._lists.tell_lists] if self._on_gpu else []),
         ]
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
@@ -107,21 +126,25 @@ class Inductor:
             self._goes_without(parts)
             return lower(program)
         self.why_no_graph = ""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return cudagraph.Graphed(program, parts, lower, self._pool, self._goes_without)
+        return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed)
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return inductor.marks()
+        return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`."""
-        return tuple(map(self._inductor.written, segments_of(program)))
+        """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
+        object, which a file holds once."""
+        written = functools.cache(self._inductor.written)
+        first: dict[str, Segment] = {}
+        segments = segments_of(program)
+        return (self._inductor.found(), *(written(first.setdefault(one.likeness, one)) for one in segments))
 
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
-        for segment, data in zip(segments_of(program), kernels, strict=True):
+        found, *rest = kernels
+        self._inductor.take_found(found or b"")
+        for segment, data in zip(segments_of(program), rest, strict=True):
             if data is not None:
                 self._inductor.take(segment, data)
 
@@ -132,13 +155,17 @@ class Inductor:
 
         def compile_segment(segment: Segment) -> inductor.Compiled:
             tell(f"compiling segment {next(numbers)} of {whole}")
-            return self._inductor.compile(segment)
+            return self._lists.compile(segment) or self._inductor.compile(segment)
 
         return compile_segment
 
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
         log.info("no CUDA graph: %s", reason)
+
+    def _has_failed(self, reason: str) -> None:
+        self.why_no_graph = f"its capture failed: {reason}"
+        log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 
 def segments_of(program: Program) -> list[Segment]:
@@ -179,10 +206,18 @@ class Auto:
         """See `Eager.shares_kernels`."""
         return self._backend.shares_kernels
 
+    def prepare(self) -> None:
+        """See `Eager.prepare`. On a GPU it is known what will be chosen."""
+        if self._device.type == "cuda":
+            inductor.start_workers()
+        elif self._chosen is not None:
+            self._chosen.prepare()
+
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         if self._chosen is None:
             self._chosen = self._choose(placed)
+            self._chosen.prepare()
         return self._chosen.passes(placed)
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
@@ -207,7 +242,7 @@ class Auto:
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks()]
+        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks(self._device)]
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry says what was chosen."""

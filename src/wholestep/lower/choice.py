@@ -15,8 +15,7 @@ import torch.fx as fx
 
 from wholestep.cost.compute import Kind, works
 from wholestep.cost.model import CostModel
-from wholestep.passes.segments import is_view
-from wholestep.program import meta
+from wholestep.program import meta, ops
 from wholestep.program.program import Program
 
 ENOUGH = 0.05
@@ -79,7 +78,7 @@ def _share(node: fx.Node, joined: set[fx.Node]) -> float:
 
 def _source(node: fx.Node) -> fx.Node:
     """What a view, or an item of a list, is seen of."""
-    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
+    while node.op == "call_function" and (ops.is_view(node) or node.target is operator.getitem):
         node = node.all_input_nodes[0]
     return node
 
@@ -88,6 +87,6 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     """The nodes that read a value, or a view or an item of it; a result of the step is read by the output."""
     found: list[fx.Node] = []
     for user in node.users:
-        seen = user.op == "call_function" and (is_view(user) or user.target is operator.getitem)
+        seen = user.op == "call_function" and (ops.is_view(user) or user.target is operator.getitem)
         found += _readers(user) if seen else [user]
     return found

@@ -1,16 +1,16 @@
 """All-reduce by the copy engines of GPUs that see each other's memory, so that multiprocessors stay with computation.
 
-A message is cut into pieces of fixed size, and a piece into one part per rank, its owner's. For every piece::
+A message is cut into pieces, and a piece into one part per rank, its owner's. For every piece::
 
-    push    each rank copies part p of what it has into its slot in the memory of rank p
+    push    each rank copies the parts of the others into its slot in the memory of their owners
     meet    all parts have come
-    add     each rank adds the slots of its own part, in the order of the ranks, into its result
+    add     each rank adds the slots and its own part, in the order of the ranks, into its result and its own part
     meet    all results are there
-    pull    each rank copies the results of all ranks back to where the parts were
+    pull    each rank copies the results of the others to where their parts were
 
-Copies between GPUs run on their copy engines; only the addition and copies within a GPU take multiprocessors. The
-memory of slots and results is symmetric: every rank has mapped that of all others. One of it is enough for all
-messages, since they follow each other on one stream: what a rank pushes for the next piece reaches slots that their
+Copies between GPUs run on their copy engines; only the addition takes multiprocessors, and nothing is copied within a
+GPU. The memory of slots and results is symmetric: every rank has mapped that of all others. One of it is enough for
+all messages, since they follow each other on one stream: what a rank pushes for the next piece reaches slots that their
 owner has read before it met the others for the second time, and a result is written behind a first meeting, to which a
 rank comes when it has pulled.
 
@@ -21,26 +21,22 @@ all-gather); PyTorch's symmetric memory, for the mapping and the meetings.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wholestep.errors import ConfigError
-from wholestep.lower.inductor import Inductor
-from wholestep.program import edit, meta
+from wholestep.lower.addition import add_parts
 from wholestep.program.collectives import LIBRARY, averages, group_named, started_on_this_stream
-from wholestep.program.segment import Segment
 
 PIECE_BYTES = 256 << 20
 """Of a message that travel at once. The symmetric memory of a group is this and a part more."""
 _ALIGNED_BYTES = 128
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Peers(Protocol):
@@ -65,8 +61,9 @@ class Peers(Protocol):
         ...
 
 
-Add = Callable[[Tensor, Tensor], None]
-"""``add(slots, result)`` for slots of shape (ranks, elements) and a result of (elements)."""
+Add = Callable[[Tensor, Tensor, Tensor], None]
+"""``add(slots, own, result)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape
+(elements), in the place of the rank's slot. It is written to ``own`` and to ``result``."""
 
 
 def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
@@ -74,16 +71,16 @@ def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
     length = part_length(peers.size, message.dtype)
     memories = [peers.memory(rank, message.dtype) for rank in range(peers.size)]
     own = memories[peers.rank][: (peers.size + 1) * length].view(peers.size + 1, length)
-    for piece in _even(message, peers.size * length):
-        parts = _even_parts(piece, peers.size)
-        others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
-        for rank in (*others, peers.rank):
+    others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
+    for parts in _cut(message, peers.size, length):
+        for rank in others:
             slot = memories[rank][peers.rank * length :][: parts[rank].numel()]
             slot.copy_(parts[rank], non_blocking=True)
         peers.meet()
-        add(own[:-1], own[-1])
+        mine = parts[peers.rank]
+        add(own[:-1, : mine.numel()], mine, own[-1, : mine.numel()])
         peers.meet()
-        for rank in (peers.rank, *reversed(others)):
+        for rank in reversed(others):
             result = memories[rank][peers.size * length :][: parts[rank].numel()]
             parts[rank].copy_(result, non_blocking=True)
 
@@ -94,17 +91,18 @@ def part_length(num_ranks: int, dtype: torch.dtype) -> int:
     return PIECE_BYTES // aligned * _ALIGNED_BYTES // dtype.itemsize
 
 
-def _even(message: Tensor, most: int) -> Sequence[Tensor]:
-    """The message in as few pieces of at most `most` elements as there can be, of about one size."""
-    count = -(-message.numel() // most)
-    return message.tensor_split(count) if count else []
+def _cut(message: Tensor, count: int, most: int) -> Iterator[Sequence[Tensor]]:
+    """The message in as few pieces as there can be, of about one size; each as one part per rank, of at most `most`.
 
-
-def _even_parts(piece: Tensor, count: int) -> Sequence[Tensor]:
-    """A part for each rank, all but the last ones of one aligned size; the last may be smaller, or empty."""
-    step = _ALIGNED_BYTES // piece.element_size()
-    length = -(-piece.numel() // (count * step)) * step
-    return [piece[rank * length : (rank + 1) * length] for rank in range(count)]
+    All parts of a message but its last ones have one aligned length; the last may be shorter, or empty.
+    """
+    if not message.numel():
+        return
+    step = _ALIGNED_BYTES // message.element_size()
+    pieces = -(-message.numel() // (count * most))
+    length = -(-message.numel() // (pieces * count * step)) * step
+    for start in range(0, message.numel(), count * length):
+        yield [message[start + rank * length :][:length] for rank in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,44 +146,6 @@ class _Group:
             rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s)
         )
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._inductor = Inductor(device)
-        self._adds: dict[tuple[torch.dtype, str], Add] = {}
-
-    def add(self, dtype: torch.dtype, op: str) -> Add:
-        """The compiled addition."""
-        if (dtype, op) not in self._adds:
-            compiled = self._inductor.compile(addition(self.peers.size, dtype, op, self.stream.device))
-
-            def add(slots: Tensor, result: Tensor) -> None:
-                compiled([slots, result])
-
-            self._adds[dtype, op] = add
-        return self._adds[dtype, op]
-
-
-def addition(num_ranks: int, dtype: torch.dtype, op: str, device: torch.device) -> Segment:
-    """``result = sum or mean of slots``, for a compiler. Half precision is added in float32."""
-    length = part_length(num_ranks, dtype)
-    graph = fx.Graph()
-    with FakeTensorMode():
-        fakes = [torch.empty(*shape, dtype=dtype, device=device) for shape in ((num_ranks, length), (length,))]
-    inputs = [graph.placeholder(name) for name in ("slots", "result")]
-    for node, fake in zip(inputs, fakes, strict=True):
-        meta.set_value(node, fake)
-    aten = torch.ops.aten
-    total = None
-    for rank in range(num_ranks):
-        one = edit.emit(graph, aten.select.int, inputs[0], 0, rank)
-        if dtype in _HALF:
-            one = edit.emit(graph, aten._to_copy.default, one, dtype=torch.float32)
-        total = one if total is None else edit.emit(graph, aten.add.Tensor, total, one)
-    if op == "avg":
-        total = edit.emit(graph, aten.mul.Tensor, total, 1 / num_ranks)
-    if dtype in _HALF:
-        total = edit.emit(graph, aten._to_copy.default, total, dtype=dtype)
-    graph.output((total,))
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    return Segment(name=f"add_{num_ranks}", module=module, stored=((1, 0),))
 
 
 _groups: dict[str, _Group] = {}
@@ -202,7 +162,7 @@ def _group_of(name: str, device: torch.device) -> _Group:
 def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
     """The in-place operator on a GPU: starts the reduction on a stream of its own."""
     own = _group_of(group, message.device)
-    add = own.add(message.dtype, reduce_op)
+    add = partial(add_parts, rank=own.peers.rank, averages=reduce_op == "avg")
     own.stream.wait_stream(torch.cuda.current_stream(message.device))
     with torch.cuda.stream(own.stream), torch.no_grad():
         all_reduce(message.view(-1), own.peers, add)

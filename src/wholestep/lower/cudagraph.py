@@ -17,7 +17,9 @@ Note: warm-up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,11 +170,99 @@ def _handed_record(node: fx.Node) -> Input:
     return Input(kind=InputKind.TENSOR, name=node.name, shape=tuple(value.shape), dtype=value.dtype)
 
 
+class Pool:
+    """The memory that the CUDA graphs of a device share. Nothing uses the device before the first capture.
+
+    [Note: what keeps a pool]
+    The allocator gives a pool up when its last graph goes, and captures into it fail from then on: so does a step's
+    second capture, before which its only graph goes. A graph that does next to nothing stays in the pool therefore.
+
+    [Note: a capture that failed]
+    torch leaves its stream current then, the allocator waiting for the end and, up to 2.11, the random generator in the
+    belief that a capture goes on, which only one that succeeds takes from it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, body: Callable[[], Sequence[Any]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`.
+
+        Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
+        it was before.
+        """
+        with torch.cuda.device(self._device), _no_collection():
+            if self._keeper is None:
+                self._renew()
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                with self._capturing(graph):
+                    results = body()
+            except BaseException:
+                self._mend(graph, before)
+                raise
+            return graph, results
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Any:
+        # The threads of NCCL go on with their own calls meanwhile.
+        return torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
+
+    def _renew(self) -> None:
+        """A pool that nobody uses, with the graph that keeps it, and a stream to capture on."""
+        self._handle, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        number, keeper = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+        with self._capturing(keeper):
+            number.zero_()
+        self._keeper = keeper
+
+    def _mend(self, graph: torch.cuda.CUDAGraph, before: torch.cuda.Stream) -> None:
+        """Makes torch usable after a capture that failed, wherever that was."""
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
+            graph.capture_end()  # where it was not come to
+        torch.cuda.set_stream(before)
+        graph.reset()
+        index = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # raised by the first where the allocator knows that it has ended
+            torch._C._cuda_endAllocateToPool(index, self._handle)
+            torch._C._cuda_releasePool(index, self._handle)
+        self._keeper = None
+        self._renew()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collects what is dead now, and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, in a line, with the node that it happened in, where that is known.
+
+    A capture that fails within a node ends in a second error, which knows no node.
+    """
+    chain = [error]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    first = next((one for one in chain if getattr(one, "__notes__", ())), error)
+    said = str(first).strip().splitlines()[:1] or [type(first).__name__]
+    return ", ".join([*said, *getattr(first, "__notes__", [])[:1]])
+
+
 class Graphed:
     """Runs a scheduled program as a CUDA graph: a function from flat inputs to flat results."""
 
     def __init__(
-        self, program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Any, fails: Callable[[str], None]
+        self, program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Pool, fails: Callable[[str], None]
     ) -> None:
         """`fails` is told why the body could not be captured; it runs as it is from then on."""
         self._parts, self._pool, self._fails, self._failed = parts, pool, fails, False
@@ -214,20 +304,16 @@ class Graphed:
 
     def _capture(self, given: list[Any], handed: Sequence[torch.Tensor]) -> bool:
         """Captures the body on tensors that stay where they are. Whether that went well."""
-        self._graph = None
+        self._graph, self._outputs = None, ()
         moving = set(self._moving)
         self._static = [one.clone() if place in moving else one for place, one in enumerate(given)]
         self._static += [one.clone() for one in handed]
-        graph = torch.cuda.CUDAGraph()
         try:
-            # The threads of NCCL go on with their own calls meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._outputs = self._body(list(self._static))
-        except RuntimeError as error:  # nothing has run: a capture only takes notes
+            self._graph, self._outputs = self._pool.capture(lambda: self._body(list(self._static)))
+        except Exception as error:
             self._failed, self._static = True, []
-            self._fails(str(error).strip().splitlines()[0])
+            self._fails(_cause(error))
             return False
-        self._graph = graph
         return True
 
     def _results(self, home: Sequence[Any], body: Sequence[Any], *, copy: bool) -> tuple[Any, ...]:

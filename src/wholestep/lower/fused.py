@@ -27,12 +27,22 @@ _in_memory = torch.ops.wholestep.in_memory.default
 _TWIN = "wholestep_functional::aten___fused_"
 
 
-def _table(columns: Sequence[Any], like: Tensor) -> list[Tensor]:
-    """Numbers and vectors of one length, in memory and in the type that is computed in; each comes back as a vector."""
-    length = max((c.numel() for c in columns if isinstance(c, Tensor) and c.ndim), default=1)
-    rows = [torch.as_tensor(c, dtype=torch.float64, device=like.device).expand(length) for c in columns]
-    held = _in_memory(torch.stack(rows).to(_computed_in(like)))
-    return list(held.unbind(0))
+def _table(columns: Sequence[Any], like: Tensor, count: int) -> list[list[Tensor]]:
+    """Per column, which is a number or a vector of `count`, the number of every index in the type that is computed in.
+
+    For several indices they lie in memory. For one there is nothing to share: they stay tensors without dimensions.
+    """
+    rows = [_as_tensor(column, like.device) for column in columns]
+    if count == 1:
+        return [[row.to(_computed_in(like))] for row in rows]
+    held = _in_memory(torch.stack([row.expand(count) for row in rows]).to(_computed_in(like)))
+    return [list(row.unbind(0)) for row in held.unbind(0)]
+
+
+def _as_tensor(number: Any, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _computed_in(param: Tensor) -> torch.dtype:
@@ -46,11 +56,13 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
         maximize: bool, grad_scale: None = None, found_inf: None = None,
     ) -> list[list[Tensor]]:  # fmt: skip
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps = lists
-        steps = torch.stack(state_steps).to(torch.float64)
+        count = len(params)
+        steps = (torch.stack(state_steps) if count > 1 else state_steps[0]).to(torch.float64)
         rate = lr / (1 - torch.pow(beta1, steps))
         root = torch.sqrt(1 - torch.pow(beta2, steps))
         decay = 1 - lr * weight_decay if decoupled else weight_decay
-        rates, roots, decays, keeps1, keeps2, epsilons = _table([rate, root, decay, beta1, beta2, eps], params[0])
+        columns = [rate, root, decay, beta1, beta2, eps]
+        rates, roots, decays, keeps1, keeps2, epsilons = _table(columns, params[0], count)
         done: list[list[Tensor]] = [[], [], [], [], []]
         for index, old in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
             weight, given, mean, square = (one.to(_computed_in(params[0])) for one in old)
@@ -77,17 +89,18 @@ def _sgd(
     maximize: bool, is_first_step: bool, grad_scale: None = None, found_inf: None = None,
 ) -> list[list[Tensor]]:  # fmt: skip
     params, grads, buffers = lists
-    decays, momenta, rates, shares = _table([weight_decay, momentum, lr, 1 - dampening], params[0])
+    columns = [weight_decay, momentum, lr, 1 - dampening]
+    decays, momenta, rates, shares = _table(columns, params[0], len(params))
     done: list[list[Tensor]] = [[], [], []]
     for index, (param, given) in enumerate(zip(params, grads, strict=True)):
         dtype = _computed_in(params[0])
         weight, grad = param.to(dtype), -given.to(dtype) if maximize else given.to(dtype)
-        grad = grad + decays[0] * weight
+        grad = grad + decays[index] * weight
         if buffers:
-            buffer = grad if is_first_step else momenta[0] * buffers[index].to(dtype) + shares[0] * grad
+            buffer = grad if is_first_step else momenta[index] * buffers[index].to(dtype) + shares[index] * grad
             done[2].append(buffer.to(buffers[index].dtype))
-            grad = grad + momenta[0] * buffer if nesterov else buffer
-        done[0].append((weight - rates[0] * grad).to(param.dtype))
+            grad = grad + momenta[index] * buffer if nesterov else buffer
+        done[0].append((weight - rates[index] * grad).to(param.dtype))
         done[1].append(given)
     return done
 
@@ -106,9 +119,14 @@ def _name(target: Any) -> str:
     return target._schema.name.removeprefix(_TWIN).partition("___")[0]
 
 
+def on_gpu(node: fx.Node) -> bool:
+    """Whether all that a call gives is on a GPU."""
+    return all(one.is_cuda for one in meta.tensors(node))
+
+
 def is_written_out(node: fx.Node) -> bool:
     """Whether the call is a fused optimizer on a GPU that `written_out` knows."""
-    if _name(node.target) not in _RULES or not all(one.is_cuda for one in meta.tensors(node)):
+    if _name(node.target) not in _RULES or not on_gpu(node):
         return False
     return node.kwargs.get("grad_scale") is None and node.kwargs.get("found_inf") is None
 

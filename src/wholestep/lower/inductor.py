@@ -13,10 +13,9 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
-import pickle
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,18 +23,19 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._guards import TracingContext, tracing
+from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.output_code import CompiledFxGraph
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
+from wholestep.lower import instructions, kernels
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
@@ -73,6 +73,9 @@ _QUIET_ATTENTION = frozenset(
 )  # fmt: skip
 """Operators that draw random numbers only where they are given a probability of dropout."""
 
+_LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
+"""Operators that run as they are: nothing is fused into them."""
+
 
 def compiles(node: fx.Node) -> bool:
     """Whether Inductor may have a node: an operator on dense tensors of one device. Numbers it reads packed."""
@@ -108,6 +111,11 @@ def _is_known(node: fx.Node) -> bool:
 def pays_alone(node: fx.Node) -> bool:
     """Whether one call is worth a segment: the kernel of ATen sorts the indices first."""
     return node.target is _aten.embedding_dense_backward.default and meta.tensor(node).is_cuda
+
+
+def by_library(node: fx.Node) -> bool:
+    """Whether Inductor leaves a node that it may have to a library: a product, a convolution, attention."""
+    return ops.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
 
 
 def follows(node: fx.Node) -> bool:
@@ -156,66 +164,100 @@ def why_not(device: torch.device) -> str:
     return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
 
 
+def start_workers() -> None:
+    """Starts the processes that compile kernels of GPUs.
+
+    They take seconds to come up, and until then a process compiles its kernels itself, one by one. ``torch.compile``
+    starts them where it begins; so do we, before there is anything to compile.
+    """
+    if hasattr(async_compile, "maybe_warm_pool"):
+        async_compile.maybe_warm_pool()
+
+
 class Inductor:
-    """Compiles segments, each once."""
+    """Compiles segments, those that are alike once."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: that of the segments."""
-        self._compiled: dict[Segment, Compiled] = {}
-        # Inductor finds out what the CPU can do in processes of its own, for which it compiles the headers of torch.
-        # There is other work to do meanwhile. For kernels of a GPU it does not matter.
-        self._asking = threading.Thread(target=pick_vec_isa, daemon=True) if device.type == "cpu" else None
-        if self._asking is not None:
+        self._compiled: dict[str, Compiled] = {}
+        self._on_cpu = device.type == "cpu"
+        self._asking: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """Begins what takes long and needs no segment: to find out what the CPU can do.
+
+        There is other work to do meanwhile. For kernels of a GPU it does not matter.
+        """
+        if self._on_cpu and self._asking is None:
+            self._asking = threading.Thread(target=instructions.ask, daemon=True)
             self._asking.start()
+
+    def found(self) -> bytes:
+        """What was found out about the CPU, for another process."""
+        return instructions.answers() if self._on_cpu else b""
+
+    def take_found(self, found: bytes) -> None:
+        """Uses what `found` gave on such a CPU with such a compiler, which `marks` name."""
+        if self._on_cpu:
+            instructions.believe(found)
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
-        if segment not in self._compiled:
+        likeness = segment.likeness
+        if likeness not in self._compiled:
             self._ask()
             # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
             with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
-                self._compiled[segment] = compile_fx_inner(graph, inputs)
-        return self._compiled[segment]
+                self._compiled[likeness] = compile_fx_inner(graph, inputs)
+        return self._compiled[likeness]
 
     def _ask(self) -> None:
-        """Waits until it is known what the CPU can do."""
+        """Waits until it is known what the CPU can do, if somebody has asked."""
         if self._asking is not None:
             self._asking.join()
 
     def written(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
-        compiled = self._compiled.get(segment)
+        compiled = self._compiled.get(segment.likeness)
         if not isinstance(compiled, CompiledFxGraph):
             return None
-        twin = copy.copy(compiled)
-        twin.prepare_for_serialization()
         try:
-            return pickle.dumps(twin)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            log.info("%s is compiled in every process: %s", segment.name, error)
+            return kernels.dumps(compiled)
+        except Exception as error:  # whatever a compiler's objects raise, the rest is worth keeping
+            log.warning("%s is compiled in every process: %s", segment.name, _said(error))
             return None
 
     def take(self, segment: Segment, data: bytes) -> None:
-        """Uses what `written` gave in another process. Kernels that Inductor's cache has lost are built anew."""
-        self._ask()
-        try:
-            compiled: CompiledFxGraph = pickle.loads(data)
-            constants = CompiledFxGraphConstants()
-            compiled.after_deserialization(constants)
-            compiled.post_compile((), constants, compiled.fx_kwargs)
-        except (OSError, RuntimeError, ImportError, AttributeError, TypeError, pickle.UnpicklingError) as error:
-            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, error)
+        """Uses what `written` gave in another process. On a CPU, kernels that are not in Inductor's cache are built."""
+        if segment.likeness in self._compiled:
             return
-        self._compiled[segment] = compiled
+        try:
+            self._compiled[segment.likeness] = kernels.loads(data)
+        except Exception as error:  # likewise
+            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, _said(error))
 
 
-def marks() -> list[tuple[str, str]]:
-    """What compiled code depends on besides the graph: the options of Inductor, as its own cache sees them."""
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def marks(device: torch.device) -> list[tuple[str, str]]:
+    """What compiled code depends on besides the graph: the number of the GPU, which is written into it, the compiler of
+    kernels for a CPU, and the options of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
-    return [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
+    spelled = [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
+    compiler = [] if device.type == "cuda" else [("the C++ compiler", _compiler())]
+    return [("the device", str(device)), *compiler, *spelled]
+
+
+def _compiler() -> str:
+    try:
+        return get_compiler_version_info(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return "none"
 
 
 def _spelled(option: Any) -> str:

@@ -78,7 +78,12 @@ def takes_numbers(node: fx.Node) -> bool:
     if not ops.is_op(node):
         return False
     namespace, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
-    return namespace == "aten" and name.removeprefix("_foreach_") in _RULES
+    return namespace == "aten" and has_rule(name.removeprefix("_foreach_"))
+
+
+def has_rule(name: str) -> bool:
+    """Whether there is a rule for the operator with this name, without ``_foreach_``."""
+    return name in _RULES
 
 
 class Numbers(fx.Interpreter):

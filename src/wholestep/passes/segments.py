@@ -22,13 +22,13 @@ Note: what may fail
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
-from wholestep.passes import sink
+from wholestep.passes import repeats, sink
 from wholestep.passes.scalars import known_at_the_start
 from wholestep.program import edit, meta, ops
 from wholestep.program.meta import Region
@@ -48,29 +48,43 @@ def _never(node: fx.Node) -> bool:
     return False
 
 
-def form_segments(program: Program, *, compiles: Says, postpones: Says = _never, pays_alone: Says = _never) -> Program:
+def form_segments(
+    program: Program,
+    *,
+    compiles: Says,
+    apart: Says = _never,
+    postpones: Says = _never,
+    pays_alone: Says = _never,
+    by_library: Says = _never,
+    most_pieces: int = 1,
+) -> Program:
     """The program with runs of nodes as segments, in the same order.
 
     Args:
         program: one that is not scheduled yet; another comes back as it is.
         compiles: whether the compiler may have a node.
+        apart: whether a node that it may have goes into segments with its like alone, for a compiler of their own.
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
+        by_library: whether the compiler leaves a node that it may have to a library.
+        most_pieces: into how many segments a run may be cut where it repeats itself (`wholestep.passes.repeats`).
 
-    Notes say how many nodes are in segments, and which operators are not.
+    Notes say how many nodes are in segments, how many of those are different, and which operators are not.
     """
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
     edit.remove_dead_code(graph)
-    runs = [run for run in _runs(program, compiles, postpones) if _is_worth_it(run, pays_alone)]
-    for number, run in enumerate(runs):
-        _enclose(graph, run, number)
+    updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
+    runs = [run for run in _runs(program, updates, compiles, apart, postpones) if _is_worth_it(run, pays_alone)]
+    runs = repeats.pieces(runs, by_library=by_library, updates=updates, most=most_pieces)
+    segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
     edit.sort_topologically(graph)
     _bring_items_up(graph)
     edit.remove_dead_code(graph)
-    inside = sum(len(run) for run in runs)
-    return program.with_notes(f"{inside} calls in {len(runs)} segments, {_left_out(graph)}")
+    inside, different = sum(len(run) for run in runs), len({segment.likeness for segment in segments})
+    alike = f" ({different} different)" if different < len(runs) else ""
+    return program.with_notes(f"{inside} calls in {len(runs)} segments{alike}, {_left_out(graph)}")
 
 
 def _is_worth_it(run: list[fx.Node], pays_alone: Says) -> bool:
@@ -81,23 +95,11 @@ def _left_out(graph: fx.Graph) -> str:
     """How many calls run on their own, and of which operators."""
     counts: dict[str, int] = {}
     for node in graph.nodes:
-        if ops.is_op(node) and not is_view(node):
+        if ops.is_op(node) and not ops.is_view(node):
             name = node.target._schema.name.split("::")[1]
             counts[name] = counts.get(name, 0) + 1
     listed = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     return f"{sum(counts.values())} on their own ({listed})" if counts else "none on its own"
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node gives the memory of its argument seen in another way, an item of such views, or one number."""
-    if node.target is element:
-        return True
-    if node.op != "call_function" or node.target is ops.WAIT or ops.mutated_args(node.target):
-        return False
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_view(source)
-    return bool(ops.viewed_args(node.target)) and len(node.all_input_nodes) == 1
 
 
 @dataclass(slots=True)
@@ -110,14 +112,17 @@ class _Open:
     may_fail: bool = False
     postponed: set[fx.Node] = field(default_factory=set)
     """Calls outside of it that follow it, and what depends on them."""
+    apart: bool = False
+    """Whether its calls are for a compiler of their own."""
     updating: bool = False
     """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
-def _runs(program: Program, compiles: Says, postpones: Says) -> list[list[fx.Node]]:
-    """Nodes that become a segment each. Between the first and the last of a run nothing depends on it but itself."""
+def _runs(
+    program: Program, updates: Collection[fx.Node], compiles: Says, apart: Says, postpones: Says
+) -> list[list[fx.Node]]:
+    """Nodes to be compiled together. Between the first and the last of a run nothing depends on it but itself."""
     _bring_items_up(program.graph)
-    updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
     on_host = known_at_the_start(program.graph)
     done: list[list[fx.Node]] = []
     run = _Open()
@@ -126,9 +131,9 @@ def _runs(program: Program, compiles: Says, postpones: Says) -> list[list[fx.Nod
             continue
         depends = any(arg in run.behind for arg in node.all_input_nodes)
         follows = any(arg in run.postponed for arg in node.all_input_nodes)
-        if is_view(node) and (depends or follows):
+        if ops.is_view(node) and (depends or follows):
             (run.postponed if follows else run.behind).add(node)
-        elif is_view(node):
+        elif ops.is_view(node):
             continue
         elif node.target is operator.getitem and node.args[0] in run.behind:
             run.calls.append(node)  # with the call that gives it, wherever that belongs
@@ -139,10 +144,12 @@ def _runs(program: Program, compiles: Says, postpones: Says) -> list[list[fx.Nod
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
-            if follows or (run.may_fail and node in updates) or (run.calls and updating is not run.updating):
+            kind = (True, True) if apart(node) else (updating, False)  # lists are mostly of what an optimizer updates
+            other = run.calls and kind != (run.updating, run.apart)
+            if follows or (run.may_fail and node in updates) or other:
                 done.append(run.calls)
                 run = _Open()
-            run.updating = updating
+            run.updating, run.apart = kind
             run.calls.append(node)
             run.behind.add(node)
             run.may_fail |= ops.may_fail(node.target)
@@ -161,7 +168,7 @@ def _reads_packed(node: fx.Node) -> bool:
 
 def _has_arrived(node: fx.Node) -> bool:
     """Whether the node is what a wait gives, or a view of it."""
-    return node.target is ops.WAIT or (is_view(node) and any(map(_has_arrived, node.all_input_nodes)))
+    return node.target is ops.WAIT or (ops.is_view(node) and any(map(_has_arrived, node.all_input_nodes)))
 
 
 def _fits(call: fx.Node, target: fx.Node) -> bool:
@@ -173,7 +180,7 @@ def _fits(call: fx.Node, target: fx.Node) -> bool:
 def _bring_items_up(graph: fx.Graph) -> None:
     """Moves items right behind the call that gives them, with which they go into a segment."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and not is_view(node) and not isinstance(meta.value(node), torch.Tensor):
+        if node.op == "call_function" and not ops.is_view(node) and not isinstance(meta.value(node), torch.Tensor):
             for item in reversed([user for user in node.users if user.target is operator.getitem]):
                 node.append(item)
 
@@ -186,7 +193,7 @@ def _keeps_its_place(node: fx.Node) -> bool:
     return ops.needs_peers(target) or ops.has_effect(target) or ops.is_random(target) or ops.may_fail(target)
 
 
-def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> None:
+def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> Segment:
     """Puts one call in the place of the last of `run`, with the others inside."""
     members, copied = set(run), dict.fromkeys(_with_views(run))
     arguments = list(dict.fromkeys(arg for node in copied for arg in node.all_input_nodes if arg not in copied))
@@ -202,13 +209,14 @@ def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> None:
     inner.output(tuple(inside[node] for node in results))
     segment = Segment(name=f"run_segment_{number}", module=module_of(root, inner))
     _replace(graph, run, results, segment, arguments)
+    return segment
 
 
 def _with_views(run: list[fx.Node]) -> Iterator[fx.Node]:
     """The nodes of `run`, before each of them the views that it reads."""
     for node in run:
         for arg in node.all_input_nodes:
-            if is_view(arg):
+            if ops.is_view(arg):
                 yield from _with_views([arg])
         yield node
 
@@ -217,7 +225,7 @@ def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
     readers = list(node.users)
     while readers:
         reader = readers.pop()
-        if is_view(reader):
+        if ops.is_view(reader):
             readers += reader.users
         elif reader not in members:
             return True
@@ -247,7 +255,7 @@ def _replace(
 def _drop_views(node: fx.Node) -> None:
     """Erases views of `node` that nobody reads any more, as all readers were members."""
     for user in list(node.users):
-        if is_view(user):
+        if ops.is_view(user):
             _drop_views(user)
             if not user.users:
                 user.graph.erase_node(user)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from wholestep.passes.segments import is_view
 from wholestep.program import ops
 from wholestep.program.program import Program, Stage
 
@@ -27,7 +26,7 @@ def delay_waits(program: Program) -> Program:
         return program
     delayed = 0
     for node in reversed(list(program.graph.nodes)):
-        if node.op != "call_function" or not node.users or not (node.target is ops.WAIT or is_view(node)):
+        if node.op != "call_function" or not node.users or not (node.target is ops.WAIT or ops.is_view(node)):
             continue
         first = min(node.users)
         delayed += node.target is ops.WAIT and _computes_before(node, first)
@@ -39,7 +38,7 @@ def _computes_before(node: fx.Node, end: fx.Node) -> bool:
     """Whether anything runs between two nodes."""
     node = node.next
     while node is not end:
-        if node.op == "call_function" and node.target is not ops.WAIT and not is_view(node):
+        if node.op == "call_function" and node.target is not ops.WAIT and not ops.is_view(node):
             return True
         node = node.next
     return False

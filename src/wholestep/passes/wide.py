@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from wholestep.passes.segments import is_view
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program, Stage
 
@@ -85,7 +84,7 @@ def _widen(graph: fx.Graph, cast: _Cast) -> None:
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
     """The node, what it is a view of, and so on."""
     yield node
-    while is_view(node) and node.target is not WIDE:
+    while ops.is_view(node) and node.target is not WIDE:
         node = node.all_input_nodes[0]
         yield node
 
@@ -93,7 +92,7 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 def _renew_views(node: fx.Node) -> None:
     """Lets the values of views be views of the node's value, so that one sees whose memory they are."""
     for user in node.users:
-        if is_view(user):
+        if ops.is_view(user):
             edit.evaluate(user)
             _renew_views(user)
 
@@ -115,7 +114,7 @@ def _bucket(grad: fx.Node) -> fx.Node | None:
     user = next(iter(grad.users))
     if ops.is_collective(user):
         return grad if meta.bucket(user) is not None else None
-    passes_on = is_view(user) or user.target in (_aten.cat.default, _aten.mul.Tensor)
+    passes_on = ops.is_view(user) or user.target in (_aten.cat.default, _aten.mul.Tensor)
     return _bucket(user) if passes_on else None
 
 

@@ -20,6 +20,7 @@ from wholestep.program.collectives import (
     REDUCE_SCATTER,
     SCATTER,
 )
+from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
 
 c10d = torch.ops._c10d_functional
@@ -153,6 +154,18 @@ def viewed_args(op: Any) -> tuple[int, ...]:
     if not any(ret.alias_info is not None for ret in op._schema.returns):
         return ()
     return tuple(i for i, arg in enumerate(op._schema.arguments) if arg.alias_info is not None)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node gives the memory of its argument seen in another way, an item of such views, or one number."""
+    if node.target is element:
+        return True
+    if node.op != "call_function" or node.target is WAIT or mutated_args(node.target):
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    return bool(viewed_args(node.target)) and len(node.all_input_nodes) == 1
 
 
 _READS_SHAPE_ONLY = frozenset({

@@ -23,6 +23,16 @@ from wholestep.program import meta
 from wholestep.program.modules import module_of
 from wholestep.program.show import attribute
 
+_namespaces: dict[str, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {}
+
+
+def register_namespace(namespace: str, describe: Callable[[Any], tuple[Any, ...]], make: Callable[..., Any]) -> None:
+    """Tells how operators come about that are made while a step is captured, and that another process has to make.
+
+    `describe` gives plain data for an operator of this namespace, and `make` the operator for that data.
+    """
+    _namespaces[namespace] = (describe, make)
+
 
 class NotPortable(ArtifactError):
     """Something of a step has no meaning in another process. Says what."""
@@ -66,6 +76,8 @@ class _Writer(pickle.Pickler):
         if isinstance(thing, FakeTensor):
             return ("fake", *self._layout(thing))
         if isinstance(thing, torch._ops.OpOverload):
+            if thing.namespace in _namespaces:
+                return ("made", thing.namespace, *_namespaces[thing.namespace][0](thing))
             return ("op", thing.namespace, thing._schema.name.split("::")[1], thing._overloadname)
         if isinstance(thing, torch.SymFloat):
             return ("number",)
@@ -132,6 +144,7 @@ class _Reader(pickle.Unpickler):
         makers: dict[str, Callable[..., Any]] = {
             "fake": self._fake,
             "op": _op,
+            "made": _made,
             "number": self._number,
             "truth": self._truth,
         }
@@ -151,6 +164,10 @@ def _structure(kind: Any = None, context: Any = None, children: list[pytree.Tree
 
 def _op(namespace: str, name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _made(namespace: str, *data: Any) -> Any:
+    return _namespaces[namespace][1](*data)
 
 
 def _plain(tree: Any) -> Any:

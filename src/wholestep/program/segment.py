@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import torch
 import torch.fx as fx
+
+from wholestep.program import meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +40,12 @@ class Segment:
         """The nodes that do something, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
+    @property
+    def likeness(self) -> str:
+        """The same text for segments that do the same with arguments of the same layout, wherever they stand."""
+        numbers = {node: number for number, node in enumerate(self.graph.nodes)}
+        return "\n".join([*(_line(node, numbers, self.module) for node in numbers), str(self.stored)])
+
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """Runs the nodes in order. Results that are stored are written behind the last of them.
 
@@ -48,3 +58,21 @@ class Segment:
             target.copy_(results[place])
             results[place] = None
         return results
+
+
+def _line(node: fx.Node, numbers: Mapping[fx.Node, int], owner: torch.nn.Module) -> str:
+    """What a node does, and the layout of what it gives."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: _Name(f"%{numbers[arg]}"))
+    target = "" if node.op in ("placeholder", "output") else f"{node.target}"
+    held = f" at {id(attrgetter(target)(owner))}" if node.op == "get_attr" else ""
+    layouts = [
+        (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in meta.tensors(node)
+    ]
+    return f"{node.op} {target}{held} {args} {kwargs} {layouts}"
+
+
+class _Name(str):
+    """Text that stands for itself."""
+
+    __slots__ = ()
+    __repr__ = str.__str__

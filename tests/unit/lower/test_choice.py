@@ -16,6 +16,7 @@ from wholestep.cost.model import CostModel
 from wholestep.lower import backend, inductor
 from wholestep.lower.backend import Auto, Eager, Inductor
 from wholestep.lower.choice import Call, calls_of, saved_share
+from wholestep.step import CompiledStep
 
 COST = CostModel.default("cpu+gloo")
 CALIBRATED = replace(COST, source="calibrated on this host at 2026-01-01 00:00 (cpu)")
@@ -122,3 +123,27 @@ def test_cuda_graph_is_auto_or_off(wrong: Any) -> None:
     assert ws.Inductor(cuda_graph=False).cuda_graph is False
     with pytest.raises(ws.ConfigError, match="cuda_graph"):
         ws.Inductor(cuda_graph=wrong)
+
+
+@pytest.mark.parametrize(("device", "started"), [("cuda", 2), ("cpu", 0)])
+def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(inductor.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
+    where = torch.device(device)
+    for one in (Inductor(ws.Inductor(), where), Auto(where, lambda: COST, lambda own: own)):
+        one.prepare()
+    assert len(calls) == started
+
+
+def test_the_backend_prepares_before_the_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    capture = CompiledStep._capture
+
+    def watched(self: CompiledStep, *given: Any) -> Any:
+        order.append("capture")
+        return capture(self, *given)
+
+    monkeypatch.setattr(Eager, "prepare", lambda self: order.append("prepare"))
+    monkeypatch.setattr(CompiledStep, "_capture", watched)
+    ws.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert order == ["prepare", "capture"]

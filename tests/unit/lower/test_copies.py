@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,7 +13,6 @@ from tests.unit import builders
 from tests.unit.builders import gradient
 from wholestep.cost.model import CostModel
 from wholestep.lower import copies
-from wholestep.lower.inductor import Inductor
 from wholestep.passes import by_copies
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
@@ -41,7 +39,17 @@ class Threads:
         self._barrier.wait(timeout=10)
 
 
-def reduced(messages: list[Tensor], add: Callable[[list[Tensor]], object]) -> list[Tensor]:
+def added(slots: Tensor, own: Tensor, result: Tensor, *, rank: int, averages: bool) -> None:
+    """What `wholestep.lower.addition` does, by operators of torch."""
+    wide = torch.float64 if own.dtype is torch.float64 else torch.float32
+    total = torch.zeros_like(own, dtype=wide)
+    for other, slot in enumerate(slots):
+        total = total + (own if other == rank else slot).to(wide)
+    own.copy_(total / len(slots) if averages else total)
+    result.copy_(own)
+
+
+def reduced(messages: list[Tensor], *, averages: bool) -> list[Tensor]:
     """What each of as many threads as there are messages has in the end."""
     size = len(messages)
     num_bytes = (size + 1) * copies.part_length(size, torch.uint8)
@@ -52,7 +60,9 @@ def reduced(messages: list[Tensor], add: Callable[[list[Tensor]], object]) -> li
 
     def run(rank: int) -> None:
         try:
-            copies.all_reduce(found[rank], Threads(rank, memories, barrier), lambda slots, result: add([slots, result]))
+            copies.all_reduce(
+                found[rank], Threads(rank, memories, barrier), partial(added, rank=rank, averages=averages)
+            )
         except BaseException as error:
             failures.append(error)
             barrier.abort()
@@ -67,14 +77,14 @@ def reduced(messages: list[Tensor], add: Callable[[list[Tensor]], object]) -> li
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("length", [1, 31, 32 * 8, 1000, 4096, 10_001])
+@pytest.mark.parametrize("length", [0, 1, 31, 32 * 8, 1000, 4096, 10_001])
 def test_every_rank_has_the_sum_in_the_order_of_the_ranks(size: int, length: int, monkeypatch):
     monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
     messages = [torch.randn(length) for _ in range(size)]
     wanted = messages[0]
     for message in messages[1:]:
         wanted = wanted + message
-    for found in reduced(messages, copies.addition(size, torch.float32, "sum", CPU)):
+    for found in reduced(messages, averages=False):
         assert torch.equal(found, wanted)
 
 
@@ -84,16 +94,20 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
     messages = [torch.randn(3000).to(dtype) for _ in range(4)]
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     wanted = sum(message.to(wide) for message in messages) / 4
-    for found in reduced(messages, copies.addition(4, dtype, "avg", CPU)):
+    for found in reduced(messages, averages=True):
         assert torch.equal(found, wanted.to(dtype))
 
 
-def test_the_addition_is_compiled_into_the_result(monkeypatch):
+@pytest.mark.parametrize("length", [1, 31, 1000, 4096, 10_001])
+def test_pieces_are_few_and_their_parts_aligned(length: int, monkeypatch):
     monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
-    compiled = Inductor(CPU).compile(copies.addition(2, torch.float32, "avg", CPU))
-    messages = [torch.randn(3000) for _ in range(2)]
-    for found in reduced(messages, compiled):
-        torch.testing.assert_close(found, (messages[0] + messages[1]) / 2)
+    message, most = torch.arange(length), copies.part_length(4, torch.int64)
+    pieces = [list(parts) for parts in copies._cut(message, 4, most)]
+    assert len(pieces) == -(-length // (4 * most))
+    assert torch.equal(torch.cat([part for parts in pieces for part in parts]), message)
+    starts = [part.storage_offset() for parts in pieces for part in parts if part.numel()]
+    assert all(start * 8 % copies._ALIGNED_BYTES == 0 for start in starts)
+    assert max(part.numel() for parts in pieces for part in parts) <= most
 
 
 def linear(x, y):

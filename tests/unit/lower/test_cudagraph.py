@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,8 +23,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.capture.random import GET, SET
+from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import eager, inductor
-from wholestep.lower.cudagraph import Parts, split
+from wholestep.lower.backend import Inductor
+from wholestep.lower.cudagraph import Graphed, Parts, Pool, _cause, split
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
@@ -289,3 +295,158 @@ def test_the_program_that_went_in_is_not_touched():
     before = [node.format_node() for node in program.graph.nodes]
     split(program)
     assert [node.format_node() for node in program.graph.nodes] == before
+
+
+class FakeCuda:
+    """What a capture asks of torch.cuda, written down in `log`. A stream that captures is left current by an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.stream = "users"
+        self.numbers = itertools.count(1)
+        self.alive: set[str] = set()
+        for name in ("graph", "CUDAGraph", "device", "Stream", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"make_{name}"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: f"pool {next(self.numbers)}")
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            told = partial(lambda what, *args: self.log.append(f"{what} {args}"), name)
+            monkeypatch.setattr(torch._C, name, told, raising=False)
+
+    def make_CUDAGraph(self) -> Any:
+        fake, name = self, f"graph {next(self.numbers)}"
+        self.alive.add(name)
+
+        class Graph:
+            def capture_end(self) -> None:
+                fake.log.append(f"end of {name}")
+
+            def reset(self) -> None:
+                fake.log.append(f"reset of {name}")
+
+            def __del__(self) -> None:
+                fake.alive.discard(name)
+
+            def __str__(self) -> str:
+                return name
+
+        return Graph()
+
+    def make_Stream(self) -> str:
+        return f"stream {next(self.numbers)}"
+
+    @contextlib.contextmanager
+    def make_stream(self, stream: str) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    make_device = contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def make_graph(self, graph: Any, *, pool: str, stream: str, capture_error_mode: str) -> Iterator[None]:
+        self.log.append(f"capture into {pool}, {capture_error_mode}")
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        except Exception:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        self.stream = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_a_pool_outlives_its_graphs(cuda: FakeCuda) -> None:
+    pool = Pool(torch.device("cpu"))
+    assert cuda.log == []
+    graph, results = pool.capture(lambda: ("result",))
+    assert results == ("result",)
+    assert cuda.log == ["capture into pool 1, thread_local"] * 2
+    gone = str(graph)
+    del graph
+    assert gone not in cuda.alive
+    assert len(cuda.alive) == 1
+    pool.capture(lambda: ())
+    assert set(cuda.log) == {"capture into pool 1, thread_local"}
+
+
+def test_nothing_is_collected_during_a_capture(cuda: FakeCuda) -> None:
+    pool, seen = Pool(torch.device("cpu")), []
+
+    def body() -> tuple[()]:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise ValueError("refused")
+        return ()
+
+    pool.capture(body)
+    with pytest.raises(RuntimeError, match="previous error"):
+        pool.capture(body)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+def test_torch_is_mended_after_a_capture_that_failed(cuda: FakeCuda) -> None:
+    pool = Pool(torch.device("cpu"))
+    pool.capture(lambda: ())
+    del cuda.log[:]
+
+    def body() -> tuple[()]:
+        assert cuda.stream != "users"
+        error = RuntimeError("operation not permitted when stream is capturing\nand more")
+        error.add_note("while running item (my::op) from train.py:7")
+        raise error
+
+    with pytest.raises(RuntimeError, match="previous error") as found:
+        pool.capture(body)
+    assert _cause(found.value) == (
+        "operation not permitted when stream is capturing, while running item (my::op) from train.py:7"
+    )
+    assert cuda.stream == "users"
+    begun, ended, reset, *rest = cuda.log
+    assert begun == "capture into pool 1, thread_local"
+    assert ended.removeprefix("end of ") == reset.removeprefix("reset of ")
+    # A capture that goes well, in another pool, is what frees the random generator.
+    assert rest[:2] == ["_cuda_endAllocateToPool (3, 'pool 1')", "_cuda_releasePool (3, 'pool 1')"]
+    assert rest[2].startswith("capture into pool ")
+    assert rest[2] != begun
+    pool.capture(lambda: ())
+    assert cuda.log[-1] == rest[2]
+
+
+def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * 2
+
+    program = scheduled(step, gpu(3))
+    backend = Inductor(InductorOptions(), torch.device("cuda", 0))
+    calls = []
+
+    def lower(part: Program) -> Callable[[list[Any]], tuple[Any, ...]]:
+        def run(inputs: list[Any]) -> tuple[Any, ...]:
+            calls.append(cuda.stream)
+            if cuda.stream != "users":
+                error = RuntimeError("illegal")
+                error.add_note("while running mul")
+                raise error
+            return tuple(one * 2 for one in inputs) if part is parts.body else ()
+
+        return run
+
+    parts = split(program)
+    assert isinstance(parts, Parts)
+    graphed = Graphed(program, parts, lower, Pool(torch.device("cpu")), backend._has_failed)
+    assert backend.name == "inductor, one CUDA graph"
+    with caplog.at_level(logging.WARNING):
+        found = [graphed([torch.ones(3)])[0] for _ in range(5)]
+    assert all(torch.equal(one, torch.full((3,), 2.0)) for one in found)
+    assert len([stream for stream in calls if stream != "users"]) == 1
+    assert backend.name == "inductor, no CUDA graph: its capture failed: illegal, while running mul"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the step runs without a CUDA graph, since its capture failed: illegal, while running mul"
+    ]

@@ -19,8 +19,7 @@ from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
-from wholestep.passes.segments import is_view
-from wholestep.program import meta, show
+from wholestep.program import meta, ops, show
 from wholestep.program.program import Program
 
 ROWS, CLASSES = 6, 11
@@ -277,7 +276,7 @@ def kept(program: Program) -> list[fx.Node]:
 
 
 def is_free(node: fx.Node) -> bool:
-    return node.op == "call_function" and (is_view(node) or node.target is aten._to_copy.default)
+    return node.op == "call_function" and (ops.is_view(node) or node.target is aten._to_copy.default)
 
 
 def test_the_backward_reads_the_logits_as_the_product_gave_them():

@@ -25,7 +25,7 @@ from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments, is_view
+from wholestep.passes.segments import form_segments
 from wholestep.place.strategies import place
 from wholestep.program import meta, ops, show
 from wholestep.program.numbers import element
@@ -59,7 +59,7 @@ def segments(program: Program) -> list[fx.Node]:
 
 def inside(node: fx.Node) -> list[str]:
     """The operators in a segment, views left out."""
-    calls = (call for call in node.target.calls if not is_view(call) and call.target is not operator.getitem)
+    calls = (call for call in node.target.calls if not ops.is_view(call) and call.target is not operator.getitem)
     return [call.target._schema.name.split("::")[1] for call in calls]
 
 
@@ -68,19 +68,19 @@ def outside(program: Program) -> list[str]:
     return [
         node.target._schema.name.split("::")[1] if ops.is_op(node) else node.target.__name__
         for node in program.graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem and not is_view(node)
+        if node.op == "call_function" and node.target is not operator.getitem and not ops.is_view(node)
     ]
 
 
 def assert_well_formed(program: Program) -> None:
     """No view crosses a border, no memory is an argument twice, and results are tensors that somebody reads."""
     for node in segments(program):
-        assert not any(is_view(arg) for arg in node.args)
+        assert not any(ops.is_view(arg) for arg in node.args)
         storages = [one.untyped_storage()._cdata for arg in node.args for one in meta.tensors(arg)]
         assert len(set(storages)) == len(storages)
         results = node.target.graph.output_node().args[0]
         assert results
-        assert not any(is_view(one) for one in results)
+        assert not any(ops.is_view(one) for one in results)
         assert all(isinstance(meta.value(one), Tensor) for one in results)
         assert [item.args[1] for item in node.users] == list(range(len(results)))
         assert all(item.users for item in node.users)
@@ -186,7 +186,7 @@ def test_nothing_moves_across_communication(step):
         return [sorted(names) for names in found]
 
     def free(node: fx.Node) -> bool:
-        return is_view(node) or node.target is operator.getitem
+        return ops.is_view(node) or node.target is operator.getitem
 
     program, _ = step
     assert spans(formed(program)) == spans(program)
@@ -303,7 +303,7 @@ def test_views_are_taken_inside_and_never_given_back():
     # The second one gets what is viewed, `exp` and `w`, and views it itself.
     assert [meta.tensor(arg).ndim for arg in second.args] == [2, 2]
     assert after.placeholders[1] in second.args
-    assert any(is_view(call) for call in second.target.calls)
+    assert any(ops.is_view(call) for call in second.target.calls)
 
 
 def test_a_view_of_an_argument_alone_is_not_copied():
@@ -375,8 +375,8 @@ def test_what_a_segment_has_kept_apart_stays_apart():
 def is_kept_apart(call: fx.Node) -> bool:
     """Whether a call belongs to an optimizer or reads what has arrived."""
     reads = list(call.all_input_nodes)
-    while any(is_view(arg) for arg in reads):
-        reads = [one for arg in reads for one in (arg.all_input_nodes if is_view(arg) else [arg])]
+    while any(ops.is_view(arg) for arg in reads):
+        reads = [one for arg in reads for one in (arg.all_input_nodes if ops.is_view(arg) else [arg])]
     return meta.origin(call).region is meta.Region.OPTIMIZER or any(arg.target is ops.WAIT for arg in reads)
 
 
@@ -389,7 +389,7 @@ def test_updates_are_segments_of_their_own(step):
         behind = {call for call in inside if call.name in apart}
         kinds.add(bool(behind))
         for call in inside:  # a norm of what has arrived has items, which are added up
-            if behind and not is_view(call) and not any(arg in behind for arg in call.all_input_nodes):
+            if behind and not ops.is_view(call) and not any(arg in behind for arg in call.all_input_nodes):
                 assert call.name in apart
             elif any(arg in behind for arg in call.all_input_nodes):
                 behind.add(call)
@@ -449,6 +449,44 @@ def test_every_parameter_and_state_is_written_by_the_segment_that_makes_it(optim
     assert len(stored) == len(set(stored))
     assert state <= set(stored)
     assert same_bits(scheduled, program, inputs)
+
+
+def on_lists(node: fx.Node) -> bool:
+    return ops.is_indexwise(node.target) and "norm" not in str(node.target)
+
+
+@pytest.mark.parametrize(("optimizer", "ranks"), [("foreach", 2), ("sgd", 1)])
+def test_calls_apart_are_among_themselves(optimizer, ranks):
+    """Each segment is of one kind; the calls of a kind keep their order, communication its own, and all its bits."""
+    program, inputs = training(OPTIMIZERS[optimizer], ranks=ranks)
+    program = run_passes(program, [partial(pack_scalars, reads=inductor.reads_packed)])
+    form = partial(form_segments, compiles=inductor.compiles, apart=on_lists)
+    after = run_passes(program, [form])
+    assert_well_formed(after)
+    found: list[str] = []
+    for node in segments(after):
+        calls = [call for call in node.target.calls if not ops.is_view(call) and call.target is not operator.getitem]
+        assert len({on_lists(call) for call in calls}) == 1
+        found += [call.name for call in calls if on_lists(call)]
+    lists = {node.name: node for node in program.graph.nodes if node.op == "call_function" and on_lists(node)}
+    assert found == [name for name in lists if name in found]
+    # Counters are the host's; a call that is alone and reads no number of the host is no segment.
+    left = {str(node.target) for name, node in lists.items() if name not in found}
+    assert left <= {"aten._foreach_add.Tensor", "aten._foreach_mul.Tensor"}
+    assert len(found) >= 4
+    assert show.plan_text(after) == show.plan_text(program)
+    assert same_bits(after, program, inputs)
+    assert same_bits(run_passes(after, [partial(reinplace, hold_updates=False)]), program, inputs)
+
+
+def test_the_clipping_of_gradients_is_in_the_segment_of_their_update():
+    """Elsewhere what is outside of an optimizer and inside are two segments."""
+    program, _ = training(OPTIMIZERS["sgd"], ranks=1)
+    pack = partial(pack_scalars, reads=inductor.reads_packed)
+    after = run_passes(program, [pack, partial(form_segments, compiles=inductor.compiles, apart=on_lists)])
+    updating = [inside(node) for node in segments(after) if any(map(on_lists, node.target.calls))]
+    assert [calls[0] for calls in updating] == ["_foreach_mul"]
+    assert "_foreach_add" in updating[0]
 
 
 def test_a_segment_does_not_write_to_what_is_read_later():

@@ -13,7 +13,6 @@ from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
-from wholestep.passes.segments import is_view
 from wholestep.passes.waits import delay_waits
 from wholestep.place.strategies import place
 from wholestep.program import ops
@@ -29,7 +28,7 @@ def needless(program: Program) -> list[fx.Node]:
         if node.target is not ops.WAIT:
             continue
         behind, reader = {node}, node.next
-        while is_view(reader) and behind.intersection(reader.all_input_nodes):
+        while ops.is_view(reader) and behind.intersection(reader.all_input_nodes):
             behind.add(reader)
             reader = reader.next
         if not behind.intersection(reader.all_input_nodes):

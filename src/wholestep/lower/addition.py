@@ -1,0 +1,54 @@
+"""The addition of a reduction by copies: one kernel, whose text is Triton's, for any number of elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch for CPUs come without it
+    triton = tl = None
+
+_BLOCK = 4096
+"""Elements of one program: two reads of 16 bytes per thread and rank in float32."""
+_WARPS = 16
+
+
+def _add(memory, length, stride, how: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    slots, own, result = memory
+    ranks: tl.constexpr = how[0]
+    rank: tl.constexpr = how[1]
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < length
+    total = tl.full([block], 0.0, tl.float64 if own.dtype.element_ty == tl.float64 else tl.float32)
+    for other in tl.static_range(ranks):
+        part = tl.load(own + at if other == rank else slots + other * stride + at, mask=inside)
+        total += part.to(total.dtype)
+    if how[2]:
+        total *= (tl.full([], 1.0, tl.float64) / ranks).to(total.dtype)
+    tl.store(own + at, total.to(own.dtype.element_ty), mask=inside)
+    tl.store(result + at, total.to(own.dtype.element_ty), mask=inside)
+
+
+_kernel: Any = triton.jit(_add) if triton is not None else None
+
+
+def add_parts(slots: Tensor, own: Tensor, result: Tensor, *, rank: int, averages: bool) -> None:
+    """The sum or the mean over the ranks, in their order, written to `own` and to `result`.
+
+    Args:
+        slots: shape (ranks, elements), in one floating dtype; rows may be farther apart than they are long.
+        own: shape (elements): what stands in the place of row `rank`. Half precision is added in float32.
+        result: shape (elements).
+        rank: of the owner.
+        averages: whether the mean is wanted.
+    """
+    if not own.numel():
+        return
+    how = (len(slots), rank, averages)
+    _kernel[(-(-own.numel() // _BLOCK),)](
+        (slots, own, result), own.numel(), slots.stride(0), how, _BLOCK, num_warps=_WARPS
+    )

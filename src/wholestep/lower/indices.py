@@ -1,0 +1,162 @@
+"""What one index of calls on lists of tensors computes: which calls, and the expression behind a result.
+
+Of ``foreach_add([w0, w1], foreach_mul([g0, g1], rate))`` index 1 has the leaves g1, rate and w1, and the lines
+``mul(g1, rate)`` and ``add(w1, mul)``. Equal lines on other leaves are the same kernel for other tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from wholestep.lower import fused, numbers, pointwise
+from wholestep.lower.pointwise import NotPointwise
+from wholestep.program import meta, ops
+from wholestep.program.numbers import element
+
+_FOREACH = "aten::_foreach_"
+
+
+def takes(node: fx.Node) -> bool:
+    """Whether a call may be computed here: on lists of tensors on a GPU, element by element."""
+    if not ops.is_indexwise(node.target) or not fused.on_gpu(node):
+        return False
+    if any(one.dtype not in pointwise.TYPES for one in meta.tensors(node)):
+        return False
+    if fused.is_written_out(node):
+        return True
+    name = _foreach_name(node.target)
+    return bool(name) and (numbers.takes_numbers(node) or pointwise.has_text(name))
+
+
+def _foreach_name(op: Any) -> str:
+    """``add`` for ``_foreach_add``; empty for what is no foreach operator of ATen."""
+    name: str = op._schema.name
+    return name.removeprefix(_FOREACH) if name.startswith(_FOREACH) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor or number that is read, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a line gives in the list number `place`."""
+
+    line: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """A list, of which only this entry counts."""
+
+    entry: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One index of a call. Arguments are leaves, items, lists of one of them, and constants."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype
+    """Of the first result."""
+
+    def run(self, bound: Callable[[Any], Any]) -> list[Any]:
+        """The entries of the lists that the call gives; None of lists that are empty. `bound` gives arguments."""
+        args, kwargs = tuple(map(bound, self.args)), {key: bound(value) for key, value in self.kwargs}
+        name = _foreach_name(self.op)
+        if not name:
+            return [one[0] if one else None for one in fused.written_out(self.op, args, kwargs)]
+        if numbers.has_rule(name):
+            return numbers.by_rule(self.op, args, kwargs, [torch.empty(0, dtype=self.dtype)])  # type: ignore[no-any-return]
+        single = [arg[0] if isinstance(arg, list) else arg for arg in args]
+        return [getattr(torch.ops.aten, name)(*single, **kwargs)]
+
+
+class Reading:
+    """What some results of a segment are computed from, read backwards out of its graph."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[fx.Node, int] = {}
+        self.lines: list[Line] = []
+        self.made: dict[tuple[fx.Node, int], int] = {}
+        """Call and index -> line."""
+
+    def value(self, node: fx.Node) -> Leaf | Item:
+        """The value of a node, with all that it is made of. Raises NotPointwise."""
+        call, path = node, list[int]()
+        while call.target is operator.getitem and not ops.is_view(call):
+            path.insert(0, call.args[1])  # type: ignore[arg-type]
+            call = call.args[0]  # type: ignore[assignment]
+        if path:
+            return Item(self._line(call, path[-1]), path[0] if len(path) > 1 else 0)
+        if root_of(node).op != "placeholder":
+            raise NotPointwise(f"{node.name} is a view of what the segment computes")
+        return Leaf(self.leaves.setdefault(node, len(self.leaves)))
+
+    def _line(self, call: fx.Node, index: int) -> int:
+        if (call, index) not in self.made:
+            first = first_list(call)
+            args = tuple(self._argument(arg, index, len(first)) for arg in call.args)
+            kwargs = tuple((key, self._argument(arg, index, len(first))) for key, arg in call.kwargs.items())
+            self.lines.append(Line(call.target, args, kwargs, first[index].dtype))
+            self.made[call, index] = len(self.lines) - 1
+        return self.made[call, index]
+
+    def _argument(self, arg: Any, index: int, count: int) -> Any:
+        if isinstance(arg, (list, tuple)):
+            if arg and len(arg) != count:
+                raise NotPointwise(f"a list of {len(arg)} beside lists of {count}")
+            return One(self._entry(arg[index])) if arg else ()
+        if isinstance(arg, fx.Node) and any(one.ndim for one in meta.tensors(arg)) and arg.target is not element:
+            raise NotPointwise(f"{arg.name} is the same tensor for all indices")
+        return self._entry(arg)
+
+    def _entry(self, arg: Any) -> Any:
+        return self.value(arg) if isinstance(arg, fx.Node) else arg
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """What a view is seen of."""
+    while ops.is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def first_list(call: fx.Node) -> Sequence[Tensor]:
+    """The fake values of the list that a call gives, or of the first one."""
+    value = meta.value(call)
+    return value[0] if isinstance(value[0], (list, tuple)) else value
+
+
+def dtype_of(leaf: fx.Node) -> torch.dtype:
+    """The type that a leaf has in memory."""
+    return torch.float64 if leaf.target is element else meta.tensor(leaf).dtype
+
+
+def run(lines: Sequence[Line], leaves: Sequence[Tensor], given: Sequence[Leaf | Item]) -> list[Tensor]:
+    """Computes `lines` and gives what `given` names."""
+    done: list[list[Any]] = []
+
+    def bound(arg: Any) -> Any:
+        if isinstance(arg, One):
+            return [bound(arg.entry)]
+        if isinstance(arg, Item):
+            return done[arg.line][arg.place]
+        return leaves[arg.number] if isinstance(arg, Leaf) else arg
+
+    for line in lines:
+        done.append(line.run(bound))
+    return [bound(one) for one in given]

@@ -1,0 +1,104 @@
+"""What Inductor has compiled of a segment, as bytes that another process runs without a compiler.
+
+[Note: kernels that have run]
+On a GPU a compiled segment holds its kernels twice: as text in its module, which makes them anew, and in a bundle, with
+the binaries that Triton has made. Inductor writes the bundle into its own cache before anything runs. We write behind
+the first call, for two reasons. A segment that Inductor found in its cache runs the very kernels of its bundle, and
+what has launched can be pickled only with its launchers taken off. And by then it is known which of several block
+sizes is the fastest: that one travels alone, so the other process measures nothing and computes the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import CompiledTritonKernels
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+from torch._inductor.triton_bundler import TritonBundler
+
+_OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx")
+"""What a kernel holds of the process that it runs in, besides what it takes off itself."""
+
+
+def dumps(compiled: CompiledFxGraph) -> bytes:
+    """A compiled segment for another process, which finds in it all that a compiler would have to make.
+
+    It may have run. Raises whatever pickling raises.
+    """
+    twin: Any = copy.copy(compiled)
+    twin.prepare_for_serialization()
+    with contextlib.ExitStack() as resting:
+        if twin._triton_bundle is not None:
+            twin._triton_bundle = _rested(twin._triton_bundle, _scope_of(compiled), resting)
+        return pickle.dumps(twin)
+
+
+def loads(data: bytes) -> CompiledFxGraph:
+    """What `dumps` was given, ready to run. Binaries go to Triton's cache on disk, the text to that of Inductor.
+
+    Raises OSError, and whatever reading a pickle and running a module raise.
+    """
+    compiled: CompiledFxGraph = pickle.loads(data)
+    constants, bundle = CompiledFxGraphConstants(), compiled._triton_bundle
+    if bundle is None or not bundle.kernel_artifacts:
+        compiled.after_deserialization(constants)
+    else:
+        TritonBundler.read_and_emit(bundle)
+        with inductor_config.patch(compile_threads=1):  # no processes start that would wait for something to compile
+            compiled.after_deserialization(constants)
+        CompiledTritonKernels.cache_clear()  # kernels that nobody has asked for
+    compiled.post_compile((), constants, compiled.fx_kwargs)
+    return compiled
+
+
+def _scope_of(compiled: CompiledFxGraph) -> Mapping[str, Any]:
+    """What the module of a compiled segment holds, by name."""
+    call = getattr(compiled.compiled_fn_runner, "call", None)
+    scope: Mapping[str, Any] = getattr(call, "__globals__", {})
+    return scope
+
+
+def _rested(bundle: Any, scope: Mapping[str, Any], resting: contextlib.ExitStack) -> Any:
+    """The bundle as if nothing had run, but with the choices that were made; good until `resting` is left."""
+    kinds = tuple({type(entry.kernel) for entry in bundle.static_autotuners})
+    running = {one.inductor_meta.get("kernel_name"): one for one in scope.values() if isinstance(one, kinds)}
+    entries, compiled, kept = [], set[str](), set[str]()
+    for entry in bundle.static_autotuners:
+        kernel = running.get(entry.kernel_name, entry.kernel)
+        compiled |= _hashes(kernel)
+        rested = resting.enter_context(_at_rest(kernel))
+        kept |= _hashes(rested)
+        entries.append(replace(entry, kernel=rested))
+    binaries = [one for one in bundle.kernel_artifacts if one.kernel_hash not in compiled - kept]
+    return replace(bundle, static_autotuners=entries, kernel_artifacts=binaries)
+
+
+def _hashes(kernel: Any) -> set[str]:
+    return {triton_hash_to_path_key(result.kernel.hash) for result in kernel.compile_results}
+
+
+@contextlib.contextmanager
+def _at_rest(kernel: Any) -> Iterator[Any]:
+    """A kernel that can be pickled, of one that may have run; meanwhile that one cannot be launched."""
+    chosen = [launcher.config for launcher in kernel.launchers]
+    held = kernel.prepare_for_pickle()
+    try:
+        state = kernel.__getstate__()
+        state |= {name: None for name in _OF_A_RUN if name in state}
+        if len(chosen) == 1:
+            state["compile_results"] = [one for one in kernel.compile_results if one.config is chosen[0]]
+            # What follows a measurement was part of it.
+            state["inductor_meta"] = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
+            state.pop("_could_rblock_scale", None)
+        rested = object.__new__(type(kernel))
+        rested.__setstate__(state)
+        yield rested
+    finally:
+        kernel.restore_after_unpickle(held)

@@ -1,0 +1,142 @@
+"""Segments of calls on lists of tensors, as kernels of our own: one for all indices with the same expression.
+
+What an optimizer does to n parameters is the same arithmetic n times. A compiler that is given all of it looks at n
+times as many operators; here one index is written out (`lower/indices.py`), and one kernel (`lower/pointwise.py`)
+computes it for all of them, one row of a table each (`lower/rows.py`)::
+
+    w', m', v' = fused_adamw([w0, w1, ...], [g0, g1, ...], ...)
+    table      = one row per index: addresses of w, g, m, v, rates, betas, of w', m', v'; number of elements
+
+Note: tables in CUDA graphs
+    Outside of a capture a table is made anew where an address has changed, through pinned memory of its own, which the
+    allocator keeps until the copy is done. A capture records a copy out of `_held`, which was there before it (a
+    capture cannot pin memory) and lives as long as this object, which the owner of the graph keeps. Nothing else reads
+    `_held`. A step that is captured again has dropped its graph, and `torch.cuda.graph` waits for the device before a
+    capture begins: the last replay of the old graph is done before `_held` changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import linecache
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.lower import pointwise
+from wholestep.lower.indices import takes
+from wholestep.lower.rows import Cell, Plan, Turned, plan
+from wholestep.program.program import Program
+from wholestep.program.segment import Segment
+
+log = logging.getLogger("wholestep")
+
+__all__ = ["Lists", "Plans", "takes"]
+
+
+class Plans:
+    """Finds kernels for segments, once each."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Segment, Plan | str] = {}
+        self._texts: dict[str, str] = {}
+
+    def compile(self, segment: Segment) -> Lists | None:
+        """A function that does what the segment does, with tables of its own; None for what is not computed here."""
+        found = self._of(segment)
+        return Lists(found) if isinstance(found, Plan) else None
+
+    def tell_lists(self, program: Program) -> Program:
+        """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
+        segments = [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
+        plans = {segment.name: self._of(segment) for segment in segments if any(map(takes, segment.calls))}
+        own = [one for one in plans.values() if isinstance(one, Plan)]
+        rows, kernels = sum(one.num_rows for one in own), sum(len(one.kernels) for one in own)
+        return program.with_notes(
+            *([f"{rows} tensors are updated by {kernels} kernels over lists"] if own else []),
+            *(f"{name} is left to Inductor: {one}" for name, one in plans.items() if isinstance(one, str)),
+        )
+
+    def _of(self, segment: Segment) -> Plan | str:
+        if segment not in self._plans:
+            self._plans[segment] = found = plan(segment, self._texts)
+            if isinstance(found, str) and any(map(takes, segment.calls)):
+                log.info("%s is left to Inductor: %s", segment.name, found)
+        return self._plans[segment]
+
+
+class Lists:
+    """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Lays out the tables. Not to be called in a capture."""
+        self._plan, self._device = plan, plan.device
+        on_gpu = self._device.type == "cuda"
+        cells: list[Cell] = []
+        programs: list[tuple[int, int]] = []
+        self._launches: list[tuple[Any, int, int, int]] = []
+        """Kernel, where its table starts, where its programs start, how many they are."""
+        for kernel in plan.kernels:
+            first = len(programs)
+            for row, (*_, size) in enumerate(kernel.rows):
+                programs += [(row, chunk) for chunk in range(-(-size.offset // pointwise.CHUNK))]
+            if len(programs) > first:
+                self._launches.append((_built(kernel.text), len(cells), first, len(programs) - first))
+            cells += [cell for row in kernel.rows for cell in row]
+            # Both tables start on 16 bytes, by which Triton tells variants of a kernel apart.
+            cells += [Cell(base=0, offset=0)] * (len(cells) % 2)
+            programs += [(0, 0)] * (len(programs) % 2)
+        self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64)
+        self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64)
+        self._programs = torch.tensor(programs, dtype=torch.int32).to(self._device)
+        self._held = torch.empty(len(cells), dtype=torch.int64, pin_memory=on_gpu)
+        self._known: tuple[Any, ...] = ()
+        self._table: Tensor | None = None
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        """One run."""
+        results: list[Any] = [None] * self._plan.num_results
+        for number, like in self._plan.fresh:
+            results[number] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
+        turned = [_turn(one, arguments[one.argument]) for one in self._plan.turned]
+        tensors = [*arguments, *(results[number] for number, _ in self._plan.fresh), *turned]
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            table = self._filled([0, *map(Tensor.data_ptr, tensors)])
+            for kernel, start, first, count in self._launches:
+                kernel[(count,)](table[start:], self._programs[first:], num_warps=4)
+        arguments.clear()
+        return results
+
+    def _filled(self, addresses: list[int]) -> Tensor:
+        """The table with these addresses, for what is launched next."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            torch.add(torch.tensor(addresses)[self._bases], self._offsets, out=self._held)
+            return self._held.to(self._device, non_blocking=True)
+        known = (addresses, torch.cuda.current_stream() if on_gpu else None)
+        if self._table is None or known != self._known:
+            filled = torch.tensor(addresses)[self._bases] + self._offsets
+            filled = filled.pin_memory() if on_gpu else filled
+            self._known, self._table = known, filled.to(self._device, non_blocking=True)
+        return self._table
+
+
+def _turn(turned: Turned, argument: Tensor) -> Tensor:
+    seen = turned.seen
+    source = argument.as_strided(seen.shape, seen.stride(), argument.storage_offset() + turned.start)
+    made = torch.empty_strided(seen.shape, turned.strides, dtype=seen.dtype, device=argument.device)
+    return made.copy_(source)
+
+
+@functools.cache
+def _built(text: str) -> Any:
+    """The kernel of a module's text. Triton reads the source of functions where Python keeps lines of files."""
+    name = f"wholestep_kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(text, f"<{name}>", "exec"), namespace)
+    return next(namespace[key] for key in ("update_lists", "update_numbers") if key in namespace)

@@ -1,0 +1,129 @@
+"""Updates by kernels over lists, on a GPU: against eager optimizers in float64, under a CUDA graph and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import wholestep as ws
+from tests.gpu.test_inductor import OPTIMIZERS, batch
+from tests.gpu.test_inductor import Net as Small
+from tests.unit.lower.test_inductor import TOLERANCE, train_step
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 20
+SHAPES = [(3, 5), (0,), (1,), (), (9223,), (2, 1024), (70_001,), (4, 3, 3, 3), (13,)]
+BACKENDS = {"graph": ws.Inductor(), "no graph": ws.Inductor(cuda_graph=False)}
+
+
+class Odd(nn.Module):
+    """Parameters of all sizes: empty, one number, more than a program's, no multiple of 16 bytes, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        made = [torch.randn(shape, generator=draw, dtype=torch.float64).cuda() for shape in SHAPES]
+        made = [one.to(memory_format=torch.channels_last) if one.ndim == 4 else one for one in made]
+        self.all = nn.ParameterList(map(nn.Parameter, made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(((one - x) ** 2).sum() * (place + 1) for place, one in enumerate(self.all))  # type: ignore[return-value]
+
+
+def odd_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 50.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def train_odd(kind: str, step: Callable[..., Tensor], move: Callable[[int, nn.Module], None]) -> dict[str, Tensor]:
+    model = Odd()
+    opt = OPTIMIZERS[kind](model.parameters())
+    schedule = OneCycleLR(opt, 3e-2, total_steps=STEPS + 1)
+    losses = []
+    for number in range(STEPS):
+        move(number, model)
+        losses.append(step(model, opt, torch.tensor(0.1 * number, dtype=torch.float64, device="cuda")))
+        schedule.step()
+    return {"losses": torch.stack(losses), **{name: value.detach() for name, value in model.named_parameters()}}
+
+
+def stay(number: int, model: nn.Module) -> None:
+    """No parameter moves."""
+
+
+def to_an_odd_place(number: int, model: nn.Module) -> None:
+    """Moves parameters once the step is a graph, to addresses that are no multiples of 16 bytes."""
+    if number in (8, 12):
+        for one in model.parameters():
+            room = torch.empty(one.numel() + 1, dtype=one.dtype, device="cuda")
+            room = room[1:] if number == 8 else room[: one.numel()]
+            one.data = room.as_strided(one.shape, one.stride(), room.storage_offset()).copy_(one.data)
+
+
+@pytest.mark.parametrize("move", [stay, to_an_odd_place])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["adamw_fused", "adamw_foreach", "sgd_fused", "sgd_foreach"])
+def test_tensors_of_all_sizes_and_orders(kind: str, backend: str, move: Callable[[int, nn.Module], None]) -> None:
+    step = ws.compile(odd_step, backend=BACKENDS[backend])
+    found, wanted = train_odd(kind, step, move), train_odd(kind, odd_step, move)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert ("one CUDA graph" in step.explain().backend) == (backend == "graph")
+    notes = [note for record in step.program().history for note in record.notes]
+    assert any("kernels over lists" in note for note in notes), notes
+    assert not any("left to Inductor" in note for note in notes), notes
+
+
+def kernels_of(step: Callable[[], Any]) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return [one.name for one in profile.events() if "update_" in one.name]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_kernel_updates_all_parameters(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Small().double().cuda()
+    opt = OPTIMIZERS["adamw_fused"](model.parameters())
+    step = ws.compile(train_step, backend=BACKENDS[backend])
+    for number in range(5):
+        step(model, opt, *batch(number, 0))
+    assert sorted(kernels_of(lambda: step(model, opt, *batch(5, 0)))) == ["update_lists", "update_numbers"]
+
+
+def test_two_signatures_have_tables_of_their_own() -> None:
+    """Two graphs are alive, and each updates through addresses of its own."""
+    found = []
+    for step in (ws.compile(train_step, backend="inductor"), train_step):
+        torch.manual_seed(0)
+        model = Small().double().cuda()
+        opt = OPTIMIZERS["adamw_fused"](model.parameters())
+        losses = [step(model, opt, *batch(number, 0, 8 if number % 3 else 12)) for number in range(STEPS)]
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(*found, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    def step(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> None:
+        torch._foreach_mul_([a, b], 2.0)
+        torch._foreach_add_([a, b], [x, y])
+
+    count = 2**31 + 1001
+    a, x = (torch.ones(count, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    b, y = torch.ones(7, device="cuda").bfloat16(), torch.ones(7, device="cuda").bfloat16()
+    compiled = ws.compile(step, backend=ws.Inductor(cuda_graph=False))
+    compiled(a, b, x, y)
+    assert all(bool((one == 3).all()) for one in (a[-5000:], a[:5000], b))
+    assert int((a != 3).sum()) == 0
+    notes = [note for record in compiled.program().history for note in record.notes]
+    assert any("2 tensors are updated by 1 kernels over lists" in note for note in notes), notes

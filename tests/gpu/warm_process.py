@@ -1,0 +1,97 @@
+"""A process that trains a few steps and says what it took: ``python -m tests.gpu.warm_process RANKS``, JSON in the last
+line, an entry per rank. Run by `tests.gpu.test_warm`; on a machine without GPUs it trains on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.lower import inductor
+
+STEPS = 5  # the third call is captured as a CUDA graph
+
+
+class Net(nn.Module):
+    """(rows, 512) -> (rows, 4000). Its reductions are long enough for several block sizes to be tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(512, 768), nn.LayerNorm(768), nn.GELU(), nn.Dropout(0.1))
+        self.head = nn.Linear(768, 4000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def count_compilations() -> dict[str, int]:
+    """How often Inductor and Triton compile in this process from now on."""
+    found = {"inductor": 0, "triton": 0}
+    compile_segment = inductor.compile_fx_inner
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found["inductor"] += 1
+        return compile_segment(*args, **kwargs)
+
+    inductor.compile_fx_inner = counted
+    if torch.cuda.is_available():
+        from triton.compiler.compiler import ASTSource
+
+        make_ir = ASTSource.make_ir
+
+        def counted_ir(*args: Any, **kwargs: Any) -> Any:
+            found["triton"] += 1
+            return make_ir(*args, **kwargs)
+
+        ASTSource.make_ir = counted_ir
+    return found
+
+
+def work() -> dict[str, Any]:
+    """Trains on this rank."""
+    compiled, world = count_compilations(), ws.init()
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    torch.manual_seed(world.rank)
+    model = Net().to(world.device)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step = ws.compile(train_step, backend="inductor")
+    losses, times_s = [], []
+    for number in range(STEPS):
+        draw = torch.Generator().manual_seed(100 * number + world.rank)
+        x, y = torch.randn(2048, 512, generator=draw), torch.randint(4000, (2048,), generator=draw)
+        start = time.perf_counter()
+        losses.append(step(model, opt, x.to(world.device), y.to(world.device)).item())
+        times_s.append(time.perf_counter() - start)
+    state = b"".join(value.detach().cpu().numpy().tobytes() for value in model.state_dict().values())
+    return {
+        "losses": losses, "state": hashlib.sha256(state).hexdigest(), "loaded": step.cache_info().loaded,
+        "backend": step.explain().backend, "compiled": compiled, "device": str(world.device), "times_s": times_s,
+    }  # fmt: skip
+
+
+def main(ranks: int) -> None:
+    """Prints what every rank says."""
+    print(json.dumps([work()] if ranks == 1 else ws.run(work, ranks)))
+
+
+if __name__ == "__main__":
+    from tests.gpu import warm_process
+
+    warm_process.main(int(sys.argv[1]))  # not that of __main__, which another process would not find

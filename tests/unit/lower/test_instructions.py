@@ -1,0 +1,64 @@
+"""What Inductor asks about a CPU is asked once."""
+
+from __future__ import annotations
+
+import pytest
+from torch._inductor.cpu_vec_isa import VecISA
+
+from wholestep.lower import instructions
+
+
+class Asked(VecISA):
+    """Vector instructions that one compiler has."""
+
+    _arch_flags = "-mmine"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was really tried. Inductor's own memory of it is left alone."""
+    tried: list[str] = []
+
+    def check_build(isa: VecISA, code: str) -> bool:
+        tried.append(code)
+        return code == "good"
+
+    def pick() -> list[bool]:
+        return [Asked().check_build(code) for code in ("good", "bad")]
+
+    monkeypatch.setattr(instructions, "_check_build", check_build)
+    monkeypatch.setattr(instructions, "_answers", {})
+    monkeypatch.setattr(instructions, "pick_vec_isa", pick)
+    return tried
+
+
+def test_nothing_is_asked_twice(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions.ask()
+    instructions.ask()
+    assert asked == ["good", "bad"]
+    said = instructions.answers()
+    monkeypatch.setattr(instructions, "_answers", {})  # as in another process
+    instructions.believe(said)
+    assert asked == ["good", "bad"]
+    assert instructions.answers() == said
+    assert sorted(instructions._answers.values()) == [False, True]
+
+
+def test_other_flags_are_another_question(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions.ask()
+    monkeypatch.setattr(Asked, "_arch_flags", "-mmine -mmore")
+    instructions.ask()
+    assert asked == ["good", "bad"] * 2
+
+
+def test_inductor_asks_as_ever_in_the_end(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        assert VecISA.check_build is instructions._answered
+        raise OSError("no room")
+
+    before = VecISA.check_build
+    monkeypatch.setattr(instructions, "_check_build", before)
+    monkeypatch.setattr(instructions, "pick_vec_isa", fails)
+    with pytest.raises(OSError, match="no room"):
+        instructions.ask()
+    assert VecISA.check_build is before

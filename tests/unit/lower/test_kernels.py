@@ -1,0 +1,223 @@
+"""Compiled segments as bytes, with kernels that behave like those of a GPU. The real ones: `tests/gpu/test_warm.py`."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wholestep.lower import inductor, kernels
+
+
+@dataclass
+class Binary:
+    hash: str
+
+
+@dataclass(eq=False)
+class Result:
+    """One block size of a kernel, compiled."""
+
+    config: str
+    kernel: Binary
+
+
+class Kernel:
+    """What is pickled only while nothing of it can be launched, as Inductor's autotuned kernels."""
+
+    def __init__(self, name: str, *configs: str) -> None:
+        self.inductor_meta = {"kernel_name": name, "dynamic_scale_rblock": True}
+        self.compile_results = [Result(config, Binary(f"{name} {config}")) for config in configs]
+        self.launchers: list[Any] = []
+        self._reload_kernel = None
+
+    def run(self, *configs: str) -> Kernel:
+        """As after a launch of all of `configs`, the best of which alone is left in the end."""
+        made = [result for result in self.compile_results if result.config in configs]
+        self.launchers = [launcher_of(result) for result in made]
+        self._reload_kernel = lambda: None  # type: ignore[assignment]
+        return self
+
+    def prepare_for_pickle(self) -> list[Any]:
+        held, self.launchers = self.launchers, []
+        return held
+
+    def restore_after_unpickle(self, held: list[Any]) -> None:
+        self.launchers = held
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert not self.launchers
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def launcher_of(result: Result) -> Any:
+    """It cannot be pickled."""
+    return SimpleNamespace(config=result.config, run=lambda: None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    kernel_name: str
+    kernel: Any
+
+
+@dataclass(frozen=True)
+class Artifact:
+    kernel_hash: str
+
+
+@dataclass(frozen=True)
+class Bundle:
+    static_autotuners: list[Entry]
+    kernel_artifacts: list[Artifact]
+
+
+@dataclass
+class Compiled:
+    """A compiled segment, as far as it is looked at."""
+
+    _triton_bundle: Bundle | None
+    compiled_fn_runner: Any = None
+    current_callable: Any = field(default=print)
+
+    def prepare_for_serialization(self) -> None:
+        self.current_callable = self.compiled_fn_runner = None
+
+
+def path_key(name: str) -> str:
+    return f"<{name}>"
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "triton_hash_to_path_key", path_key)
+
+
+def bundle_of(*entries: Kernel) -> Bundle:
+    binaries = [Artifact(path_key(result.kernel.hash)) for kernel in entries for result in kernel.compile_results]
+    names = [kernel.inductor_meta["kernel_name"] for kernel in entries]
+    return Bundle([Entry(str(name), kernel) for name, kernel in zip(names, entries, strict=True)], binaries)
+
+
+def module_of(**things: Any) -> Any:
+    """What has a ``call`` whose globals are `things`."""
+    scope = dict(things)
+    exec("def call(args): ...", scope)
+    return SimpleNamespace(call=scope["call"])
+
+
+def travelled(compiled: Any) -> Bundle:
+    found = pickle.loads(kernels.dumps(compiled))._triton_bundle
+    assert isinstance(found, Bundle)
+    return found
+
+
+def test_kernels_of_the_cache_travel_after_they_have_run() -> None:
+    """Those are in the bundle themselves."""
+    kernel = Kernel("sum", "small", "large").run("large")
+    launchers = kernel.launchers
+    found = travelled(Compiled(bundle_of(kernel)))
+    (there,) = found.static_autotuners
+    assert [result.config for result in there.kernel.compile_results] == ["large"]
+    assert there.kernel.launchers == []
+    assert there.kernel._reload_kernel is None
+    assert there.kernel.inductor_meta["dynamic_scale_rblock"] is False
+    assert [one.kernel_hash for one in found.kernel_artifacts] == ["<sum large>"]
+    # The one that runs is as it was.
+    assert kernel.launchers is launchers
+    assert len(kernel.compile_results) == 2
+    assert kernel._reload_kernel is not None
+    assert kernel.inductor_meta["dynamic_scale_rblock"] is True
+
+
+def test_what_ran_is_found_in_the_module() -> None:
+    """The bundle of what was compiled here holds copies that never ran, and know of no block size that was added."""
+    kept, runs = Kernel("sum", "small", "large"), Kernel("sum", "small", "large", "added").run("added")
+    compiled = Compiled(bundle_of(kept), module_of(triton_sum=runs, other=1))
+    found = travelled(compiled)
+    assert [result.config for result in found.static_autotuners[0].kernel.compile_results] == ["added"]
+    assert found.kernel_artifacts == []  # in this bundle there was none of the winner
+    assert len(kept.compile_results) == 2
+
+
+def test_all_sizes_travel_where_none_was_chosen() -> None:
+    found = travelled(Compiled(bundle_of(Kernel("sum", "small", "large"), Kernel("max", "small").run("small"))))
+    assert [len(one.kernel.compile_results) for one in found.static_autotuners] == [2, 1]
+    assert len(found.kernel_artifacts) == 3
+    assert found.static_autotuners[0].kernel.inductor_meta["dynamic_scale_rblock"] is True
+
+
+def test_a_binary_that_one_kernel_chose_stays_where_another_did_not() -> None:
+    first, second = Kernel("sum", "small", "large").run("large"), Kernel("sum", "small", "large").run("small")
+    found = travelled(Compiled(bundle_of(first, second)))
+    assert {one.kernel_hash for one in found.kernel_artifacts} == {"<sum large>", "<sum small>"}
+
+
+def test_a_kernel_can_be_launched_again_after_a_failure() -> None:
+    kernel = Kernel("sum", "small").run("small")
+    compiled = Compiled(bundle_of(kernel))
+    compiled.extra = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        kernels.dumps(compiled)  # type: ignore[arg-type]
+    assert len(kernel.launchers) == 1
+
+
+@dataclass(frozen=True)
+class Named:
+    """Stands for a segment."""
+
+    name: str
+
+    @property
+    def likeness(self) -> str:
+        return self.name
+
+
+def test_one_segment_that_cannot_be_written_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dumps(compiled: Any) -> bytes:
+        assert compiled.is_good, "it has launchers"
+        return b"good"
+
+    class Fake:
+        def __init__(self, is_good: bool) -> None:
+            self.is_good = is_good
+
+    monkeypatch.setattr(inductor, "CompiledFxGraph", Fake)
+    monkeypatch.setattr(kernels, "dumps", dumps)
+    compiler = inductor.Inductor(torch.device("cuda"))
+    compiler._compiled = {"first": Fake(False), "second": Fake(True)}  # type: ignore[dict-item]
+    with caplog.at_level(logging.WARNING):
+        assert [compiler.written(Named(one)) for one in compiler._compiled] == [None, b"good"]  # type: ignore[arg-type]
+    (told,) = caplog.records
+    assert told.getMessage().startswith("first is compiled in every process: AssertionError: it has launchers")
+    assert told.exc_info is None
+
+
+def test_a_segment_that_cannot_be_read_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    compiler = inductor.Inductor(torch.device("cuda"))
+    segment: Any = Named("first")
+    compiler.take(segment, b"no pickle")
+    assert compiler._compiled == {}
+    assert "first is compiled anew: what was saved of it cannot be used: UnpicklingError" in caplog.text
+
+
+def test_the_number_of_the_gpu_counts() -> None:
+    first, second = (inductor.marks(torch.device("cuda", number)) for number in (0, 1))
+    assert dict(first)["the device"] == "cuda:0"
+    assert [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]] == [
+        (("the device", "cuda:0"), ("the device", "cuda:1"))
+    ]
+
+
+def test_the_compiler_of_kernels_for_a_cpu_counts() -> None:
+    assert dict(inductor.marks(torch.device("cpu")))["the C++ compiler"]

@@ -1,0 +1,415 @@
+"""Lists of tensors as kernels of our own. Where triton is, kernels run in its interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import wholestep.step
+from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
+from tests.behaviour.harness import Run, check
+from tests.unit import builders
+from tests.unit.builders import aten
+from wholestep.capture.functional import functional_twin
+from wholestep.lower import eager, fused, inductor, lists, pointwise
+from wholestep.lower.backend import Eager
+from wholestep.lower.eager import Wait
+from wholestep.lower.pointwise import BLOCK, CHUNK, NotPointwise
+from wholestep.lower.rows import Plan, plan
+from wholestep.passes import segments as segments_pass
+from wholestep.passes.cleanup import cleanup
+from wholestep.passes.pipeline import Pass, run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.passes.scalars import pack_scalars
+from wholestep.passes.segments import form_segments
+from wholestep.program import meta, ops
+from wholestep.program.numbers import element
+from wholestep.program.program import Program
+from wholestep.program.segment import Segment
+from wholestep.program.show import Step
+
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
+FORM: list[Pass] = [
+    partial(pack_scalars, reads=inductor.reads_packed),
+    partial(form_segments, compiles=inductor.compiles, apart=lists.takes, pays_alone=lists.takes),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of these tests count as those of a GPU, also counters."""
+    monkeypatch.setattr(fused, "on_gpu", lambda node: True)
+
+
+@pytest.fixture
+def counters_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments_pass, "known_at_the_start", lambda graph: set())
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run in Triton's interpreter, which lacks what is in libraries of the device."""
+    pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.language.extra import libdevice
+    from triton.runtime import interpreter
+
+    def power(a: Any, b: Any) -> Any:
+        return tl.tensor(interpreter.TensorHandle(np.power(a.handle.data, b.handle.data), a.handle.dtype), a.type)
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 wants the item
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+    monkeypatch.setattr(libdevice, "pow", power)
+    lists._built.cache_clear()
+    yield
+    lists._built.cache_clear()
+
+
+class Listed(Eager):
+    """Segments over lists run as kernels, the rest as it is."""
+
+    name = "lists"
+
+    def __init__(self) -> None:
+        self.plans = lists.Plans()
+        self.num_segments = 0
+
+    def passes(self, placed: Program) -> list[Pass]:
+        return [*FORM, self.plans.tell_lists]
+
+    def lower(self, program: Program, wait: Wait | None = None) -> Step:
+        return eager.lower(program, wait=wait, compile_segment=self.compile)
+
+    def compile(self, segment: Segment) -> Callable[[list[Any]], Any]:
+        found = self.plans.compile(segment)
+        self.num_segments += found is not None
+        return found or segment
+
+
+CASES = (
+    "adamw_fused", "adam_amsgrad_fused", "sgd_nesterov_fused", "adam_decay_foreach", "sgd_maximize_foreach",
+    "adamw_amsgrad_foreach", "rmsprop_centered_foreach", "adagrad_foreach", "adafactor_foreach",
+    "clip_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_optimizers_train_as_eager_code_does(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Listed()
+    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
+    # Parameters of these cases are below 1 and move by less than 1: some roundings of float32 in some steps.
+    case = dataclasses.replace(
+        (OPTIM_CASES | STEP_CASES)[name], tolerance=50 * UNIT[torch.float32], tolerance_reason="other roundings"
+    )
+    complaints = check(case, Run())
+    assert not complaints, "\n".join(complaints)
+    assert backend.num_segments
+
+
+def scheduled(fn: Callable[..., Any], tensors: list[Tensor]) -> Program:
+    program = builders.without_gradients(builders.capture(fn, tensors))
+    return run_passes(program, [cleanup, *FORM, partial(reinplace, hold_updates=True)])
+
+
+def segments(program: Program) -> list[Segment]:
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
+
+
+def planned(fn: Callable[..., Any], tensors: list[Tensor]) -> Plan | str:
+    (segment,) = segments(scheduled(fn, tensors))
+    return plan(segment, {})
+
+
+def run(fn: Callable[..., Any], tensors: list[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The tensors as the kernels leave them, and what the step gives."""
+    program, given = scheduled(fn, tensors), [builders_copy(one) for one in tensors]
+    plans = lists.Plans()
+    step = eager.lower(program, compile_segment=lambda segment: plans.compile(segment) or pytest.fail(segment.name))
+    with torch.no_grad():
+        results = step(list(given))
+    assert segments(program)
+    return given, results
+
+
+def builders_copy(one: Tensor) -> Tensor:
+    return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype).copy_(one)
+
+
+SIZES = [(3, 5), (0,), (1,), (), (CHUNK + BLOCK + 7,), (2, BLOCK)]
+
+
+def draw(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(0.25 + torch.rand(shape, generator=generator, dtype=torch.float64)).to(dtype) for shape in shapes]
+
+
+def adamw(*given: Tensor) -> None:
+    """The update as torch's optimizer makes it where counters lie on the device, in the form that capture gives it."""
+    count = len(given) // 5
+    params, grads, means, squares, steps = (list(given[n * count : (n + 1) * count]) for n in range(5))
+    torch._foreach_add_(steps, 1)
+    op = functional_twin(aten._fused_adamw_.default, ops.mutated_args(aten._fused_adamw_.default))
+    new = op(
+        params, grads, means, squares, [], steps, lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+    for old, updated in zip([*params, *means, *squares], [*new[0], *new[2], *new[3]], strict=True):
+        old.copy_(updated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_counters_change_behind_all_that_reads_them(dtype, interpreted, counters_are_the_devices):
+    """A program of a large tensor that saw its counter one too high would be off by far more than a rounding."""
+    tensors = [one for seed in range(4) for one in draw(SIZES, dtype, seed)]
+    tensors += [torch.tensor(float(place)) for place in range(len(SIZES))]
+    wanted = [one.clone() for one in tensors]
+    adamw(*wanted)
+    came, _ = run(adamw, tensors)
+    for one, other in zip(wanted, came, strict=True):
+        torch.testing.assert_close(other, one, rtol=0.0, atol=64 * UNIT[dtype])
+    found = planned(adamw, tensors)
+    assert isinstance(found, Plan)
+    names = [re.search(r"def (\w+)", kernel.text)[1] for kernel in found.kernels]  # type: ignore[index]
+    assert names == ["update_lists", "update_numbers", "update_numbers"]  # the last one: all of what has no dimensions
+    assert [len(kernel.rows) for kernel in found.kernels] == [len(SIZES) - 1, len(SIZES) - 1, 1]
+    assert not found.fresh
+
+
+def test_slices_of_a_bucket_at_odd_places(interpreted):
+    """Addresses that are no multiples of 16 bytes, and memory next to a tensor that must stay as it is."""
+
+    def fn(flat: Tensor, *params: Tensor) -> None:
+        grads, start = [], 1
+        for one in params:
+            grads.append(flat[start : start + one.numel()].view(one.shape))
+            start += one.numel()
+        torch._foreach_add_(list(params), torch._foreach_mul(grads, 0.5))
+
+    params = draw(SIZES, torch.float32, 0)
+    tensors = [*draw([(sum(one.numel() for one in params) + 9,)], torch.float32, 1), *params]
+    wanted = [one.clone() for one in tensors]
+    fn(*wanted)
+    assert builders.same(run(fn, tensors)[0], wanted)
+
+
+def test_elements_meet_in_whatever_order_they_lie(interpreted):
+    def fn(w: Tensor, g: Tensor, v: Tensor, h: Tensor, few: Tensor) -> tuple[Tensor, ...]:
+        product = torch._foreach_mul([g, h], 2.0)
+        torch._foreach_add_([w, v], torch._foreach_add(product, [few.expand(g.shape), h]))
+        return tuple(product)
+
+    shape = (2, 3, 4, 5)
+    w, g, v, h = draw([shape] * 4, torch.float64, 0)
+    tensors = [w.to(memory_format=torch.channels_last), g, v.permute(1, 0, 2, 3), h.permute(1, 0, 2, 3), w[0, 0, 0, :1]]
+    wanted = [builders_copy(one) for one in tensors]
+    products = fn(*wanted)
+    came, results = run(fn, tensors)
+    assert builders.same(came, wanted)
+    assert builders.same(list(results[:2]), list(products))
+    assert [one.stride() for one in results[:2]] == [one.stride() for one in products]
+    found = planned(fn, tensors)
+    assert isinstance(found, Plan)
+    assert len(found.turned) == 2
+
+
+def test_half_sized_types_are_rounded_once(interpreted):
+    def fn(w: Tensor, v: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch._foreach_sqrt(torch._foreach_addcmul([w, v], [g, h], [g, h], 0.3)))
+
+    tensors = draw([(40,), (3, 7)] * 2, torch.float16, 0)  # the interpreter cuts bfloat16 off
+    sums = [a + 0.3 * (b.float() * b.float()) for a, b in zip(tensors[:2], tensors[2:], strict=True)]
+    wanted = [one.half().float().sqrt().half() for one in sums]
+    for one, other in zip(wanted, run(fn, tensors)[1], strict=True):
+        torch.testing.assert_close(other, one, rtol=2.0**-10, atol=0.0)  # neighbours, where float32 was on the border
+        assert (one != other).sum() <= 1
+
+
+def test_what_is_no_number_stays_none_and_zeros_divide(interpreted):
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        lowest = torch._foreach_minimum([a], [b])
+        return *torch._foreach_clamp_min(lowest, 0.5), *torch._foreach_div([a], [b]), *torch._foreach_sign([b])
+
+    nan, inf = float("nan"), float("inf")
+    tensors = [torch.tensor([nan, 1.0, 0.0, -2.0, 7.0]), torch.tensor([1.0, nan, 0.0, -0.0, inf])]
+    for one, other in zip(fn(*tensors), run(fn, tensors)[1], strict=True):
+        torch.testing.assert_close(other, one, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+# What needs no triton.
+
+
+def grouped(numbers: Tensor, *tensors: Tensor) -> None:
+    """Two groups of parameters with rates of their own."""
+    half = len(tensors) // 2
+    for place, number in enumerate(numbers.tolist() if numbers.ndim else [numbers.item()] * 2):
+        params, grads = tensors[place:half:2], tensors[half + place :: 2]
+        torch._foreach_add_(list(params), list(grads), alpha=-number)
+
+
+def test_groups_with_other_rates_share_a_kernel():
+    tensors = [torch.tensor(0.1, dtype=torch.float64), *draw([(3,), (4, 2), (5,), (1,)] * 2, torch.float32, 0)]
+    found = planned(grouped, tensors)
+    assert isinstance(found, Plan)
+    assert [len(kernel.rows) for kernel in found.kernels] == [4]
+    assert sorted(row[-1].offset for row in found.kernels[0].rows) == [1, 3, 5, 8]
+
+
+def test_types_have_kernels_of_their_own():
+    tensors = [torch.tensor(0.1, dtype=torch.float64), *draw([(3,), (4, 2)], torch.float32, 0)]
+    tensors[2] = tensors[2].double()
+    found = planned(grouped, [*tensors, *(one.clone() for one in tensors[1:])])
+    assert isinstance(found, Plan)
+    assert [len(kernel.rows) for kernel in found.kernels] == [1, 1]
+
+
+def test_what_reads_an_updated_value_goes_into_its_kernel():
+    """An average of the new weights is one more result of the kernel that makes them, whatever its index is."""
+
+    def fn(a: Tensor, b: Tensor, ema_b: Tensor, ema_a: Tensor) -> None:
+        torch._foreach_mul_([a, b], 2.0)
+        torch._foreach_lerp_([ema_b, ema_a], [b, a], 0.1)
+
+    found = planned(fn, draw([(3,), (4,), (4,), (3,)], torch.float32, 0))
+    assert isinstance(found, Plan)
+    assert [len(kernel.rows) for kernel in found.kernels] == [2]
+    assert found.kernels[0].text.count("tl.store(q") == 2
+
+
+def test_an_index_that_reads_what_another_one_overwrites_is_left_to_others():
+    def fn(a: Tensor, b: Tensor) -> None:
+        torch._foreach_add_([a, b], [b, a])
+
+    tensors = draw([(3,), (3,)], torch.float32, 0)
+    (segment,) = segments(scheduled(fn, tensors))
+    assert len(segment.stored) == 2
+    found = plan(segment, {})
+    assert isinstance(found, str)
+    assert "overwritten by another" in found
+    assert lists.Plans().compile(segment) is None
+
+
+def test_a_tensor_that_is_shared_is_no_number():
+    def fn(a: Tensor, b: Tensor, rate: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch._foreach_mul(torch._foreach_neg([a, b]), rate))
+
+    program = scheduled(fn, draw([(2,), (2,), ()], torch.float32, 0))
+    (segment,) = segments(program)
+    assert isinstance(plan(segment, {}), Plan)
+    with FakeTensorMode():
+        meta.set_value(segment.graph.find_nodes(op="placeholder")[-1], torch.empty(2))
+    found = plan(segment, {})
+    assert isinstance(found, str)
+    assert "the same tensor for all indices" in found
+
+
+def test_a_view_in_another_type_is_refused():
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch._foreach_neg(torch._foreach_abs([a, b.view(torch.float32)])))
+
+    found = planned(fn, [torch.ones(4), torch.ones(2, dtype=torch.float64)])
+    assert isinstance(found, str)
+    assert "another type" in found
+
+
+def test_notes_say_what_is_updated_and_what_is_not():
+    def fn(a: Tensor, b: Tensor) -> None:
+        torch._foreach_mul_([a, b], 2.0)
+        torch._foreach_add_([a, b], 1.0)
+
+    program = builders.without_gradients(builders.capture(fn, draw([(3,), (4,)], torch.float32, 0)))
+    after = run_passes(program, [*FORM, lists.Plans().tell_lists])
+    assert after.history[-1].notes == ("2 tensors are updated by 1 kernels over lists",)
+
+
+def call(op: Any, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    made = graph.call_function(op, ([given],))
+    with FakeTensorMode():
+        meta.set_value(given, torch.empty(shape, dtype=dtype))
+        meta.set_value(made, [torch.empty(shape, dtype=dtype)])
+    return made
+
+
+def test_which_calls_are_taken(monkeypatch):
+    assert lists.takes(call(aten._foreach_sqrt.default, 3))
+    assert not lists.takes(call(aten._foreach_norm.Scalar, 3))
+    assert not lists.takes(call(aten._foreach_erf.default, 3))
+    assert not lists.takes(call(aten._foreach_neg.default, 3, dtype=torch.int64))
+    assert not lists.takes(call(aten.sum.default, 3))
+    monkeypatch.undo()
+    assert not lists.takes(call(aten._foreach_sqrt.default, 3))  # on the CPU
+
+
+def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Graph:
+    program = builders.capture(lambda *given: (fn(*given),), [torch.ones(shape, dtype=dtype) for shape in shapes])
+    return program.graph
+
+
+def test_numbers_are_computed_once_in_a_program():
+    graph = traced(lambda x, rate: x * (1 - rate.double() ** 3).sqrt(), (4,), ())
+    head, _, body = pointwise.kernel("update_lists", graph, elementwise=[True, False]).partition("whole = 0")
+    assert "libdevice.pow" in head
+    assert "tl.sqrt(" in head
+    assert "libdevice" not in body
+    assert "tl.sqrt" not in body
+    assert "tl.full((), 3.0, tl.float64)" in head
+
+
+def test_what_has_no_text_is_refused():
+    for fn in (torch.erf, lambda x: x.sum(), lambda x: torch.div(x, 2, rounding_mode="floor")):
+        with pytest.raises(NotPointwise):
+            pointwise.kernel("update_lists", traced(fn, (4,)), elementwise=[True])
+    with pytest.raises(NotPointwise, match="int64"):
+        pointwise.kernel("update_lists", traced(torch.neg, (4,), dtype=torch.int64), elementwise=[True])
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, "v4.b32"), (torch.bfloat16, "v4.b32")])
+def test_the_kernel_compiles_and_reads_vectors(dtype, wide, counters_are_the_devices, tmp_path, monkeypatch):
+    """Compiled for a GPU that need not be here; memory is read and written 16 bytes at a time."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    lists._built.cache_clear()
+    tensors = [one for seed in range(4) for one in draw([(3,), (4,)], dtype, seed)]
+    tensors += [torch.tensor(float(place)) for place in range(2)]
+    found = planned(adamw, tensors)
+    assert isinstance(found, Plan)
+    for kernel in found.kernels:
+        aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
+        source = triton.compiler.ASTSource(
+            fn=lists._built(kernel.text), signature={"table": "*i64", "blocks": "*i32"}, constexprs={}, attrs=aligned
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        if "update_lists" in kernel.text:
+            assert len(re.findall(rf"ld\.global\.{wide}", ptx)) >= 4
+            assert len(re.findall(rf"st\.global\.{wide}", ptx)) >= 3
+        assert not re.search(r"(sqrt|rcp|div)\.(approx|full)[.a-z]*\.f32", ptx)
+    lists._built.cache_clear()
+
+
+def test_single_fused_calls_are_worth_a_segment():
+    """Every number of theirs is packed."""
+    graph = fx.Graph()
+    packed = graph.placeholder("packed")
+    assert segments_pass._reads_packed(
+        graph.call_function(aten.neg.default, (graph.call_function(element, (packed, 0)),))
+    )
+    assert ops.is_indexwise(aten._foreach_add.Scalar)

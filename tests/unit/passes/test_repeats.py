@@ -1,0 +1,158 @@
+"""Runs that repeat themselves: where they are cut, and that the numbers stay the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit import builders
+from tests.unit.builders import aten
+from wholestep.lower import inductor
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.repeats import Stretch, occurrences, stretch, unit
+from wholestep.passes.segments import form_segments
+from wholestep.program.program import Program
+from wholestep.program.segment import Segment
+
+
+def anywhere(place: int) -> bool:
+    return True
+
+
+def test_the_longest_stretch_is_found() -> None:
+    assert stretch([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8, 5, 5]) == Stretch(start=1, end=10, period=3)
+    assert stretch([1, 2, 3, 4]) is None
+    assert stretch([7, 7, 7, 7]) == Stretch(start=0, end=4, period=1)
+    assert stretch([1, 2, 1, 3, 1, 2, 1, 3]) == Stretch(start=0, end=8, period=4)  # and not by the 1 in the middle
+
+
+@given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.integers(4, 9), min_size=1, max_size=6), st.integers(2, 6))
+def test_a_repeated_part_is_covered(before: list[int], part: list[int], times: int) -> None:
+    found = stretch([*before, *part * times, 99])
+    assert found is not None
+    assert found.end - found.start >= len(part) * times - 1 or found.end <= len(before)
+    assert found.end - found.start >= 2 * found.period
+
+
+def test_a_unit_begins_where_cuts_are_cheap_and_allowed() -> None:
+    kinds = [0, *[1, 2, 3] * 4, 0]
+    costs = [0, *[5, 1, 2] * 4, 0, 0]
+    assert unit(kinds, costs, anywhere, most=9, least=1) == (2, 3, 1)
+    assert unit(kinds, costs, lambda place: kinds[place] == 3, most=9, least=1) == (3, 1, 2)
+    assert unit(kinds, costs, lambda place: False, most=9, least=1) == ()
+    assert unit([1, 2, 3] * 9, [5, 1, 2] * 9 + [0], anywhere, most=2, least=1) == (2, 3, 1) * 4
+    assert unit(kinds, costs, anywhere, most=9, least=4) == (1, 2, 3, 1, 2, 3)
+    assert unit([1, 2, 3], [0] * 4, anywhere, most=9, least=1) == ()
+
+
+def test_occurrences_do_not_overlap_and_end_where_a_cut_may_be() -> None:
+    kinds = [1, 1, 1, 2, 1, 1]
+    assert occurrences(kinds, (1, 1), anywhere) == [0, 4]
+    assert occurrences(kinds, (1, 1), lambda place: place != 0) == [1, 4]
+    assert occurrences(kinds, (1, 1), lambda place: place != 6) == [0]
+    assert occurrences(kinds, (), anywhere) == []
+
+
+WIDTHS = ((8,), (16, 8), (8, 16))
+"""Shapes of a block's weights: of a scale, and of its two products."""
+
+
+def forward(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """(rows, 8) -> (rows, 8), through a block per three weights."""
+    for at in range(0, len(weights), 3):
+        scale, up, down = weights[at : at + 3]
+        x = x + F.linear(torch.tanh(F.linear(x.sigmoid() * scale, up)), down).relu()
+    return x
+
+
+def tensors(count: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw) for shape in ((4, 8), *WIDTHS * count)]
+
+
+def layers(count: int) -> Program:
+    """A forward and a backward through equal blocks."""
+
+    def step(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        weights = [one.detach().requires_grad_() for one in given]
+        loss = forward(x, weights).square().sum()
+        return loss.detach(), *torch.autograd.grad(loss, weights)
+
+    return builders.capture(step, tensors(count))
+
+
+def cut(program: Program, most: int = 1000) -> Program:
+    form = partial(form_segments, compiles=inductor.compiles, by_library=inductor.by_library, most_pieces=most)
+    return run_passes(program, [form])
+
+
+def segments(program: Program) -> list[Segment]:
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
+
+
+def different(program: Program) -> int:
+    return len({one.likeness for one in segments(program)})
+
+
+def test_what_is_compiled_does_not_grow_with_the_layers() -> None:
+    few, many = cut(layers(6)), cut(layers(12))
+    assert different(few) == different(many) <= 6
+    assert len(segments(many)) - len(segments(few)) == 9  # of six more layers: a backward each, a forward per two
+    (note,) = [one for one in many.history[-1].notes if "segments" in one]
+    assert f"in {len(segments(many))} segments ({different(many)} different)" in note
+
+
+def test_pieces_begin_with_what_a_library_computes() -> None:
+    for one in segments(cut(layers(6)))[1:]:
+        products = (aten.mm.default, aten.addmm.default)
+        inner = [node for node in one.calls if not inductor.ops.is_view(node)]
+        depends = [
+            node for node in inner if node.target in products or any(arg in inner for arg in node.all_input_nodes)
+        ]
+        assert depends[0].target in products, one.name
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 1000])
+def test_the_numbers_are_the_same_bits(most: int) -> None:
+    whole = len(segments(cut(layers(6), 1)))
+    after = cut(layers(6), most)
+    assert whole + 2 * min(most, 6) + 4 >= len(segments(after)) >= whole + (most > 1)
+    wanted, found = (builders.execute(program, tensors(6))[0] for program in (layers(6), after))
+    assert all(map(torch.equal, wanted, found))
+
+
+def test_pieces_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[fx.GraphModule] = []
+
+    def compile_fx_inner(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile_fx_inner)
+    program = cut(layers(6))
+    compiler = inductor.Inductor(torch.device("cpu"))
+    functions = [compiler.compile(one) for one in segments(program)]
+    assert len(compiled) == len(set(map(id, functions))) == different(program) < len(functions)
+
+
+def test_an_update_is_not_cut_off_from_a_refusal_behind_it() -> None:
+    """Inputs are written behind the last call that may refuse its values: here behind the look-up."""
+
+    def step(seen: Tensor, index: Tensor, table: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
+        seen.copy_(x * 2)
+        return forward(x, list(weights)) + table[index]
+
+    program = builders.capture(step, [torch.zeros(4, 8), torch.tensor([1, 2, 3, 4]), torch.randn(5, 8), *tensors(4)])
+    form = partial(
+        form_segments, compiles=lambda node: inductor.compiles(node) or node.target is aten.index.Tensor,
+        by_library=inductor.by_library, most_pieces=1000,
+    )  # fmt: skip
+    (whole,) = segments(run_passes(program, [form]))
+    assert {aten.mul.Tensor, aten.index.Tensor} <= {node.target for node in whole.calls}
