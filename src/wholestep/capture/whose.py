@@ -44,6 +44,7 @@ def _own_dir() -> str:
     return (sys.modules["wholestep"].__file__ or "").rpartition("__init__")[0]
 
 
+@functools.cache  # asked for every frame of every node that is traced
 def library_frame(filename: str) -> bool:
     """Whether a source file belongs to torch, to wholestep or to Python itself, and so cannot be the user's line."""
     return filename.startswith(_library_dirs()) or filename.startswith("<")

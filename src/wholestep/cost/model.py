@@ -33,7 +33,9 @@ class CostModel:
         devices views, picking a result and arithmetic of Python are 0.0. Collectives and waits are 0.0 everywhere: see
         `collective_us` and `launch_us`.
         """
-        return self.device.device_us(works(node)) + (self.host_us(node) if self.device.host_is_device else 0.0)
+        found = works(node)
+        host_us = self.device.host_us(found, num_listed(node)) if self.device.host_is_device else 0.0
+        return self.device.device_us(found) + host_us
 
     def host_us(self, node: fx.Node) -> float:
         """Time of the eager backend on the host for one node, in microseconds: what bounds a step of small kernels."""

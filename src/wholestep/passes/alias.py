@@ -64,7 +64,7 @@ class Memory:
         """Takes note of the memory that the node's value lives in."""
         if node.op == "call_function":
             self._follow(node)
-        for storage in {span_of(one).storage for one in meta.tensors(node)}:
+        for storage in {storage_of(one) for one in meta.tensors(node)}:
             block = self._blocks.setdefault(self._root(storage), Block())
             block.values.append(node)
             if node.op == "placeholder":
@@ -85,11 +85,11 @@ class Memory:
 
     def block(self, node: fx.Node) -> Block:
         """The memory of a node that gives one tensor."""
-        return self._blocks[self._root(span_of(meta.tensor(node)).storage)]
+        return self._blocks[self._root(storage_of(meta.tensor(node)))]
 
     def storage(self, tensor: torch.Tensor) -> int:
         """The name of the memory that a value which was entered lives in."""
-        return self._root(span_of(tensor).storage)
+        return self._root(storage_of(tensor))
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
         """The same for each tensor that the node gives."""
@@ -127,7 +127,7 @@ class Memory:
         for arg in viewed:
             for one in meta.tensors(node):
                 for base in meta.tensors(arg):
-                    self._merge(span_of(one).storage, span_of(base).storage)
+                    self._merge(storage_of(one), storage_of(base))
 
     def _recompute(self, node: fx.Node) -> None:
         taken: Any = fx.map_arg((node.args, node.kwargs), meta.value)
@@ -174,11 +174,16 @@ class Memory:
         block.constant |= old.constant
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The name of the storage that the tensor lives in; one without strides (sparse) has its own."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
+
+
 def span_of(tensor: torch.Tensor) -> Span:
     """Where the tensor lives. A tensor without strides (sparse) or of unknown size fills its storage."""
+    storage = storage_of(tensor)
     if tensor.layout is not torch.strided:
-        return Span(-id(tensor), 0, FOREVER)
-    storage = tensor.untyped_storage()._cdata
+        return Span(storage, 0, FOREVER)
     item, start = tensor.element_size(), tensor.storage_offset()
     if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride(), start)):
         return Span(storage, 0, FOREVER)

@@ -94,7 +94,11 @@ def set_results(graph: fx.Graph, results: Sequence[Any]) -> None:
 
 def nodes_of(tree: Any) -> Iterable[fx.Node]:
     """Every node inside a nest of arguments."""
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, fx.Node))
+    if isinstance(tree, fx.Node):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from nodes_of(one)
 
 
 def sort_topologically(graph: fx.Graph) -> None:

@@ -108,10 +108,23 @@ def several_results(x: Tensor, y: Tensor) -> Any:
     return values, normed, mean
 
 
+def a_view_of_what_the_part_makes(x: Tensor, y: Tensor) -> Any:
+    x.add_(y)
+    z = x * 2
+    return z.view(-1)[1:].exp(), z
+
+
+def results_that_nobody_reads(x: Tensor, y: Tensor) -> Any:
+    highest, _ = (x @ y).max(dim=0)
+    _, lowest = (x @ y).min(dim=0)
+    return highest, lowest
+
+
 STEPS: list[Callable[..., Any]] = [
     nothing_is_written, an_input_at_the_end, an_input_and_readers_behind, a_view_made_before_and_read_behind,
     a_view_is_written_to, a_value_between, a_chain_of_writes, items_of_a_list, lists_in_place,
     the_result_of_a_write_is_read, an_out_argument, another_shape_in_place, written_to_and_returned, several_results,
+    a_view_of_what_the_part_makes, results_that_nobody_reads,
 ]  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""The work of a first call grows with the step and no faster: counted in calls of functions, so no clock decides."""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+from wholestep.capture.capture import capture
+from wholestep.cli.models import LanguageModelSize, build
+from wholestep.cli.suite.trainings import autocast_step, draw_tokens
+from wholestep.config import DDP
+from wholestep.cost.model import CostModel
+from wholestep.lower import eager, inductor
+from wholestep.passes import pipeline
+from wholestep.passes.default import passes_of
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.segments import form_segments
+from wholestep.place import strategies
+from wholestep.program.program import MeshAxis, Program
+from wholestep.program.show import plan_text
+
+LAYERS = (1, 2, 4)
+MOST = 2.1
+"""Four layers less two, over two less one: 2 where work is linear, 4 where it is quadratic."""
+
+
+def counted(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What `call` gives, and how many calls of functions it takes."""
+    profile = cProfile.Profile()
+    gc.disable()  # or what is freed by chance calls functions here
+    try:
+        result = profile.runcall(call)
+    finally:
+        gc.enable()
+    return result, pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+def first_call(layers: int) -> dict[str, int]:
+    """Function calls of each stage of a language model's training, as `wholestep bench` has it."""
+    size = LanguageModelSize(num_layers=layers, width=16, num_heads=2, vocabulary=32, length=8, rows=1)
+    model = build(size, torch.device("cpu"))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    args, axis = (model, opt, *draw_tokens(size, 0)), MeshAxis(name="data", size=4, group="counted")
+    cost, found = CostModel.default("cpu+gloo"), {}
+    captured, found["capture"] = counted(lambda: capture(autocast_step, args, {}))
+    placed, found["place"] = counted(lambda: strategies.place(captured.program, DDP(), axis))
+    segments = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
+    # Buckets of a size: the search for the best ones has a bound of its own on what it tries.
+    passes = passes_of(cost=cost, bucket_bytes=1 << 12, lowering=[segments])
+    planned, found["plan"] = counted(lambda: run_passes(placed, passes))
+    _, found["text"] = counted(lambda: (plan_text(planned), eager.lower(planned)))
+    return found
+
+
+def test_the_work_is_linear_in_the_layers() -> None:
+    first_call(1)  # what is found once and kept
+    one, two, four = map(first_call, LAYERS)
+    growth = {stage: (four[stage] - two[stage]) / (two[stage] - one[stage]) for stage in one}
+    assert {stage: round(times, 2) for stage, times in growth.items() if times > MOST} == {}
+
+
+def test_no_graph_is_turned_into_python_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager backend writes its own text of the scheduled graph; nobody reads that of the others."""
+    written: list[fx.GraphModule] = []
+    recompile = fx.GraphModule.recompile
+    monkeypatch.setattr(fx.GraphModule, "recompile", lambda module: (written.append(module), recompile(module))[1])
+    first_call(1)
+    assert written == []
+
+
+def test_programs_are_checked_behind_every_stage_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Program] = []
+    for module in (strategies, pipeline):
+        verify = module.verify
+        monkeypatch.setattr(module, "verify", lambda program, verify=verify: (checked.append(program), verify(program)))
+    first_call(1)
+    passes = len(passes_of(cost=CostModel.default("cpu+gloo"))) + 1  # that of the backend
+    assert len(checked) == 1 + 1 + passes
