@@ -88,23 +88,6 @@ MUTATIONS = (
         says="RankMismatchError",
     ),
     Mutation(
-        name="rows_of_one_rank_only",
-        what="the gradient of an embedding is the sum of the first rank's rows",
-        file="passes/rows.py",
-        old="    missing = _LEAST_SORTED - indices.shape[0]\n",
-        new="    rows, indices = rows[: len(rows) // 2], indices[: len(indices) // 2]\n"
-        "    missing = _LEAST_SORTED - indices.shape[0]\n",
-        tests=("tests/ranks/test_rows.py::test_the_numbers_are_those_of_ddp_where_words_repeat",),
-    ),
-    Mutation(
-        name="rows_of_this_batch_only",
-        what="as many rows travel as this rank's batch looks up",
-        file="passes/rows.py",
-        old="        missing = self.limit - tensor.shape[0]\n",
-        new="        missing = 0\n",
-        tests=("tests/unit/passes/test_rows.py::test_the_plan_is_the_same_for_every_batch",),
-    ),
-    Mutation(
         name="agreement_skipped",
         what="ranks never compare their plans",
         file="run/agree.py",

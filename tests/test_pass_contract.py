@@ -20,7 +20,6 @@ from wholestep.passes.dedupe import dedupe
 from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
-from wholestep.passes.rows import send_rows
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.schedule import schedule
 from wholestep.passes.segments import form_segments
@@ -36,7 +35,6 @@ SEGMENTS: Pass = partial(form_segments, compiles=inductor.compiles)
 PASSES: dict[str, list[Pass]] = {
     "cleanup": [cleanup],
     "dedupe": [dedupe],
-    "send_rows": [partial(send_rows, cost=COST, limit=4)],
     "bucket": [partial(bucket, cost=COST, bucket_bytes=CAP_BYTES)],
     "split_updates": [split_updates],
     "schedule": [partial(schedule, cost=COST)],

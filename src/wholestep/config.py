@@ -107,10 +107,6 @@ class DDP:
     shortest predicted step."""
     compress: Compress | None = None
     """What travels in the place of gradients: `CastCompress`, `PowerSGD`, or a `Compressor` of one's own."""
-    embedding_rows: int | None = None
-    """How many rows of one embedding a rank looks up in a call at most: tokens of the largest batch. Gradients of
-    embeddings then travel as rows, where that is predicted to be faster than the whole table; `compress` leaves them
-    as they are. A rank with a smaller batch fills up; a larger one is an error. None: tables travel whole."""
     ignore: tuple[str, ...] = ()
     """Fully qualified names of parameters whose gradients stay local to the rank."""
     sync_at_start: bool = True
@@ -133,11 +129,6 @@ class DDP:
             raise ConfigError(
                 f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...) or an object with the functions "
                 f"compress(flat) and decompress(wire, size), got {self.compress!r}."
-            )
-        if self.embedding_rows is not None and (type(self.embedding_rows) is not int or self.embedding_rows <= 0):
-            raise ConfigError(
-                f"DDP(embedding_rows=...) wants the number of rows that a rank looks up at most, or None; got "
-                f"{self.embedding_rows!r}."
             )
         if isinstance(self.ignore, str):
             raise ConfigError(f"DDP(ignore=...) wants a tuple of parameter names, got the string {self.ignore!r}.")

@@ -54,6 +54,10 @@ class Outside:
         )
 
 
+_OF_CACHES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
+"""Variables that say where compilers keep what they have made, and that torch sets itself when it first looks there."""
+
+
 @contextmanager
 def environment_read() -> Iterator[dict[str, str]]:
     """While open, variables of the environment that this thread reads are written down with what they were."""
@@ -62,7 +66,7 @@ def environment_read() -> Iterator[dict[str, str]]:
     original = type(os.environ).__getitem__
 
     def get(environ: Any, name: Any) -> Any:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread or name in _OF_CACHES:
             return original(environ, name)
         try:
             found = original(environ, name)

@@ -60,6 +60,10 @@ class Peers(Protocol):
         """What stands behind it runs when all ranks have come."""
         ...
 
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies into the first of each pair what is in the second, one pair per other rank, in any order."""
+        ...
+
 
 Add = Callable[[Tensor, Tensor, Tensor], None]
 """``add(slots, own, result)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape
@@ -73,16 +77,13 @@ def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
     own = memories[peers.rank][: (peers.size + 1) * length].view(peers.size + 1, length)
     others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
     for parts in _cut(message, peers.size, length):
-        for rank in others:
-            slot = memories[rank][peers.rank * length :][: parts[rank].numel()]
-            slot.copy_(parts[rank], non_blocking=True)
+        lengths = [part.numel() for part in parts]
+        peers.copy([(memories[rank][peers.rank * length :][: lengths[rank]], parts[rank]) for rank in others])
         peers.meet()
         mine = parts[peers.rank]
         add(own[:-1, : mine.numel()], mine, own[-1, : mine.numel()])
         peers.meet()
-        for rank in reversed(others):
-            result = memories[rank][peers.size * length :][: parts[rank].numel()]
-            parts[rank].copy_(result, non_blocking=True)
+        peers.copy([(parts[rank], memories[rank][peers.size * length :][: lengths[rank]]) for rank in others])
 
 
 def part_length(num_ranks: int, dtype: torch.dtype) -> int:
@@ -113,6 +114,8 @@ class _Mapped:
     size: int
     handle: Any
     memories: Sequence[Tensor]
+    streams: Sequence[torch.cuda.Stream]
+    """One for each other rank but the first."""
     timeout_ms: int
 
     def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
@@ -122,6 +125,17 @@ class _Mapped:
     def meet(self) -> None:
         """See `Peers`. A rank that waits for longer than the group's timeout ends with an error of the device."""
         self.handle.barrier(0, self.timeout_ms)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `Peers`. The copies run side by side: a single copy engine does not fill the links."""
+        current = torch.cuda.current_stream()
+        for stream in self.streams:
+            stream.wait_stream(current)
+        for (target, source), stream in zip(pairs, (current, *self.streams), strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in self.streams:
+            current.wait_stream(stream)
 
 
 class _Group:
@@ -142,10 +156,11 @@ class _Group:
                 f"Use ws.Inductor(copy_engines=False)."
             ) from error
         timeout_s = group._get_backend(device).options._timeout.total_seconds()
+        self.stream, *streams = (torch.cuda.Stream(device, priority=-1) for _ in range(size - 1))
         self.peers = _Mapped(
-            rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s)
-        )
-        self.stream = torch.cuda.Stream(device, priority=-1)
+            rank=group.rank(), size=size, handle=handle, memories=memories, streams=streams,
+            timeout_ms=int(1e3 * timeout_s),
+        )  # fmt: skip
 
 
 _groups: dict[str, _Group] = {}

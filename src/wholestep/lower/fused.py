@@ -1,7 +1,8 @@
-"""Fused optimizers written out on tensors, for a compiler of kernels: rates and betas are tensors there.
+"""Fused optimizers written out on tensors, for compilers of kernels: rates and betas are tensors there.
 
-On a GPU a fused kernel of ATen takes betas, decay and epsilon as arguments, which a CUDA graph freezes. What the
-compiler makes of this arithmetic is one pass over the same memory. On the CPU ATen's own kernels stay.
+On a GPU a fused kernel of ATen takes betas, decay and epsilon as arguments, which a CUDA graph freezes. Kernels over
+lists (`lower/lists.py`) compute this arithmetic, one index of it, in one pass over the same memory; Inductor gets all
+of it where they cannot. On the CPU ATen's own kernels stay.
 
 Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; Loshchilov and Hutter, "Decoupled Weight
 Decay Regularization", 2019. The order of operations is that of torch's fused kernels.

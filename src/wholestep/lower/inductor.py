@@ -51,8 +51,8 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 _SETTINGS: dict[str, dict[str, object]] = {
     # What stands where is the plan's affair.
     "cpu": {"reorder_for_peak_memory": False, "reorder_for_locality": False},
-    # Many small kernels at once: the casts of weights, the updates of parameters. Reductions that share their block
-    # sizes with others are several times slower.
+    # Many small kernels at once: the casts of weights, updates that are no calls on lists. Reductions that share their
+    # block sizes with others are several times slower.
     "cuda": {
         "reorder_for_peak_memory": False, "reorder_for_locality": False,
         "combo_kernels": True, "combo_kernels_pointwise_only": True,

@@ -47,26 +47,26 @@ class Plans:
 
     def compile(self, segment: Segment) -> Lists | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
-        found = self._of(segment)
-        return Lists(found) if isinstance(found, Plan) else None
+        if segment not in self._plans:
+            self._plans[segment] = plan(segment, self._texts)
+        found = self._plans[segment]
+        if isinstance(found, Plan):
+            return Lists(found)
+        if any(map(takes, segment.calls)):
+            log.info("%s is left to Inductor: %s", segment.name, found)
+        return None
 
     def tell_lists(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
         segments = [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
-        plans = {segment.name: self._of(segment) for segment in segments if any(map(takes, segment.calls))}
+        # Segments change once more, when results are stored where their operands lay.
+        plans = {one.name: plan(one, self._texts) for one in segments if any(map(takes, one.calls))}
         own = [one for one in plans.values() if isinstance(one, Plan)]
         rows, kernels = sum(one.num_rows for one in own), sum(len(one.kernels) for one in own)
         return program.with_notes(
             *([f"{rows} tensors are updated by {kernels} kernels over lists"] if own else []),
             *(f"{name} is left to Inductor: {one}" for name, one in plans.items() if isinstance(one, str)),
         )
-
-    def _of(self, segment: Segment) -> Plan | str:
-        if segment not in self._plans:
-            self._plans[segment] = found = plan(segment, self._texts)
-            if isinstance(found, str) and any(map(takes, segment.calls)):
-                log.info("%s is left to Inductor: %s", segment.name, found)
-        return self._plans[segment]
 
 
 class Lists:

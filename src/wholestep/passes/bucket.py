@@ -37,7 +37,7 @@ MEMORY_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
+class _Reduction:
     """One reduction of a gradient: ``wait(all_reduce(scale(grad)))``."""
 
     start: fx.Node
@@ -71,7 +71,7 @@ def bucket(
     Only reductions that placement has marked, and that are in no bucket yet, take part. Order of random operators:
     unchanged.
     """
-    reductions = list(reductions_of(program))
+    reductions = list(_reductions(program))
     if not reductions:
         return program
     sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
@@ -98,7 +98,7 @@ def bucket(
     return program.with_notes(*notes)
 
 
-def _text(reductions: Sequence[Reduction]) -> str:
+def _text(reductions: Sequence[_Reduction]) -> str:
     """The gradients in the order in which they are ready: what the cuts number. The same on every rank."""
     lines = (
         f"{', '.join(_bucket_of(one).members)} {meta.tensor(one.grad).dtype}{list(meta.tensor(one.grad).shape)}"
@@ -117,7 +117,7 @@ def _planned(
     return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
 
 
-def _costs(program: Program, reductions: Sequence[Reduction], sizes_bytes: Sequence[int], cost: CostModel) -> Costs:
+def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequence[int], cost: CostModel) -> Costs:
     """When each gradient is ready, what comes after it, and what its reduction takes."""
     graph = program.graph
     sources = {wait: 1 << number for number, one in enumerate(reductions) for wait in one.waits}
@@ -156,7 +156,7 @@ def _costs(program: Program, reductions: Sequence[Reduction], sizes_bytes: Seque
     )
 
 
-def reductions_of(program: Program) -> Iterator[Reduction]:
+def _reductions(program: Program) -> Iterator[_Reduction]:
     """The marked reductions, in the order in which they start, which is that of the gradients' readiness."""
     scales = {axis.group: 1 / axis.size for axis in program.mesh}
     for node in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
@@ -168,28 +168,28 @@ def reductions_of(program: Program) -> Iterator[Reduction]:
         if grad.target is _aten.mul.Tensor and grad.args[1] == scales[node.args[-1]]:
             grad, scale = grad.args
         waits = tuple(user for user in node.users if user.target is ops.WAIT)
-        yield Reduction(start=node, waits=waits, grad=grad, scale=scale)
+        yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)
 
 
-def _bucket_of(one: Reduction) -> meta.Bucket:
+def _bucket_of(one: _Reduction) -> meta.Bucket:
     found = meta.bucket(one.start)
     assert found is not None  # `_reductions` has looked
     return found
 
 
-def _orders(one: Reduction) -> tuple[tuple[int, ...] | None, ...]:
+def _orders(one: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
     """How the gradients of a reduction lie in the bucket that it joins."""
     order = _memory_order(meta.tensor(one.grad))
     return _bucket_of(one).orders or (None if order is None else tuple(order),)
 
 
-def _key(one: Reduction) -> Hashable:
+def _key(one: _Reduction) -> Hashable:
     """Only reductions with the same key can share a bucket."""
     tensor = meta.tensor(one.grad)
     return (tensor.dtype, tensor.device, one.scale, one.start.args[1:])
 
 
-def _needs(graph: fx.Graph, reductions: Sequence[Reduction]) -> list[frozenset[int]]:
+def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[int]]:
     """For each reduction, the earlier ones that must be over before it can start.
 
     Those are the ones its gradient is computed from. Besides: merging delays whoever reads a member, and a
@@ -221,7 +221,7 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _merge(graph: fx.Graph, members: Sequence[Reduction], record: meta.Bucket) -> None:
+def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket) -> None:
     """Makes one reduction of `members`, started where the last of them starts."""
     last = members[-1].start
     if len(members) == 1 and meta.tensor(members[0].grad).is_contiguous():
@@ -250,13 +250,13 @@ def _merge(graph: fx.Graph, members: Sequence[Reduction], record: meta.Bucket) -
         graph.erase_node(one.start)
 
 
-def _delay_waits(graph: fx.Graph, one: Reduction) -> None:
+def _delay_waits(graph: fx.Graph, one: _Reduction) -> None:
     reader = _first_reader(graph, [one], behind=one.start)
     for wait in one.waits:
         reader.prepend(wait)
 
 
-def _first_reader(graph: fx.Graph, members: Sequence[Reduction], *, behind: fx.Node) -> fx.Node:
+def _first_reader(graph: fx.Graph, members: Sequence[_Reduction], *, behind: fx.Node) -> fx.Node:
     """The first node behind `behind` that reads a result; readers before it will be moved behind it."""
     readers = {user for one in members for wait in one.waits for user in wait.users}
     node = behind.next

@@ -16,7 +16,6 @@ from wholestep.passes.fill import fill_buckets
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.remat import Budget, check_budget, remat
-from wholestep.passes.rows import send_rows
 from wholestep.passes.schedule import schedule
 from wholestep.passes.update import split_updates
 
@@ -76,7 +75,6 @@ def passes_of(
     *,
     cost: CostModel,
     bucket_bytes: int | None = None,
-    embedding_rows: int | None = None,
     compress: Pass | None = None,
     hold_updates: bool = False,
     choose: Choose = choose_alone,
@@ -89,7 +87,6 @@ def passes_of(
         cost: predicted times of nodes and collectives; the same on every rank.
         bucket_bytes: a bucket of gradients is closed once it holds as many bytes; None: buckets with the shortest
             predicted step.
-        embedding_rows: how many rows of one embedding a rank looks up in a call at most; None: nobody knows.
         compress: lets other tensors travel in the place of the gradients of a bucket.
         hold_updates: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
         choose: how ranks whose batches differ come by the same buckets.
@@ -102,9 +99,6 @@ def passes_of(
         # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
         # equal arguments the same node.
         dedupe,
-        # Behind dedupe, since an all-gather of rows has no second reader to look for; before buckets, which would join
-        # the table with others.
-        *([partial(send_rows, cost=cost, limit=embedding_rows)] if embedding_rows is not None else []),
         # On the functional graph: readers of gradients can still be moved freely.
         partial(bucket, cost=cost, bucket_bytes=bucket_bytes, choose=choose),
         # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.

@@ -21,8 +21,9 @@ from tests.behaviour.harness import Run, check
 from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.capture.functional import functional_twin
+from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import eager, fused, inductor, lists, pointwise
-from wholestep.lower.backend import Eager
+from wholestep.lower.backend import Eager, Inductor
 from wholestep.lower.eager import Wait
 from wholestep.lower.pointwise import BLOCK, CHUNK, NotPointwise
 from wholestep.lower.rows import Plan, plan
@@ -33,7 +34,6 @@ from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
 from wholestep.program import meta, ops
-from wholestep.program.numbers import element
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
@@ -41,7 +41,7 @@ from wholestep.program.show import Step
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
 FORM: list[Pass] = [
     partial(pack_scalars, reads=inductor.reads_packed),
-    partial(form_segments, compiles=inductor.compiles, apart=lists.takes, pays_alone=lists.takes),
+    partial(form_segments, compiles=inductor.compiles, apart=lists.takes),
 ]
 
 
@@ -173,6 +173,11 @@ def adamw(*given: Tensor) -> None:
         old.copy_(updated)
 
 
+def doubled(a: Tensor, b: Tensor) -> None:
+    torch._foreach_mul_([a, b], 2.0)
+    torch._foreach_add_([a, b], 1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_counters_change_behind_all_that_reads_them(dtype, interpreted, counters_are_the_devices):
     """A program of a large tensor that saw its counter one too high would be off by far more than a rounding."""
@@ -249,6 +254,15 @@ def test_what_is_no_number_stays_none_and_zeros_divide(interpreted):
     tensors = [torch.tensor([nan, 1.0, 0.0, -2.0, 7.0]), torch.tensor([1.0, nan, 0.0, -0.0, inf])]
     for one, other in zip(fn(*tensors), run(fn, tensors)[1], strict=True):
         torch.testing.assert_close(other, one, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_nothing_of_them_is_saved(interpreted):
+    """The text is made again in another process, and Triton has its own cache."""
+    program = scheduled(doubled, draw([(3,), (4,)], torch.float32, 0))
+    backend = Inductor(InductorOptions(), torch.device("cpu"))
+    backend.lower(program)
+    _, *kernels = backend.kernels(program)
+    assert kernels == [None]
 
 
 # What needs no triton.
@@ -328,11 +342,7 @@ def test_a_view_in_another_type_is_refused():
 
 
 def test_notes_say_what_is_updated_and_what_is_not():
-    def fn(a: Tensor, b: Tensor) -> None:
-        torch._foreach_mul_([a, b], 2.0)
-        torch._foreach_add_([a, b], 1.0)
-
-    program = builders.without_gradients(builders.capture(fn, draw([(3,), (4,)], torch.float32, 0)))
+    program = builders.without_gradients(builders.capture(doubled, draw([(3,), (4,)], torch.float32, 0)))
     after = run_passes(program, [*FORM, lists.Plans().tell_lists])
     assert after.history[-1].notes == ("2 tensors are updated by 1 kernels over lists",)
 
@@ -405,11 +415,12 @@ def test_the_kernel_compiles_and_reads_vectors(dtype, wide, counters_are_the_dev
     lists._built.cache_clear()
 
 
-def test_single_fused_calls_are_worth_a_segment():
-    """Every number of theirs is packed."""
-    graph = fx.Graph()
-    packed = graph.placeholder("packed")
-    assert segments_pass._reads_packed(
-        graph.call_function(aten.neg.default, (graph.call_function(element, (packed, 0)),))
-    )
-    assert ops.is_indexwise(aten._foreach_add.Scalar)
+def test_one_call_is_enough_where_it_reads_a_number_of_the_host():
+    """As a fused optimizer does, which is one call for everything."""
+
+    def fn(a: Tensor, b: Tensor, rate: Tensor) -> None:
+        torch._foreach_mul_([a, b], rate.item())
+
+    found = planned(fn, [*draw([(3,), (4,)], torch.float32, 0), torch.tensor(0.1, dtype=torch.float64)])
+    assert isinstance(found, Plan)
+    assert [len(kernel.rows) for kernel in found.kernels] == [2]
