@@ -92,9 +92,8 @@ def put_back(
         if old in inside:
             for node in made.get(old, ()):
                 moved[node] = _named_copy(graph, node, moved.__getitem__)
-        elif old.op not in ("placeholder", "output") and old not in new:
+        elif old.op not in ("placeholder", "output"):
             new[old] = _named_copy(graph, old, lambda arg: new[arg] if arg in new else moved[gives[arg]])
-            new.update(_items(graph, old, new[old]))
         if old in enters:
             moved[enters[old]] = new[old]
     for node in made.get(None, ()):
@@ -134,18 +133,6 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     while args and args[-1] is None and arguments[len(args) - 1].name in plain:
         args.pop()
     return tuple(args), {name: arg for name, arg in node.kwargs.items() if arg is not None or name not in plain}
-
-
-def _items(graph: fx.Graph, old: fx.Node, new: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Takes the items of a list as a trace does, all of them at once. Returns those that `old` has."""
-    if not isinstance(meta.value(old), (list, tuple)):
-        return {}
-    copies = []
-    for index, item in enumerate(meta.value(old)):
-        copies.append(graph.create_node("call_function", operator.getitem, (new, index), {}, "getitem"))
-        meta.set_value(copies[-1], item)
-        meta.set_origin(copies[-1], meta.origin(old))
-    return {user: copies[user.args[1]] for user in old.users if user.target is operator.getitem}  # type: ignore[index]
 
 
 class _Touched:
