@@ -119,6 +119,8 @@ class Inductor:
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
         lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program))
+        if self._on_gpu:
+            self._lists.begin(program)
         if not self._on_gpu or wait is not None:
             return lower(program)
         parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"

@@ -22,6 +22,8 @@ import functools
 import hashlib
 import linecache
 import logging
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ log = logging.getLogger("wholestep")
 
 __all__ = ["Lists", "Plans", "takes"]
 
+_WARPS = 4
+
 
 class Plans:
     """Finds kernels for segments, once each."""
@@ -44,23 +48,36 @@ class Plans:
     def __init__(self) -> None:
         self._plans: dict[Segment, Plan | str] = {}
         self._texts: dict[str, str] = {}
+        self._building: threading.Thread | None = None
+
+    def begin(self, program: Program) -> None:
+        """Begins to build the kernels of a program for a GPU, in a thread: there are other segments to compile."""
+        plans = [one for segment in _segments(program) if isinstance(one := self._of(segment), Plan)]
+        wanted = {kernel.text: one.device for one in plans for kernel in one.kernels}
+        if wanted:
+            self._building = threading.Thread(target=_build, args=(wanted,), daemon=True)
+            self._building.start()
 
     def compile(self, segment: Segment) -> Lists | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
-        if segment not in self._plans:
-            self._plans[segment] = plan(segment, self._texts)
-        found = self._plans[segment]
+        found = self._of(segment)
         if isinstance(found, Plan):
+            if self._building is not None:
+                self._building.join()
             return Lists(found)
         if any(map(takes, segment.calls)):
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
 
+    def _of(self, segment: Segment) -> Plan | str:
+        if segment not in self._plans:
+            self._plans[segment] = plan(segment, self._texts)
+        return self._plans[segment]
+
     def tell_lists(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
-        segments = [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
         # Segments change once more, when results are stored where their operands lay.
-        plans = {one.name: plan(one, self._texts) for one in segments if any(map(takes, one.calls))}
+        plans = {one.name: plan(one, self._texts) for one in _segments(program) if any(map(takes, one.calls))}
         own = [one for one in plans.values() if isinstance(one, Plan)]
         rows, kernels = sum(one.num_rows for one in own), sum(len(one.kernels) for one in own)
         return program.with_notes(
@@ -107,7 +124,7 @@ class Lists:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             table = self._filled([0, *map(Tensor.data_ptr, tensors)])
             for kernel, start, first, count in self._launches:
-                kernel[(count,)](table[start:], self._programs[first:], num_warps=4)
+                kernel[(count,)](table[start:], self._programs[first:], num_warps=_WARPS)
         arguments.clear()
         return results
 
@@ -130,6 +147,18 @@ def _turn(turned: Turned, argument: Tensor) -> Tensor:
     source = argument.as_strided(seen.shape, seen.stride(), argument.storage_offset() + turned.start)
     made = torch.empty_strided(seen.shape, turned.strides, dtype=seen.dtype, device=argument.device)
     return made.copy_(source)
+
+
+def _segments(program: Program) -> list[Segment]:
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
+
+
+def _build(wanted: Mapping[str, torch.device]) -> None:
+    """Has Triton compile modules' kernels for devices, as `Lists` launches them."""
+    for text, device in wanted.items():
+        # What goes wrong here goes wrong again where the kernel is launched, and is told there.
+        with contextlib.suppress(Exception), torch.cuda.device(device):
+            _built(text).warmup(torch.int64, torch.int32, grid=(1,), num_warps=_WARPS)
 
 
 @functools.cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -424,3 +426,28 @@ def test_one_call_is_enough_where_it_reads_a_number_of_the_host():
     found = planned(fn, [*draw([(3,), (4,)], torch.float32, 0), torch.tensor(0.1, dtype=torch.float64)])
     assert isinstance(found, Plan)
     assert [len(kernel.rows) for kernel in found.kernels] == [2]
+
+
+def test_kernels_are_built_in_a_thread_while_others_compile(counters_are_the_devices, monkeypatch):
+    tensors = [one for seed in range(4) for one in draw([(3,), (4,)], torch.float32, seed)]
+    found = planned(adamw, [*tensors, *(torch.tensor(float(place)) for place in range(2))])
+    assert isinstance(found, Plan)
+    may_end, threads, built = threading.Event(), [], []
+
+    class Kernel:
+        def warmup(self, *types: Any, grid: tuple[int], num_warps: int) -> None:
+            assert may_end.wait(timeout=10)
+            threads.append(threading.current_thread())
+            built.append((types, num_warps))
+
+    monkeypatch.setattr(lists, "_segments", lambda program: [None])
+    monkeypatch.setattr(lists, "_built", lambda text: Kernel())
+    monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    plans: Any = lists.Plans()
+    plans.begin(None)
+    assert not built
+    threading.Timer(0.05, may_end.set).start()
+    plans.compile(None)  # needs them
+    assert built == [((torch.int64, torch.int32), 4)] * len({kernel.text for kernel in found.kernels})
+    assert threading.main_thread() not in threads
