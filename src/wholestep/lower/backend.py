@@ -137,7 +137,7 @@ class Inductor:
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
         object, which a file holds once."""
-        written = functools.cache(self._inductor.written)
+        written = functools.cache(lambda one: self._lists.written(one) or self._inductor.written(one))
         first: dict[str, Segment] = {}
         segments = segments_of(program)
         return (self._inductor.found(), *(written(first.setdefault(one.likeness, one)) for one in segments))
@@ -147,7 +147,7 @@ class Inductor:
         found, *rest = kernels
         self._inductor.take_found(found or b"")
         for segment, data in zip(segments_of(program), rest, strict=True):
-            if data is not None:
+            if data is not None and not self._lists.take(segment, data):
                 self._inductor.take(segment, data)
 
     def _compiled_of(self, program: Program) -> eager.Compile:

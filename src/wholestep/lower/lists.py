@@ -20,10 +20,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import linecache
 import logging
+import pickle
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +71,26 @@ class Plans:
         if any(map(takes, segment.calls)):
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
+
+    def written(self, segment: Segment) -> bytes | None:
+        """What Triton has made of the kernels of a segment, for another process; None for what was not built."""
+        found = self._of(segment)
+        texts = [kernel.text for kernel in found.kernels] if isinstance(found, Plan) else []
+        built = [_binaries[text] for text in texts if text in _binaries]
+        return pickle.dumps(list(map(_files, built))) if built and len(built) == len(texts) else None
+
+    def take(self, segment: Segment, data: bytes) -> bool:
+        """Puts what `written` gave where Triton looks for it. Whether the segment is one of kernels over lists."""
+        if not isinstance(self._of(segment), Plan):
+            return False
+        try:
+            for key, files in pickle.loads(data):
+                cache = _caches().get_cache_manager(key)
+                group = {name: cache.put(content, name) for name, content in files.items()}
+                cache.put_group(next(name for name in files if name.endswith(".json")), group)
+        except Exception as error:  # whatever it is, kernels can be built
+            log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
+        return True
 
     def _of(self, segment: Segment) -> Plan | str:
         if segment not in self._plans:
@@ -158,7 +181,23 @@ def _build(wanted: Mapping[str, torch.device]) -> None:
     for text, device in wanted.items():
         # What goes wrong here goes wrong again where the kernel is launched, and is told there.
         with contextlib.suppress(Exception), torch.cuda.device(device):
-            _built(text).warmup(torch.int64, torch.int32, grid=(1,), num_warps=_WARPS)
+            _binaries[text] = _built(text).warmup(torch.int64, torch.int32, grid=(1,), num_warps=_WARPS)
+
+
+_binaries: dict[str, Any] = {}
+"""What Triton has made of a module's text."""
+
+
+def _files(compiled: Any) -> tuple[str, dict[str, bytes]]:
+    """What Triton needs of a kernel to launch it: the key in its cache on disk, and the files there."""
+    paths = {name: Path(path) for name, path in compiled.metadata_group.items()}
+    return compiled.hash, {
+        name: path.read_bytes() for name, path in paths.items() if path.suffix in (".json", ".cubin")
+    }  # fmt: skip
+
+
+def _caches() -> Any:
+    return importlib.import_module("triton.runtime.cache")
 
 
 @functools.cache

@@ -451,3 +451,50 @@ def test_kernels_are_built_in_a_thread_while_others_compile(counters_are_the_dev
     plans.compile(None)  # needs them
     assert built == [((torch.int64, torch.int32), 4)] * len({kernel.text for kernel in found.kernels})
     assert threading.main_thread() not in threads
+
+
+def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices, tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    lists._built.cache_clear()
+    tensors = [one for seed in range(4) for one in draw([(3,), (4,)], torch.float32, seed)]
+    found = planned(adamw, [*tensors, *(torch.tensor(float(place)) for place in range(2))])
+    assert isinstance(found, Plan)
+    monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(lists, "_binaries", {})
+    plans, segment = lists.Plans(), object()
+    assert plans.written(segment) is None  # nothing is built yet
+
+    def build() -> dict[str, Any]:
+        sources = {
+            kernel.text: triton.compiler.ASTSource(
+                fn=lists._built(kernel.text), signature={"table": "*i64", "blocks": "*i32"}, constexprs={}, attrs={}
+            )
+            for kernel in found.kernels
+        }
+        return {text: triton.compile(one, target=GPUTarget("cuda", 90, 32)) for text, one in sources.items()}
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    lists._binaries.update(build())
+    data = plans.written(segment)
+    assert data is not None
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
+    assert plans.take(segment, data)
+    monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
+    again = build()
+    assert {text: one.asm["cubin"] for text, one in again.items()} == {
+        text: one.asm["cubin"] for text, one in lists._binaries.items()
+    }
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "third"))
+    with pytest.raises(TypeError):
+        build()
+    lists._built.cache_clear()
+
+
+def test_binaries_that_cannot_be_read_are_told(counters_are_the_devices, monkeypatch, caplog):
+    found = planned(adamw, [*draw([(3,), (4,)] * 4, torch.float32, 0), *(torch.tensor(0.0) for _ in range(2))])
+    monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
+    named: Any = type("Named", (), {"name": "segment_7"})
+    assert lists.Plans().take(named, b"no pickle")
+    assert "segment_7 is built anew: UnpicklingError" in caplog.text
