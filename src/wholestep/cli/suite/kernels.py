@@ -43,9 +43,9 @@ _FUSED_RULES = (
 )
 _RULES = (
     # The first that is found counts, so what may stand in names of other classes comes first.
-    (KernelClass.NCCL, r"nccl|ptop|symmetric_memory|one_shot_all_reduce|two_shot_all_reduce|multimem"),
+    (KernelClass.NCCL, r"nccl|ptop|symmetric_memory|^_add$|one_shot_all_reduce|two_shot_all_reduce|multimem"),
     (KernelClass.ATTENTION, r"flash|fmha|attention|sdpa|mha_|cudnn::fusion"),
-    (KernelClass.UPDATE, r"adam|fusedsgd|fused_sgd|fusedoptimizer|lerp|addcdiv"),
+    (KernelClass.UPDATE, r"adam|fusedsgd|fused_sgd|fusedoptimizer|lerp|addcdiv|^update_(lists|numbers)$"),
     (KernelClass.LOSS, r"softmax|nll_loss|nllloss|cross_entropy"),
     (KernelClass.PRODUCTS, r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|triton_tem_|wgmma|matmul"),
     (KernelClass.NORMS, r"layer_?norm|rms_?norm|batch_?norm|group_?norm|gammabeta"),

@@ -34,6 +34,7 @@ NAMES = {
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...>::Params)",
     ],
     KernelClass.NCCL: [
+        "_add",
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "Memcpy PtoP (Device -> Device)",
@@ -41,6 +42,8 @@ NAMES = {
         "ncclSymkDevKernel_AllReduce_AGxLL_R_Sum_bf16(ncclSymkDevWorkArgs4K)",
     ],
     KernelClass.UPDATE: [
+        "update_lists",
+        "update_numbers",
         f"{ATEN}(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, "
         "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>>(...)",
         "triton_poi_fused__to_copy_add_div_mul_rsub_sqrt_sub_41",
