@@ -60,10 +60,6 @@ class Peers(Protocol):
         """What stands behind it runs when all ranks have come."""
         ...
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies into the first of each pair what is in the second, one pair per other rank, in any order."""
-        ...
-
 
 Add = Callable[[Tensor, Tensor, Tensor], None]
 """``add(slots, own, result)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape
@@ -77,13 +73,16 @@ def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
     own = memories[peers.rank][: (peers.size + 1) * length].view(peers.size + 1, length)
     others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
     for parts in _cut(message, peers.size, length):
-        lengths = [part.numel() for part in parts]
-        peers.copy([(memories[rank][peers.rank * length :][: lengths[rank]], parts[rank]) for rank in others])
+        for rank in others:
+            slot = memories[rank][peers.rank * length :][: parts[rank].numel()]
+            slot.copy_(parts[rank], non_blocking=True)
         peers.meet()
         mine = parts[peers.rank]
         add(own[:-1, : mine.numel()], mine, own[-1, : mine.numel()])
         peers.meet()
-        peers.copy([(parts[rank], memories[rank][peers.size * length :][: lengths[rank]]) for rank in others])
+        for rank in reversed(others):
+            result = memories[rank][peers.size * length :][: parts[rank].numel()]
+            parts[rank].copy_(result, non_blocking=True)
 
 
 def part_length(num_ranks: int, dtype: torch.dtype) -> int:
@@ -114,8 +113,6 @@ class _Mapped:
     size: int
     handle: Any
     memories: Sequence[Tensor]
-    streams: Sequence[torch.cuda.Stream]
-    """One for each other rank but the first."""
     timeout_ms: int
 
     def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
@@ -125,17 +122,6 @@ class _Mapped:
     def meet(self) -> None:
         """See `Peers`. A rank that waits for longer than the group's timeout ends with an error of the device."""
         self.handle.barrier(0, self.timeout_ms)
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See `Peers`. The copies run side by side: a single copy engine does not fill the links."""
-        current = torch.cuda.current_stream()
-        for stream in self.streams:
-            stream.wait_stream(current)
-        for (target, source), stream in zip(pairs, (current, *self.streams), strict=True):
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-        for stream in self.streams:
-            current.wait_stream(stream)
 
 
 class _Group:
@@ -156,11 +142,10 @@ class _Group:
                 f"Use ws.Inductor(copy_engines=False)."
             ) from error
         timeout_s = group._get_backend(device).options._timeout.total_seconds()
-        self.stream, *streams = (torch.cuda.Stream(device, priority=-1) for _ in range(size - 1))
         self.peers = _Mapped(
-            rank=group.rank(), size=size, handle=handle, memories=memories, streams=streams,
-            timeout_ms=int(1e3 * timeout_s),
-        )  # fmt: skip
+            rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s)
+        )
+        self.stream = torch.cuda.Stream(device, priority=-1)
 
 
 _groups: dict[str, _Group] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -38,11 +37,6 @@ class Threads:
 
     def meet(self) -> None:
         self._barrier.wait(timeout=10)
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        assert len(pairs) == self.size - 1
-        for target, source in reversed(pairs):  # any order will do
-            target.copy_(source)
 
 
 def added(slots: Tensor, own: Tensor, result: Tensor, *, rank: int, averages: bool) -> None:
