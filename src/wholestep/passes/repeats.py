@@ -127,20 +127,26 @@ def pieces(
         ([numbers.setdefault(_kind(node), len(numbers)) for node in run], _Cuts(run, by_library, updates))
         for run in runs
     ]
+    units = units_of(told, most=most)
+    return [
+        run[start:end]
+        for run, (kinds, cuts) in zip(runs, told, strict=True)
+        for start, end in pairwise(_ends(kinds, cuts, units))
+    ]
+
+
+def units_of(told: Sequence[tuple[Sequence[int], _Cuts]], *, most: int) -> list[tuple[int, ...]]:
+    """What the sequences repeat, with where each may be cut; what one unit leaves is searched for more."""
     units: list[tuple[int, ...]] = []
     for kinds, cuts in told:
         parts = _parts(kinds, cuts, units)
         while parts:
             start, end = parts.pop()
             found = unit(kinds[start:end], cuts.alive_bytes[start : end + 1], cuts.behind(start), most=most)
-            if found:
+            if found and found not in units:  # a known one does not fit here, since another one overlaps it
                 units.append(found)
                 parts = _parts(kinds, cuts, units)
-    return [
-        run[start:end]
-        for run, (kinds, cuts) in zip(runs, told, strict=True)
-        for start, end in pairwise(_ends(kinds, cuts, units))
-    ]
+    return units
 
 
 def _ends(kinds: Sequence[int], cuts: _Cuts, units: Sequence[tuple[int, ...]]) -> list[int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from wholestep.program import meta
@@ -44,7 +42,7 @@ class Segment:
     def likeness(self) -> str:
         """The same text for segments that do the same with arguments of the same layout, wherever they stand."""
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}
-        return "\n".join([*(_line(node, numbers, self.module) for node in numbers), str(self.stored)])
+        return "\n".join([*(_line(node, numbers) for node in numbers), str(self.stored)])
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """Runs the nodes in order. Results that are stored are written behind the last of them.
@@ -60,15 +58,14 @@ class Segment:
         return results
 
 
-def _line(node: fx.Node, numbers: Mapping[fx.Node, int], owner: torch.nn.Module) -> str:
-    """What a node does, and the layout of what it gives."""
+def _line(node: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
+    """What a node does, and the layout of what it gives. Constants of the program are arguments of its segments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: _Name(f"%{numbers[arg]}"))
     target = "" if node.op in ("placeholder", "output") else f"{node.target}"
-    held = f" at {id(attrgetter(target)(owner))}" if node.op == "get_attr" else ""
     layouts = [
         (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in meta.tensors(node)
     ]
-    return f"{node.op} {target}{held} {args} {kwargs} {layouts}"
+    return f"{node.op} {target} {args} {kwargs} {layouts}"
 
 
 class _Name(str):

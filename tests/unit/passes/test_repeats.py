@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.lower import inductor
 from wholestep.passes.pipeline import run_passes
-from wholestep.passes.repeats import Stretch, occurrences, stretch, unit
+from wholestep.passes.repeats import Stretch, _ends, occurrences, stretch, unit, units_of
 from wholestep.passes.segments import form_segments
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
@@ -70,6 +72,29 @@ def forward(x: Tensor, weights: list[Tensor]) -> Tensor:
         scale, up, down = weights[at : at + 3]
         x = x + F.linear(torch.tanh(F.linear(x.sigmoid() * scale, up)), down).relu()
     return x
+
+
+class Allowed:
+    """Where a sequence may be cut, made up."""
+
+    def __init__(self, places: set[int], length: int) -> None:
+        self._places, self.alive_bytes = places, [place % 3 for place in range(length + 1)]
+
+    def __call__(self, place: int) -> bool:
+        return place in self._places
+
+    def behind(self, start: int) -> Callable[[int], bool]:
+        return lambda place: self(start + place)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=40), st.sets(st.integers(0, 40))), max_size=3))
+def test_the_search_ends_and_cuts_where_it_may(made_up: list[tuple[list[int], set[int]]]) -> None:
+    told: Any = [(kinds, Allowed(places, len(kinds))) for kinds, places in made_up]
+    units = units_of(told, most=1000)
+    assert len(units) == len(set(units))
+    for kinds, allowed in told:
+        inner = _ends(kinds, allowed, units)[1:-1]
+        assert all(map(allowed, inner))
 
 
 def tensors(count: int) -> list[Tensor]:
@@ -156,3 +181,11 @@ def test_an_update_is_not_cut_off_from_a_refusal_behind_it() -> None:
     )  # fmt: skip
     (whole,) = segments(run_passes(program, [form]))
     assert {aten.mul.Tensor, aten.index.Tensor} <= {node.target for node in whole.calls}
+
+
+def test_constants_are_arguments_of_segments() -> None:
+    """Segments that are alike may read different ones."""
+    held = torch.ones(3)
+    (one,) = segments(cut(builders.capture(lambda x: (x + held).sin(), [torch.zeros(3)])))
+    assert {node.op for node in one.graph.nodes} == {"placeholder", "call_function", "output"}
+    assert len(one.graph.find_nodes(op="placeholder")) == 2
