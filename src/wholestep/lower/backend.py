@@ -63,8 +63,8 @@ class Eager:
 
 
 _PIECES = {"cuda": 1000, "cpu": 1}
-"""Into how many segments layers are cut. Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles
-equal kernels of a segment once anyway, and its different ones side by side."""
+"""Into how many segments layers are cut. Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor
+compiles equal kernels of a segment once anyway, and its different ones side by side."""
 
 
 class Inductor:
