@@ -62,11 +62,6 @@ class Eager:
         return eager.lower(program, wait=wait)
 
 
-_PIECES = {"cuda": 1000, "cpu": 1}
-"""Into how many segments layers are cut. Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor
-compiles equal kernels of a segment once anyway, and its different ones side by side."""
-
-
 class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
@@ -111,8 +106,9 @@ class Inductor:
                 apart=lists.takes,
                 postpones=inductor.follows,
                 pays_alone=inductor.pays_alone,
-                by_library=inductor.by_library,
-                most_pieces=_PIECES["cuda" if self._on_gpu else "cpu"],
+                # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a
+                # segment once anyway, and its different ones side by side.
+                by_library=inductor.by_library if self._on_gpu else None,
             ),
             *([self._lists.tell_lists] if self._on_gpu else []),
         ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from wholestep.program.modules import module_of
 from wholestep.program.numbers import pack
 from wholestep.program.program import Input, InputKind, OutputKind, Program
 from wholestep.program.show import Step
+from wholestep.run.collector import uncollected
 
 WARM_UP_CALLS = 2
 
@@ -194,7 +195,8 @@ class Pool:
         Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
         it was before.
         """
-        with torch.cuda.device(self._device), _no_collection():
+        gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
+        with torch.cuda.device(self._device), uncollected():
             if self._keeper is None:
                 self._renew()
             graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -230,19 +232,6 @@ class Pool:
             torch._C._cuda_releasePool(index, self._handle)
         self._keeper = None
         self._renew()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collects what is dead now, and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture."""
-    gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _cause(error: BaseException) -> str:

@@ -69,7 +69,7 @@ def _longest(kinds: Sequence[int], period: int) -> Stretch | None:
 
 
 def unit(
-    kinds: Sequence[int], costs: Sequence[int], may_cut: Callable[[int], bool], *, most: int, least: int = MIN_CALLS
+    kinds: Sequence[int], costs: Sequence[int], may_cut: Callable[[int], bool], *, least: int = MIN_CALLS
 ) -> tuple[int, ...]:
     """What a sequence repeats, from where it is best cut; empty if it repeats nothing.
 
@@ -77,16 +77,14 @@ def unit(
         kinds: entries with the same number may be the same.
         costs: what a cut before each entry costs.
         may_cut: whether one may stand before an entry.
-        most: how often the unit should fit into the sequence, about; it is as many periods long as that takes.
-        least: entries of a unit.
+        least: entries of a unit, which is as many periods long as that takes.
     """
     found = stretch(kinds)
     if found is None:
         return ()
-    period, times = found.period, (found.end - found.start) // found.period
-    length = period * max((times - 1) // most, -(-least // period))
+    length = found.period * -(-least // found.period)
     choices = []
-    for offset in range(found.start, found.start + period):
+    for offset in range(found.start, found.start + found.period):
         places = range(offset, found.end - length + 1, length)
         if len(places) > 1 and all(map(may_cut, places)):
             choices.append((sum(costs[place] for place in places), offset))
@@ -110,7 +108,7 @@ def occurrences(kinds: Sequence[int], unit: tuple[int, ...], may_cut: Callable[[
 
 
 def pieces(
-    runs: Sequence[list[fx.Node]], *, by_library: Callable[[fx.Node], bool], updates: Collection[fx.Node], most: int
+    runs: Sequence[list[fx.Node]], *, by_library: Callable[[fx.Node], bool], updates: Collection[fx.Node]
 ) -> list[list[fx.Node]]:
     """The runs in pieces, in order. A unit that one run repeats is cut out of all of them.
 
@@ -118,16 +116,13 @@ def pieces(
         runs: nodes that a compiler gets together, in the order of the graph, without views.
         by_library: whether the compiler leaves a node to a library.
         updates: nodes whose values are written to inputs, of these runs or not.
-        most: pieces of a run that there may be, about; 1: runs stay whole.
     """
-    if most < 2:
-        return list(runs)
     numbers: dict[Any, int] = {}
     told = [
         ([numbers.setdefault(_kind(node), len(numbers)) for node in run], _Cuts(run, by_library, updates))
         for run in runs
     ]
-    units = units_of(told, most=most)
+    units = units_of(told)
     return [
         run[start:end]
         for run, (kinds, cuts) in zip(runs, told, strict=True)
@@ -135,14 +130,14 @@ def pieces(
     ]
 
 
-def units_of(told: Sequence[tuple[Sequence[int], _Cuts]], *, most: int) -> list[tuple[int, ...]]:
+def units_of(told: Sequence[tuple[Sequence[int], _Cuts]]) -> list[tuple[int, ...]]:
     """What the sequences repeat, with where each may be cut; what one unit leaves is searched for more."""
     units: list[tuple[int, ...]] = []
     for kinds, cuts in told:
         parts = _parts(kinds, cuts, units)
         while parts:
             start, end = parts.pop()
-            found = unit(kinds[start:end], cuts.alive_bytes[start : end + 1], cuts.behind(start), most=most)
+            found = unit(kinds[start:end], cuts.alive_bytes[start : end + 1], cuts.behind(start))
             if found and found not in units:  # a known one does not fit here, since another one overlaps it
                 units.append(found)
                 parts = _parts(kinds, cuts, units)

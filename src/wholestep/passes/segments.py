@@ -55,8 +55,7 @@ def form_segments(
     apart: Says = _never,
     postpones: Says = _never,
     pays_alone: Says = _never,
-    by_library: Says = _never,
-    most_pieces: int = 1,
+    by_library: Says | None = None,
 ) -> Program:
     """The program with runs of nodes as segments, in the same order.
 
@@ -66,8 +65,8 @@ def form_segments(
         apart: whether a node that it may have goes into segments with its like alone, for a compiler of their own.
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
-        by_library: whether the compiler leaves a node that it may have to a library.
-        most_pieces: into how many segments a run may be cut where it repeats itself (`wholestep.passes.repeats`).
+        by_library: whether the compiler leaves a node that it may have to a library. Runs are cut before such nodes
+            where they repeat themselves (`wholestep.passes.repeats`); None: they stay whole.
 
     Notes say how many nodes are in segments, how many of those are different, and which operators are not.
     """
@@ -77,7 +76,8 @@ def form_segments(
     edit.remove_dead_code(graph)
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
     runs = [run for run in _runs(program, updates, compiles, apart, postpones) if _is_worth_it(run, pays_alone)]
-    runs = repeats.pieces(runs, by_library=by_library, updates=updates, most=most_pieces)
+    if by_library is not None:
+        runs = repeats.pieces(runs, by_library=by_library, updates=updates)
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
     edit.sort_topologically(graph)
     _bring_items_up(graph)
