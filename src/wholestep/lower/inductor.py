@@ -13,6 +13,7 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
@@ -35,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import instructions, kernels
+from wholestep.lower import binaries, column_sums, instructions, kernels, wrapper
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
@@ -193,13 +194,19 @@ class Inductor:
             self._asking.start()
 
     def found(self) -> bytes:
-        """What was found out about the CPU, for another process."""
-        return instructions.answers() if self._on_cpu else b""
+        """What all segments have in common, for another process: what was found out about the CPU, or the kernels of
+        ours that compiled segments of a GPU call."""
+        return instructions.answers() if self._on_cpu else binaries.written(column_sums.launched.values())
 
     def take_found(self, found: bytes) -> None:
-        """Uses what `found` gave on such a CPU with such a compiler, which `marks` name."""
+        """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
         if self._on_cpu:
             instructions.believe(found)
+            return
+        try:
+            binaries.take(found)
+        except Exception as error:  # whatever it is, kernels can be built
+            log.warning("kernels for sums are built anew: %s", _said(error))
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
@@ -210,7 +217,9 @@ class Inductor:
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
-            with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
+            settings = inductor_config.patch(_SETTINGS[inputs[0].device.type])
+            sums = contextlib.nullcontext() if self._on_cpu else wrapper.own_sums()
+            with tracing(TracingContext(mode)), mode, settings, sums:
                 self._compiled[likeness] = compile_fx_inner(graph, inputs)
         return self._compiled[likeness]
 
