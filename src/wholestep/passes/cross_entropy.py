@@ -17,9 +17,26 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
-from wholestep.program import edit, meta
+from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program, Stage
+
+ops.LIBRARY.define("cross_entropy(Tensor logits, Tensor target, Tensor share, int ignored) -> (Tensor, Tensor)")
+
+
+@torch.library.register_fake("wholestep::cross_entropy", lib=ops.LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape[:1], dtype=torch.float32), logits.new_empty(logits.shape)
+
+
+CROSS_ENTROPY = torch.ops.wholestep.cross_entropy.default
+"""Losses and gradient of logits, in one: ``lower/cross_entropy.py`` implements it.
+
+Takes logits (rows, classes), answers (rows) int64, the gradient of every loss, one number in float32, and the answer
+that does not count. Gives the losses (rows) in float32, 0 where the answer does not count, and the gradient of the
+logits, contiguous and in their type.
+"""
 
 _aten = torch.ops.aten
 _MEAN = 1
