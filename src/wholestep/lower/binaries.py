@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-
 _kept: dict[str, Any] = {}
 """Kernels that any step may launch, by their key in Triton's cache."""
 

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary and its gradient, in one kernel that reads the logits from memory once.
 
-A row of logits is read twice: for its sum of exponentials, and for its gradient. In between it lies in the cache of the
-GPU, if few rows are under way at a time. So there are a few programs per multiprocessor, each of which takes row by row::
+A row of logits is read twice: for its sum of exponentials, and for its gradient. In between it lies in the
+cache of the GPU, if few rows are under way at a time. So there are few programs, each of which takes row by row::
 
     lse      = log(sum(exp(x)))             one pass, with the maximum so far per lane
     loss     = lse - x[t]
@@ -81,11 +81,10 @@ def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.conste
 _kernel: Any = triton.jit(_cross_entropy) if triton is not None else None
 
 
-def takes(logits: fx.Node) -> bool:
-    """Whether the kernel can read logits: on a GPU, rows of numbers that lie side by side, computed with in float32."""
-    value = meta.tensor(logits)
-    plain = value.ndim == 2 and value.stride(1) == 1 and value.dtype in _TYPES
-    return plain and value.is_cuda and _kernel is not None
+def takes(product: fx.Node) -> bool:
+    """Whether the kernel can read what a node gives: on a GPU, in a type that is computed with in float32."""
+    value = meta.tensor(product)
+    return value.is_cuda and value.dtype in _TYPES and _kernel is not None
 
 
 def cross_entropy(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
@@ -98,9 +97,10 @@ def cross_entropy(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -
         tensors = (logits, target, share, losses, gradient)
         size = (rows, columns, logits.stride(0))
         checks = {"debug": True, "sanitize_overflow": False}  # of answers, and of no sums
-        binaries.keep(
-            _kernel[(programs,)](tensors, size, ignored, _BLOCK, math.log2(math.e), num_warps=_WARPS, **checks)
-        )
+        with torch.cuda.device_of(logits):
+            binaries.keep(
+                _kernel[(programs,)](tensors, size, ignored, _BLOCK, math.log2(math.e), num_warps=_WARPS, **checks)
+            )
     return losses, gradient
 
 

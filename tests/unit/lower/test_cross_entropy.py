@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from tests.unit import builders
 from tests.unit.lower import interpret
 from wholestep.lower import cross_entropy
+from wholestep.passes.cleanup import cleanup
+from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.pipeline import run_passes
 
 pytest.importorskip("triton")
 
@@ -108,3 +115,22 @@ def test_the_answer_of_nobody_is_not_read() -> None:
     losses, gradient = cross_entropy.cross_entropy(logits, target, torch.tensor(float("inf")), IGNORED)
     assert not losses.any()
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_step_computes_what_it_computes_without_the_kernel(reduction: str) -> None:
+    logits, target = drawn(9, 50)
+
+    def step(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = logits.detach().requires_grad_()
+        loss = F.cross_entropy(leaf, target, reduction=reduction)
+        (grad,) = torch.autograd.grad(loss * 3, leaf)
+        return loss.detach(), grad
+
+    before = run_passes(builders.without_gradients(builders.capture(step, [logits, target])), [cleanup])
+    lean = run_passes(before, [lean_cross_entropy])
+    own = run_passes(before, [partial(lean_cross_entropy, fuses=lambda product: True)])
+    assert builders.count(own, CROSS_ENTROPY) == 1
+    wanted, found = (builders.execute(program, [logits, target])[0] for program in (lean, own))
+    room = 8 * UNIT[torch.float32] * (2 * float(logits.abs().max()) + 50) * (1 if reduction == "mean" else 9)
+    torch.testing.assert_close(found, wanted, rtol=4 * UNIT[torch.float32], atol=3 * room)
