@@ -194,7 +194,7 @@ def _bring_share_up(graph: fx.Graph, loss: _Loss) -> bool:
         if position[node] < position[loss.forward] or node in late:
             continue
         waits = ops.is_collective(node) or ops.needs_peers(node.target)
-        if node is loss.forward or waits or ops.has_effect(node.target) or ops.may_fail(node.target):
+        if waits or ops.has_effect(node.target) or ops.may_fail(node.target):  # as the loss itself may
             return False
         late[node] = None
         todo += [] if node.target is _aten.ones_like.default else node.all_input_nodes

@@ -360,6 +360,10 @@ def float_behind_view(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x.view(2, -1)).flatten(0, 1), y)
 
 
+def in_other_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float().view(CLASSES, ROWS), y.repeat(2)[:CLASSES] % ROWS)
+
+
 def autocast_step(loss_of: Callable[..., Tensor]) -> tuple[Program, list[Any]]:
     model, _, batch = language_model()
 
@@ -377,7 +381,7 @@ def autocast_step(loss_of: Callable[..., Tensor]) -> tuple[Program, list[Any]]:
     return run_passes(builders.without_gradients(found.program), [cleanup]), [*found.binding.inputs(batch)]
 
 
-@pytest.mark.parametrize("loss_of", [float_before_view, float_behind_view])
+@pytest.mark.parametrize("loss_of", [float_before_view, float_behind_view, in_other_rows])
 def test_the_kernel_reads_and_writes_what_products_give_and_take(loss_of, kernel):
     before, inputs = autocast_step(loss_of)
     after = fused(before)
