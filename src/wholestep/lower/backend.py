@@ -132,8 +132,8 @@ class Inductor:
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
-        object, which a file holds once."""
+        """See `Eager.kernels`. The first entry is what all segments have in common; those of segments that are alike
+        are one object, which a file holds once."""
         written = functools.cache(lambda one: self._lists.written(one) or self._inductor.written(one))
         first: dict[str, Segment] = {}
         segments = segments_of(program)
@@ -142,7 +142,8 @@ class Inductor:
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
         found, *rest = kernels
-        self._inductor.take_found(found or b"")
+        if found is not None:
+            self._inductor.take_found(found)
         for segment, data in zip(segments_of(program), rest, strict=True):
             if data is not None and not self._lists.take(segment, data):
                 self._inductor.take(segment, data)

@@ -58,6 +58,7 @@ NAMES = {
     KernelClass.NORMS: [
         f"{ATEN}(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(...)",
         f"{ATEN}(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 64u, 1u>(...)",
+        "_sum_columns",
         "triton_per_fused__to_copy_add_native_layer_norm_native_layer_norm_backward_12",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
     ],
