@@ -14,7 +14,7 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
+from wholestep.lower import choice, copies, cross_entropy, cudagraph, eager, inductor, lists
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -91,7 +91,7 @@ class Inductor:
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
-            lean_cross_entropy,
+            partial(lean_cross_entropy, fuses=_fuses),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
@@ -166,6 +166,11 @@ class Inductor:
     def _has_failed(self, reason: str) -> None:
         self.why_no_graph = f"its capture failed: {reason}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
+
+
+def _fuses(product: fx.Node) -> bool:
+    """Whether logits go to our own kernel: where they lie in memory anyway, as a library has written them."""
+    return inductor.by_library(product) and cross_entropy.takes(product)
 
 
 def segments_of(program: Program) -> list[Segment]:

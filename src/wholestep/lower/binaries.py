@@ -8,6 +8,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+_kept: dict[str, Any] = {}
+"""Kernels that any step may launch, by their key in Triton's cache."""
+
+
+def keep(compiled: Any) -> None:
+    """Remembers what a launch has given; nothing, where the interpreter runs kernels."""
+    if compiled is not None:
+        _kept[compiled.hash] = compiled
+
+
+def kept() -> list[Any]:
+    """What `keep` was given, each once."""
+    return list(_kept.values())
+
 
 def written(compiled: Iterable[Any]) -> bytes:
     """The files of kernels, as a launch or ``warmup`` of Triton gives them."""

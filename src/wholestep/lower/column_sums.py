@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholestep.lower import binaries
 from wholestep.program import ops
 
 try:
@@ -52,9 +53,6 @@ def _sum_columns(workspace, results, size, count: tl.constexpr, block: tl.conste
 
 _kernel: Any = triton.jit(_sum_columns) if triton is not None else None
 
-launched: dict[str, Any] = {}
-"""What Triton has made of the kernel, by its key there."""
-
 
 def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[Tensor]:
     """The sums over the rows of matrices that lie behind each other.
@@ -69,9 +67,7 @@ def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[
     """
     results = [torch.empty(columns, dtype=torch.float32, device=workspace.device) for _ in range(count)]
     grid = (-(-columns // _BLOCK[1]), count)
-    made = _kernel[grid](workspace, tuple(results), (rows, columns), count, _BLOCK, num_warps=_WARPS)
-    if made is not None:  # the interpreter makes nothing
-        launched[made.hash] = made
+    binaries.keep(_kernel[grid](workspace, tuple(results), (rows, columns), count, _BLOCK, num_warps=_WARPS))
     return results
 
 

@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import binaries, column_sums, instructions, kernels, launches, wrapper
+from wholestep.lower import binaries, instructions, kernels, launches, wrapper
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
@@ -194,9 +194,9 @@ class Inductor:
             self._asking.start()
 
     def found(self) -> bytes:
-        """What all segments have in common, for another process: what was found out about the CPU, or the kernels of
-        ours that compiled segments of a GPU call."""
-        return instructions.answers() if self._on_cpu else binaries.written(column_sums.launched.values())
+        """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
+        that have run on a GPU."""
+        return instructions.answers() if self._on_cpu else binaries.written(binaries.kept())
 
     def take_found(self, found: bytes) -> None:
         """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
@@ -206,7 +206,7 @@ class Inductor:
         try:
             binaries.take(found)
         except Exception as error:  # whatever it is, kernels can be built
-            log.warning("kernels for sums are built anew: %s", _said(error))
+            log.warning("kernels that segments share are built anew: %s", _said(error))
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""

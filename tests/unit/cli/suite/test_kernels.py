@@ -50,6 +50,7 @@ NAMES = {
         "triton_for_fused_3",
     ],
     KernelClass.LOSS: [
+        "_cross_entropy",
         f"{ATEN}(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>(...)",
         f"{ATEN}(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
         "triton_red_fused__log_softmax_nll_loss_forward_2",
