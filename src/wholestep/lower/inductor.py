@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import binaries, instructions, kernels, wrapper
+from wholestep.lower import binaries, instructions, kernels, launches, wrapper
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
@@ -218,10 +218,17 @@ class Inductor:
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
             settings = inductor_config.patch(_SETTINGS[inputs[0].device.type])
-            sums = contextlib.nullcontext() if self._on_cpu else wrapper.own_sums()
-            with tracing(TracingContext(mode)), mode, settings, sums:
+            with tracing(TracingContext(mode)), mode, settings, self._own_ways():
                 self._compiled[likeness] = compile_fx_inner(graph, inputs)
         return self._compiled[likeness]
+
+    @contextlib.contextmanager
+    def _own_ways(self) -> Iterator[None]:
+        """While it is open, Inductor writes for a GPU what it would write otherwise."""
+        with contextlib.ExitStack() as ways:
+            for way in () if self._on_cpu else (launches.early, wrapper.own_sums):
+                ways.enter_context(way())
+            yield
 
     def _ask(self) -> None:
         """Waits until it is known what the CPU can do, if somebody has asked."""
