@@ -10,10 +10,10 @@ computes it for all of them, one row of a table each (`lower/rows.py`)::
 Note: tables in CUDA graphs
     Outside of a capture a table is made anew where an address has changed, through pinned memory of its own, which the
     allocator keeps until the copy is done. A graph finds its addresses in `_captured`, which lives as long as this
-    object, which the owner of the graph keeps. It is filled during the capture but not by the graph: the addresses are
-    those of every replay, and a copy in front of each kernel would be waited for. A step that is captured again has
-    dropped its graph, and `torch.cuda.graph` waits for the device before a capture begins: the last replay of the old
-    graph is done before `_captured` changes.
+    object, which the owner of the graph keeps. It is filled behind the capture: the addresses are those of every
+    replay, and a copy in front of each kernel would be waited for. A step that is captured again has dropped its graph,
+    and `torch.cuda.graph` waits for the device before a capture begins: the last replay of the old graph is done before
+    `_captured` changes. Where a user captures the step, nobody is there behind it, and the graph copies out of `_held`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.lower import binaries, pointwise
+from wholestep.lower import binaries, captures, pointwise
 from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.program.program import Program
@@ -131,7 +131,6 @@ class Lists:
         # A capture can make neither of them.
         self._held = torch.empty(len(cells), dtype=torch.int64, pin_memory=on_gpu)
         self._captured = torch.empty(len(cells), dtype=torch.int64, device=self._device)
-        self._aside = torch.cuda.Stream(self._device) if on_gpu else None
         self._known: tuple[Any, ...] = ()
         self._table: Tensor | None = None
 
@@ -149,15 +148,16 @@ class Lists:
         arguments.clear()
         return results
 
+    def _fill(self) -> None:
+        self._captured.copy_(self._held, non_blocking=True)
+
     def _filled(self, addresses: list[int]) -> Tensor:
         """The table with these addresses, for what is launched next."""
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            assert self._aside is not None
             torch.add(torch.tensor(addresses)[self._bases], self._offsets, out=self._held)
-            with torch.cuda.stream(self._aside):
-                self._captured.copy_(self._held, non_blocking=True)
-            self._aside.synchronize()
+            if not captures.behind(self._fill):
+                self._fill()
             return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
         if self._table is None or known != self._known:

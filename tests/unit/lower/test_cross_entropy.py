@@ -21,16 +21,14 @@ pytest.importorskip("triton")
 IGNORED = -100
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-12}
 """Largest relative error of one rounding; the interpreter does not round to bfloat16, it cuts off."""
-MULTIPROCESSORS = 2
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks, so that rows are several of them, and fewer programs than rows."""
+    """Small blocks, so that rows are several of them."""
     interpreter = interpret.prepare(monkeypatch)
     monkeypatch.setattr(cross_entropy, "_kernel", interpreter.InterpretedFunction(cross_entropy._cross_entropy))
     monkeypatch.setattr(cross_entropy, "_BLOCK", (4, 4))
-    monkeypatch.setattr(cross_entropy, "_multiprocessors", lambda device: MULTIPROCESSORS)
 
 
 def wanted(logits: Tensor, target: Tensor, share: float) -> tuple[Tensor, Tensor]:
