@@ -87,6 +87,9 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/kernels.py": {
         "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
     },
+    "lower/launches.py": {
+        "torch._inductor": "where the kernels that it writes wait for the ones in front of them, and that they may",
+    },
     "lower/rows.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },

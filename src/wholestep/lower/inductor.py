@@ -13,6 +13,7 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
@@ -35,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import instructions, kernels
+from wholestep.lower import instructions, kernels, launches
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
@@ -210,7 +211,9 @@ class Inductor:
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
-            with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
+            settings = inductor_config.patch(_SETTINGS[inputs[0].device.type])
+            early = launches.early() if inputs[0].is_cuda else contextlib.nullcontext()
+            with tracing(TracingContext(mode)), mode, settings, early:
                 self._compiled[likeness] = compile_fx_inner(graph, inputs)
         return self._compiled[likeness]
 

@@ -9,10 +9,11 @@ computes it for all of them, one row of a table each (`lower/rows.py`)::
 
 Note: tables in CUDA graphs
     Outside of a capture a table is made anew where an address has changed, through pinned memory of its own, which the
-    allocator keeps until the copy is done. A capture records a copy out of `_held`, which was there before it (a
-    capture cannot pin memory) and lives as long as this object, which the owner of the graph keeps. Nothing else reads
-    `_held`. A step that is captured again has dropped its graph, and `torch.cuda.graph` waits for the device before a
-    capture begins: the last replay of the old graph is done before `_held` changes.
+    allocator keeps until the copy is done. A graph finds its addresses in `_captured`, which lives as long as this
+    object, which the owner of the graph keeps. It is filled during the capture but not by the graph: the addresses are
+    those of every replay, and a copy in front of each kernel would be waited for. A step that is captured again has
+    dropped its graph, and `torch.cuda.graph` waits for the device before a capture begins: the last replay of the old
+    graph is done before `_captured` changes.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ class Lists:
         self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64)
         self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64)
         self._programs = torch.tensor(programs, dtype=torch.int32).to(self._device)
+        # A capture can make neither of them.
         self._held = torch.empty(len(cells), dtype=torch.int64, pin_memory=on_gpu)
+        self._captured = torch.empty(len(cells), dtype=torch.int64, device=self._device)
+        self._aside = torch.cuda.Stream(self._device) if on_gpu else None
         self._known: tuple[Any, ...] = ()
         self._table: Tensor | None = None
 
@@ -155,8 +159,12 @@ class Lists:
         """The table with these addresses, for what is launched next."""
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
+            assert self._aside is not None
             torch.add(torch.tensor(addresses)[self._bases], self._offsets, out=self._held)
-            return self._held.to(self._device, non_blocking=True)
+            with torch.cuda.stream(self._aside):
+                self._captured.copy_(self._held, non_blocking=True)
+            self._aside.synchronize()
+            return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
         if self._table is None or known != self._known:
             filled = torch.tensor(addresses)[self._bases] + self._offsets
