@@ -14,7 +14,7 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
+from wholestep.lower import choice, copies, cross_entropy, cudagraph, eager, inductor, lists
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -91,7 +91,7 @@ class Inductor:
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
-            lean_cross_entropy,
+            partial(lean_cross_entropy, fuses=_fuses),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
@@ -133,8 +133,8 @@ class Inductor:
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
-        object, which a file holds once."""
+        """See `Eager.kernels`. The first entry is what all segments have in common; those of segments that are alike
+        are one object, which a file holds once."""
         written = functools.cache(lambda one: self._lists.written(one) or self._inductor.written(one))
         first: dict[str, Segment] = {}
         segments = segments_of(program)
@@ -143,7 +143,8 @@ class Inductor:
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
         found, *rest = kernels
-        self._inductor.take_found(found or b"")
+        if found is not None:
+            self._inductor.take_found(found)
         for segment, data in zip(segments_of(program), rest, strict=True):
             if data is not None and not self._lists.take(segment, data):
                 self._inductor.take(segment, data)
@@ -166,6 +167,11 @@ class Inductor:
     def _has_failed(self, reason: str) -> None:
         self.why_no_graph = f"its capture failed: {reason}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
+
+
+def _fuses(product: fx.Node) -> bool:
+    """Whether logits go to our own kernel: where they lie in memory anyway, as a library has written them."""
+    return inductor.by_library(product) and cross_entropy.takes(product)
 
 
 def segments_of(program: Program) -> list[Segment]:

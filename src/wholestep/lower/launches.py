@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch.compiler.config
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.triton import TritonKernel
 
@@ -37,9 +38,11 @@ def early() -> Iterator[None]:
         yield
         return
     before = getattr(TritonKernel, _DECIDES)
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag} wholestep::early".strip()  # the option alone means other kernels
     setattr(TritonKernel, _DECIDES, _wait_always)
     try:
-        with inductor_config.patch({"triton.enable_pdl": True}):
+        with inductor_config.patch({"triton.enable_pdl": True}), config.patch(cache_key_tag=tag):
             yield
     finally:
         setattr(TritonKernel, _DECIDES, before)

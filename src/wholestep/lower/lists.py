@@ -21,22 +21,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import linecache
 import logging
-import pickle
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import copies, pointwise
+from wholestep.lower import binaries, copies, pointwise
 from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.passes import sink
@@ -93,17 +90,14 @@ class Plans:
         found = self._of(segment)
         texts = [kernel.text for kernel in found.kernels] if isinstance(found, Plan) else []
         built = [_binaries[text] for text in texts if text in _binaries]
-        return pickle.dumps(list(map(_files, built))) if built and len(built) == len(texts) else None
+        return binaries.written(built) if built and len(built) == len(texts) else None
 
     def take(self, segment: Segment, data: bytes) -> bool:
         """Puts what `written` gave where Triton looks for it. Whether the segment is one of kernels over lists."""
         if not isinstance(self._of(segment), Plan):
             return False
         try:
-            for key, files in pickle.loads(data):
-                cache = _caches().get_cache_manager(key)
-                group = {name: cache.put(content, name) for name, content in files.items()}
-                cache.put_group(next(name for name in files if name.endswith(".json")), group)
+            binaries.take(data)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
         return True
@@ -285,18 +279,6 @@ def _build(wanted: Mapping[str, torch.device]) -> None:
 
 _binaries: dict[str, Any] = {}
 """What Triton has made of a module's text."""
-
-
-def _files(compiled: Any) -> tuple[str, dict[str, bytes]]:
-    """What Triton needs of a kernel to launch it: the key in its cache on disk, and the files there."""
-    paths = {name: Path(path) for name, path in compiled.metadata_group.items()}
-    return compiled.hash, {
-        name: path.read_bytes() for name, path in paths.items() if path.suffix in (".json", ".cubin")
-    }  # fmt: skip
-
-
-def _caches() -> Any:
-    return importlib.import_module("triton.runtime.cache")
 
 
 @functools.cache
