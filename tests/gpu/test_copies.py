@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.gpu.test_inductor import TOLERANCE, close, train
 from tests.unit.lower.test_inductor import train_step
-from wholestep.lower import copies
+from wholestep.lower import copies, lists, pointwise
 from wholestep.passes import by_copies
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.ops import WAIT
@@ -106,6 +112,68 @@ def test_graphs_of_messages_are_replayed(nccl2) -> None:
 
 def test_graphs_of_messages_are_replayed_on_four_gpus(nccl4) -> None:
     nccl4.run(_replays)
+
+
+class Words(nn.Module):
+    """(rows) words -> (rows, 5). The gradient of the embedding comes last, 41 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40_000, 128)
+        self.body = nn.Sequential(nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.embedding(x))
+
+
+def _step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def _train_words(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Words().double().cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()]) if ddp else model
+    losses = []
+    for number in range(20):
+        draw = torch.Generator().manual_seed(100 * number + rank)
+        x, y = (torch.randint(limit, (512,), generator=draw).cuda() for limit in (40_000, 5))
+        losses.append(step(wrapped, opt, x, y))
+    return torch.stack(losses), dict(model.state_dict())
+
+
+def _updates_early() -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    begin, begun = lists.Lists._begin, list[int]()
+
+    def noted(*args: Any) -> int:
+        begun.append(begin(*args))
+        return begun[-1]
+
+    try:
+        lists.Lists._begin = noted
+        step = ws.compile(_step, strategy=ws.DDP(bucket_bytes=1 << 10), backend="inductor")
+        found = _train_words(step, world.rank)
+        assert step.explain().backend == "inductor, one CUDA graph"
+        close(found, _train_words(_step, world.rank, ddp=True))
+        assert begun
+        assert all(0 < one < 40_000 * 128 / pointwise.CHUNK for one in begun)
+    finally:
+        lists.Lists._begin = begin  # the processes go on to other tests
+
+
+def test_an_update_begins_before_all_of_its_gradient_is_there(nccl2) -> None:
+    nccl2.run(_updates_early)
+
+
+def test_an_update_begins_before_all_of_its_gradient_is_there_on_four_gpus(nccl4) -> None:
+    nccl4.run(_updates_early)
 
 
 def _trains() -> None:

@@ -120,6 +120,7 @@ class Inductor:
             self._lists.begin(program)
         if not self._on_gpu or wait is not None:
             return lower(program)
+        program = self._lists.as_it_arrives(program)
         parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             self._goes_without(parts)

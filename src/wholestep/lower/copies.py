@@ -108,17 +108,27 @@ class Peers(Protocol):
         """What `stream` is given from now on runs when all ranks have come to this meeting."""
         ...
 
+    def mark(self, stream: int) -> Any:
+        """An event behind what `stream` has been given so far, or has waited for."""
+        ...
+
 
 Add = Callable[[Tensor, Tensor], None]
 """``add(slots, own)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape (elements),
 in the place of the rank's slot. It is written to ``own`` and to the rank's slot."""
 
 
-def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
+Pieces = Sequence[tuple[int, Any]]
+"""(elements, event): so many from the start of a message are there behind this event and those before it. Behind the
+last event all of it is, and no stream reads or writes it any more."""
+
+
+def all_reduce(message: Tensor, peers: Peers, add: Add) -> Pieces:
     """Gives every rank what `add` makes of the messages of all, in place. `message` has one dimension.
 
     All streams have waited for the message. It is there behind the last one, ``PULLS[1]``.
     """
+    pieces, stop = list[tuple[int, Any]](), 0
     size, rank = peers.size, peers.rank
     length = part_length(size, message.dtype)
     memories = [peers.memory(one, message.dtype)[: 2 * size * length].view(2, size, length) for one in range(size)]
@@ -136,8 +146,11 @@ def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
         peers.wait(pull, ADD)
         for other in reversed(others):
             peers.run(pull, partial(_copy, parts[other], sets[other][other, : parts[other].numel()]))
+        stop += sum(part.numel() for part in parts)
+        pieces.append((stop, peers.mark(pull)))
     for stream in (PUSH, ADD, PULLS[0]):
         peers.wait(PULLS[1], stream)
+    return [*pieces[:-1], (stop, peers.mark(PULLS[1]))]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -193,6 +206,11 @@ class _Mapped:
         """See `Peers`. A rank that waits for longer than the group's timeout ends with an error of the device."""
         self.run(stream, partial(self.handle.barrier, 0, self.timeout_ms))
 
+    def mark(self, stream: int) -> torch.cuda.Event:
+        """See `Peers`."""
+        event: torch.cuda.Event = self.streams[stream].record_event()
+        return event
+
 
 class _Group:
     """What a group needs to reduce by copies, made when all its ranks do so for the first time."""
@@ -229,16 +247,29 @@ def _group_of(name: str, device: torch.device) -> _Group:
     return known
 
 
-def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
-    """The in-place operator on a GPU: starts the reduction on streams of its own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arriving:
+    """A message that is being reduced."""
+
+    message: Tensor
+    pieces: Pieces
+
+
+def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
+    """Starts to reduce a contiguous tensor of a GPU, in place, on streams of their own; "sum" or "avg"."""
     peers = _group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
     for stream in peers.streams:
         stream.wait_stream(torch.cuda.current_stream(message.device))
     with torch.no_grad():
-        all_reduce(message.view(-1), peers, add)
-        with torch.cuda.stream(peers.streams[PULLS[1]]):
-            return started_on_this_stream(message)
+        return Arriving(message=message, pieces=all_reduce(message.view(-1), peers, add))
+
+
+def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
+    """The in-place operator on a GPU."""
+    start(message, reduce_op, group)
+    with torch.cuda.stream(_group_of(group, message.device).peers.streams[PULLS[1]]):
+        return started_on_this_stream(message)
 
 
 LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")

@@ -24,15 +24,21 @@ import hashlib
 import linecache
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import binaries, captures, pointwise
+from wholestep.lower import binaries, captures, copies, pointwise
 from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
+from wholestep.passes import sink
+from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 
@@ -43,11 +49,20 @@ __all__ = ["Lists", "Plans", "takes"]
 _WARPS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """An argument of a segment that comes as `copies.Arriving`."""
+
+    argument: int
+    itemsize: int
+
+
 class Plans:
     """Finds kernels for segments, once each."""
 
     def __init__(self) -> None:
         self._plans: dict[Segment, Plan | str] = {}
+        self._awaited: dict[Segment, _Awaited] = {}
         self._texts: dict[str, str] = {}
         self._building: threading.Thread | None = None
 
@@ -65,7 +80,7 @@ class Plans:
         if isinstance(found, Plan):
             if self._building is not None:
                 self._building.join()
-            return Lists(found)
+            return Lists(found, self._awaited.get(segment))
         if any(map(takes, segment.calls)):
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
@@ -92,6 +107,30 @@ class Plans:
             self._plans[segment] = plan(segment, self._texts)
         return self._plans[segment]
 
+    def as_it_arrives(self, program: Program) -> Program:
+        """The scheduled program whose last update by copies begins when all pieces of its gradients but one are there.
+
+        While it does, the wires are busy with the last piece, behind which there is only that piece's own part left.
+        The segment waits itself then. That can be where it alone reads the message, and by one kernel, so that no
+        element is read which another kernel has overwritten; and where inputs are written beside communication anyway.
+        """
+        if not sink.writes_beside_communication(program):
+            return program
+        program = edit.copy(program)
+        waits = (node for node in reversed(program.graph.nodes) if node.target is ops.WAIT and _is_by_copies(node))
+        wait = next(waits, None)
+        reader = next(iter(wait.users)) if wait is not None and len(wait.users) == 1 else None
+        if wait is None or reader is None or not isinstance(reader.target, Segment):
+            return program
+        segment, awaited = reader.target, _Awaited(reader.args.index(wait), meta.tensor(wait).itemsize)
+        if isinstance(found := self._of(segment), Plan) and _can_await(found, awaited.argument):
+            reader.target = replace(segment)
+            self._plans[reader.target], self._awaited[reader.target] = found, awaited
+            start = ops.waited_for(wait)
+            start.target = copies.start
+            edit.replace_node(wait, start)
+        return program
+
     def tell_lists(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
         # Segments change once more, when results are stored where their operands lay.
@@ -107,9 +146,11 @@ class Plans:
 class Lists:
     """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, awaited: _Awaited | None = None) -> None:
         """Lays out the tables. Not to be called in a capture."""
-        self._plan, self._device = plan, plan.device
+        self._plan, self._device, self._awaited = plan, plan.device, awaited
+        self._needs_bytes: list[int] = []
+        """Of what is awaited, for each program of the first kernel, in order."""
         on_gpu = self._device.type == "cuda"
         cells: list[Cell] = []
         programs: list[tuple[int, int]] = []
@@ -119,6 +160,10 @@ class Lists:
             first = len(programs)
             for row, (*_, size) in enumerate(kernel.rows):
                 programs += [(row, chunk) for chunk in range(-(-size.offset // pointwise.CHUNK))]
+            if awaited is not None and not kernel.of_numbers:
+                needs = {(row, chunk): _needed_bytes(kernel.rows[row], chunk, awaited) for row, chunk in programs}
+                programs.sort(key=needs.__getitem__)
+                self._needs_bytes = [needs[one] for one in programs]
             if len(programs) > first:
                 self._launches.append((_built(kernel.text), len(cells), first, len(programs) - first))
             cells += [cell for row in kernel.rows for cell in row]
@@ -136,6 +181,10 @@ class Lists:
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """One run."""
+        arriving: copies.Arriving | None = None
+        if self._awaited is not None:
+            arriving = arguments[self._awaited.argument]
+            arguments[self._awaited.argument] = arriving.message
         results: list[Any] = [None] * self._plan.num_results
         for number, like in self._plan.fresh:
             results[number] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
@@ -143,13 +192,34 @@ class Lists:
         tensors = [*arguments, *(results[number] for number, _ in self._plan.fresh), *turned]
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             table = self._filled([0, *map(Tensor.data_ptr, tensors)])
-            for kernel, start, first, count in self._launches:
-                kernel[(count,)](table[start:], self._programs[first:], num_warps=_WARPS)
+            done = 0 if arriving is None else self._begin(table, arriving)
+            for number, (*_, count) in enumerate(self._launches):
+                self._launch(table, number, 0 if number else done, count)
         arguments.clear()
         return results
 
     def _fill(self) -> None:
         self._captured.copy_(self._held, non_blocking=True)
+
+    def _begin(self, table: Tensor, arriving: copies.Arriving) -> int:
+        """Launches what programs of the first kernel can do without the last piece, and waits for that one.
+
+        Gives how many programs have been launched.
+        """
+        *early, (_, last) = arriving.pieces
+        for _, event in early:
+            event.wait()
+        there = early[-1][0] * arriving.message.itemsize if early else 0
+        done = bisect_right(self._needs_bytes, there) // 2 * 2  # tables start on 16 bytes
+        self._launch(table, 0, 0, done)
+        last.wait()
+        return done
+
+    def _launch(self, table: Tensor, number: int, start: int, stop: int) -> None:
+        """Some programs of a kernel."""
+        if stop > start:
+            kernel, cells, first, _ = self._launches[number]
+            kernel[(stop - start,)](table[cells:], self._programs[first + start :], num_warps=_WARPS)
 
     def _filled(self, addresses: list[int]) -> Tensor:
         """The table with these addresses, for what is launched next."""
@@ -165,6 +235,27 @@ class Lists:
             filled = filled.pin_memory() if on_gpu else filled
             self._known, self._table = known, filled.to(self._device, non_blocking=True)
         return self._table
+
+
+def _is_by_copies(wait: fx.Node) -> bool:
+    start = ops.waited_for(wait)
+    return start.target is ALL_REDUCE_BY_COPIES_ and list(start.users) == [wait]
+
+
+def _can_await(plan: Plan, argument: int) -> bool:
+    """Whether a plan can begin with a part of an argument: it is read where it is, and one kernel alone goes through
+    elements. Kernels of numbers are launched behind it anyway, as it reads what they overwrite."""
+    return sum(not kernel.of_numbers for kernel in plan.kernels) == 1 and all(
+        one.argument != argument for one in plan.turned
+    )
+
+
+def _needed_bytes(row: tuple[Cell, ...], chunk: int, awaited: _Awaited) -> int:
+    """Up to where a program reads the argument that is awaited; 0 if it does not."""
+    *cells, size = row
+    stop = min((chunk + 1) * pointwise.CHUNK, size.offset)
+    ends = (cell.offset + stop * awaited.itemsize for cell in cells if cell.base == 1 + awaited.argument)
+    return max(ends, default=0)
 
 
 def _turn(turned: Turned, argument: Tensor) -> Tensor:

@@ -50,11 +50,18 @@ class Rank:
     def meet(self, stream: int) -> None:
         self.run(stream, None)
 
-    def reduce(self, message: Tensor, add: copies.Add) -> None:
+    def mark(self, stream: int) -> frozenset[int]:
+        return self._tails[stream]
+
+    def wait_for(self, stream: int, mark: frozenset[int]) -> None:
+        """What `stream` is given from now on runs behind a mark."""
+        self._tails[stream] |= mark
+
+    def reduce(self, message: Tensor, add: copies.Add) -> copies.Pieces:
         """What the operator does."""
         for stream in range(copies.NUM_STREAMS):
             self.wait(stream, MAIN)
-        copies.all_reduce(message, self, add)
+        return copies.all_reduce(message, self, add)
 
     def end_of_graph(self) -> None:
         """What comes runs behind what the caller's stream has been given or has waited for, and nothing else."""

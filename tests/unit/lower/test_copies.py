@@ -87,9 +87,13 @@ def steps_of_messages(size: int, without: Sequence[tuple[int, int]] = ()) -> tup
                 rank.reduce(message, partial(added, rank=rank.rank, averages=False))
             rank.wait(MAIN, copies.PULLS[1])
             for message in messages:
-                rank.run(MAIN, partial(lambda found, message: found.append(message.clone()), found, message))
+                rank.run(MAIN, partial(note, found, message))
             rank.end_of_graph()
     return ranks, seen
+
+
+def note(found: list[Tensor], message: Tensor) -> None:
+    found.append(message.clone())
 
 
 def values(rank: int, step: int, number: int) -> Tensor:
@@ -120,6 +124,28 @@ def test_sums_are_right_in_every_order_that_streams_allow(size: int, one_queue: 
         ranks, seen = steps_of_messages(size)
         run_all(ranks, random.Random(seed), one_queue=one_queue)
         assert all_have_the_sums(seen), f"seed {seed}"
+
+
+@pytest.mark.parametrize("length", [100, 700, 1300])
+def test_pieces_are_there_behind_their_events(length: int, monkeypatch):
+    tiny_pieces(monkeypatch)
+    for seed in range(20):
+        draw, memories = torch.Generator().manual_seed(seed), memories_of(3)
+        messages = [torch.randint(-1000, 1000, (length,), generator=draw).float() for _ in range(3)]
+        wanted = sum(messages)
+        ranks, stops, seen = [Rank(rank, memories) for rank in range(3)], [], []
+        for rank, message in zip(ranks, messages, strict=True):
+            pieces = rank.reduce(message, partial(added, rank=rank.rank, averages=False))
+            stops = [stop for stop, _ in pieces]
+            for stop, mark in pieces:
+                rank.wait_for(MAIN, mark)
+                rank.run(MAIN, partial(note, seen, message[:stop]))
+            rank.run(MAIN, partial(message.fill_, torch.nan))  # whoever still reads it sends that to others
+        run_all(ranks, random.Random(seed))
+        assert len(seen) == 3 * len(stops)
+        assert all(torch.equal(one, wanted[: len(one)]) for one in seen)
+        assert stops[-1] == length
+        assert stops == sorted({len(one) for one in seen})
 
 
 WAITS = [
