@@ -67,12 +67,13 @@ PIECE_BYTES = 160 << 20
 
 A piece costs two meetings. One takes 10 us on an idle GPU, 50 beside updates and up to 300 beside products of matrices,
 until a multiprocessor is free; what a megabyte takes to be pushed and pulled among 4 GPUs is 4.7 us (350 GB/s there,
-300 back, measured). So meetings beside products are hidden by pieces from 130 MB on, and the wires are always busy.
+300 back, measured). So the wires stay busy beside products with pieces from 130 MB on, and beside updates from 24 on.
 """
 SPLIT_BYTES = 32 << 20
 """Messages from here on travel in an even number of pieces, so that both sets are used alike and the next message finds
 the first one free. Two pieces of a message on its own end sooner than one if its time on the wires is more than that of
-four meetings: from 43 MB on beside updates, from 9 on an idle GPU. Behind others they always do."""
+four meetings: from 43 MB on beside updates, from 9 on an idle GPU, by a model of the wires. Messages of one piece
+do not overlap with each other, as all of them use the first set."""
 PUSH, ADD, PULLS = 0, 1, (2, 3)
 """Streams; pulls have one for each set of slots."""
 NUM_STREAMS = 4
