@@ -32,8 +32,9 @@ from torch._inductor.triton_bundler import TritonBundler
 
 from wholestep.lower.moved import CannotMove, kernel_texts, moved
 
-_OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx")
-"""What a kernel holds of the process that it runs in, besides what it takes off itself."""
+_OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
+"""What a kernel holds of the process that it runs in, besides what it takes off itself. The last one keeps the block
+size that was measured to be the fastest in that process's cache; here it travels with the kernel."""
 
 
 def dumps(compiled: CompiledFxGraph) -> bytes:

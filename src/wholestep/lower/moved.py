@@ -26,7 +26,7 @@ _FORM = re.compile(rf"\b({'|'.join(_FORMS)})(\d+)\b")
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 _HARMLESS = re.compile(r"\b(?:empty_strided_cuda|tl\.device_assert)\(")
 """Calls whose first argument is no number of a GPU, whatever it is."""
-_SUSPECT = re.compile(r"\w*(?:cuda|device|gpu|stream|guard|generator)\w*[^\w\n]{0,2}(?:\w+ ?[=:] ?)?\d", re.IGNORECASE)
+_SUSPECT = re.compile(r"\w*(?:cuda|device|gpu|stream|guard|generator)\w*[^\w\n]{0,4}(?:\w+ ?[=:] ?)?\d", re.IGNORECASE)
 """A number behind a word that has to do with devices."""
 
 
@@ -42,7 +42,7 @@ def moved(text: str, old: int, new: int) -> str:
     code = _COMMENT.sub("", text)
     if others := {int(found[2]) for found in _FORM.finditer(code)} - {old}:
         raise CannotMove(f"it was compiled for GPU {old} and names GPU {min(others)}")
-    rest = _HARMLESS.sub("(", _FORM.sub("~", code))
+    rest = _HARMLESS.sub("(", _FORM.sub("it", code))
     if (found := _SUSPECT.search(rest)) is not None:
         line = rest[rest.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0]
         raise CannotMove(f"a number of a GPU may stand in a form that is not known: {line.strip()[:200]!r}")

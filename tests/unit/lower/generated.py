@@ -1,12 +1,20 @@
-"""What Inductor writes for GPUs, on a machine without one: ``python -m tests.unit.lower.generated NUMBER...`` prints
-JSON, ``{number: {kind of segment: text of its module}}``. Needs triton. Run by `tests.unit.lower.test_moved`."""
+"""What Inductor makes for GPUs, on a machine without one: ``python -m tests.unit.lower.generated OLD NEW`` prints JSON.
+
+    old, new     the text of the module of every kind of segment, as Inductor writes it for the GPU of this number
+    travelled    some of them compiled for OLD by Triton, taken over for NEW, and compiled for NEW
+
+Triton needs no GPU to compile for one. What loads a binary is replaced. Run by `tests.unit.lower.test_moved`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,20 +22,29 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
+import triton
 from torch import Tensor
+from torch._dynamo import device_interface
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.utils import fresh_cache
 from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
 
-from wholestep.lower import inductor
+from wholestep.lower import inductor, kernels
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, warp_size=32,
@@ -36,10 +53,11 @@ H200 = SimpleNamespace(
 )  # fmt: skip
 
 Make = Callable[..., Tensor]
+Segment = Callable[[Make], Iterable[Tensor]]
 
 
-def pointwise(make: Make) -> Tensor:
-    return F.gelu(make(512, 768) * 2 + make(768))
+def pointwise(make: Make) -> list[Tensor]:
+    return [F.gelu(make(512, 768) * 2 + make(768))]
 
 
 def reduction(make: Make) -> list[Tensor]:
@@ -58,18 +76,18 @@ def combo_kernel(make: Make) -> list[Tensor]:
     return [make(8 * number, 33).to(torch.bfloat16) for number in range(1, 7)]
 
 
-def product(make: Make) -> Tensor:
-    return torch.relu(make(512, 768, dtype=torch.bfloat16) @ make(768, 768, dtype=torch.bfloat16))
+def product(make: Make) -> list[Tensor]:
+    return [torch.relu(make(512, 768, dtype=torch.bfloat16) @ make(768, 768, dtype=torch.bfloat16))]
 
 
-def attention(make: Make) -> Tensor:
+def attention(make: Make) -> list[Tensor]:
     q, k, v = (make(4, 8, 128, 64, dtype=torch.bfloat16) * 2 for _ in range(3))
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] + 1
+    return [torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] + 1]
 
 
-def embedding_backward(make: Make) -> Tensor:
+def embedding_backward(make: Make) -> list[Tensor]:
     index = make(8192, dtype=torch.int64)
-    return torch.ops.aten.embedding_dense_backward(make(8192, 768) + 1, index, 50304, -1, False)
+    return [torch.ops.aten.embedding_dense_backward(make(8192, 768) + 1, index, 50304, -1, False)]
 
 
 def mutation(make: Make) -> list[Tensor]:
@@ -87,19 +105,32 @@ def made_on_the_device(make: Make) -> list[Tensor]:
     ]  # fmt: skip
 
 
-SEGMENTS: tuple[Callable[[Make], Any], ...] = (
+SEGMENTS: tuple[Segment, ...] = (
     pointwise, reduction, mix_order_reduction, combo_kernel, product, attention, embedding_backward, mutation,
     made_on_the_device,
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def gpu(number: int) -> Iterator[None]:
-    """Has Inductor believe in H200s, of which the one with this number is the current one."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+class Loader:
+    """In the place of what loads binaries onto a GPU."""
 
-    device = torch.device("cuda", number)
+    def __init__(self) -> None:
+        self.loaded: list[list[Any]] = []
+        """Name of the kernel, number of the GPU and file, of every one."""
+
+    def _load_kernel(self, path: str, name: str, shared: int, device: int) -> tuple[int, ...]:
+        assert Path(path).stat().st_size
+        self.loaded.append([name, device, path])
+        function, registers, spills = 1, 40, 0
+        return (function, registers, spills) if torch.__version__ < "2.13" else (1, function, registers, spills)
+
+    def _unload_kernel(self, module: int) -> None: ...
+
+
+@contextlib.contextmanager
+def gpu(number: int) -> Iterator[Loader]:
+    """Has Inductor and Triton believe in H200s, of which the one with this number is the current one."""
+    device, loader = torch.device("cuda", number), Loader()
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_active_torch_device=lambda: device,
         get_benchmarker=lambda: None, get_current_device=lambda: number,
@@ -108,39 +139,111 @@ def gpu(number: int) -> Iterator[None]:
     known = {name: getattr(H200, name) for name in DeviceProperties._fields if hasattr(H200, name)}
     props = DeviceProperties(type="cuda", index=number, cc=90, **known)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(inductor._SETTINGS["cuda"] | {"compile_threads": 1}))
         for thing, name, value in (
             (DeviceProperties, "create", lambda device: props), (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "device_count", lambda: 8), (torch.cuda, "current_device", lambda: number),
             (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
             (torch.cuda, "get_device_properties", lambda device=None: H200),
+            (torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8)),
+            (torch.cuda, "set_rng_state", lambda state: None), (torch.cuda, "synchronize", lambda: None),
+            (torch.cuda, "_exchange_device", lambda device: number),
+            (torch.cuda, "_maybe_exchange_device", lambda device: number),
             (fake_tensor, "init_gpu_context", lambda device: None),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
+            (device_interface, "DeviceGuard", lambda interface, number: contextlib.nullcontext()),
+            (StaticallyLaunchedCudaKernel, "C_impl", loader),
         ):  # fmt: skip
             stack.enter_context(patch.object(thing, name, value))
-        yield
+        yield loader
 
 
-def text_of(segment: Callable[[Make], Any], number: int) -> str:
-    """The module that Inductor writes for a segment on the GPU with this number."""
+def graph_of(segment: Segment, number: int) -> tuple[fx.GraphModule, list[Tensor], FakeTensorMode]:
+    """A segment in the operators that Inductor lowers, and its arguments."""
     mode, inputs = FakeTensorMode(shape_env=ShapeEnv()), list[Tensor]()
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         inputs.append(torch.empty(shape, dtype=dtype, device=f"cuda:{number}"))
         return inputs[-1]
 
-    def run(*tensors: Tensor) -> Any:
+    def run(*tensors: Tensor) -> list[Tensor]:
         given = iter(tensors)
-        return segment(lambda *shape, dtype=None: next(given))
+        return list(segment(lambda *shape, dtype=None: next(given)))
 
-    with mode, torch.no_grad(), inductor_config.patch(inductor._SETTINGS["cuda"]), tracing(TracingContext(mode)):
+    with mode, torch.no_grad():
         segment(make)
         graph = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
-        if segment is mutation:
-            _store(graph)
-        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
-        with V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
-            lowering.run(*inputs)
-            code, _ = lowering.codegen()
+    if segment is mutation:
+        _store(graph)
+    return graph, inputs, mode
+
+
+def text_of(segment: Segment, number: int) -> str:
+    """The module that Inductor writes for a segment on the GPU with this number. Nothing is compiled."""
+    graph, inputs, mode = graph_of(segment, number)
+    lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
+    handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
+    with mode, tracing(TracingContext(mode)), handlers[0], handlers[1], handlers[2]:
+        lowering.run(*inputs)
+        code, _ = lowering.codegen()
     return str(code.value)
+
+
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[None]:
+    """As in another process on another machine."""
+    with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder), patch.dict(os.environ):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        yield
+
+
+def travel(segment: Segment, old: int, new: int) -> dict[str, Any]:
+    """Compiles a segment on GPU `old`, takes it over on GPU `new`, and compiles it there for comparison."""
+    with gpu(old), fresh_caches():
+        data = kernels.dumps(compiled(segment, old))
+    made = list[str]()
+    make_ir = ASTSource.make_ir
+
+    def counted(self: Any, *args: Any) -> Any:
+        made.append(self.name)
+        return make_ir(self, *args)
+
+    with patch.object(ASTSource, "make_ir", counted), gpu(new) as loader, fresh_caches():
+        taken = kernels.loads(data, torch.device("cuda", new))
+        made_by_taking, loaded = len(made), loader.loaded
+        found = described(taken)
+    with patch.object(ASTSource, "make_ir", counted), gpu(new), fresh_caches():
+        own = described(compiled(segment, new))
+    return {
+        "made by taking": made_by_taking, "made by compiling": len(made) - made_by_taking, "loaded": loaded,
+        "taken": found, "own": own,
+    }  # fmt: skip
+
+
+def compiled(segment: Segment, number: int) -> Any:
+    """A segment as Inductor compiles it."""
+    graph, inputs, mode = graph_of(segment, number)
+    with mode, tracing(TracingContext(mode)):
+        return compile_fx_inner(graph, inputs)
+
+
+def described(segment: Any) -> dict[str, Any]:
+    """What a compiled segment that is ready to run knows of its device, and which binaries it has."""
+    scope = segment.compiled_fn_runner.call.__globals__
+    found = {name: one for name, one in scope.items() if isinstance(one, CachingAutotuner)}
+    return {
+        "devices": sorted(segment.device_idxs), "key": segment.cache_key, "text": segment.source_code,
+        "kernels": {
+            name: {
+                "properties": one.device_props._asdict(),
+                "meta": [one.triton_meta["device"], *(result.compile_meta["device"] for result in one.compile_results)],
+                "binaries": sorted(result.kernel.hash for result in one.compile_results),
+                "block sizes": sorted(str(result.config) for result in one.compile_results),
+                "launchers": len(one.launchers),
+            }
+            for name, one in found.items()
+        },
+    }  # fmt: skip
 
 
 def _store(graph: fx.GraphModule) -> None:
@@ -154,14 +257,15 @@ def _store(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def main(numbers: list[int]) -> None:
-    """Prints all texts."""
-    found: dict[int, dict[str, str]] = {}
-    for number in numbers:
+def main(old: int, new: int) -> None:
+    """Prints what is said above."""
+    texts: dict[int, dict[str, str]] = {}
+    for number in (old, new):
         with gpu(number):
-            found[number] = {segment.__name__: text_of(segment, number) for segment in SEGMENTS}
-    print(json.dumps(found))
+            texts[number] = {segment.__name__: text_of(segment, number) for segment in SEGMENTS}
+    travelled = {segment.__name__: travel(segment, old, new) for segment in (reduction, combo_kernel)}
+    print(json.dumps({"old": texts[old], "new": texts[new], "travelled": travelled}))
 
 
 if __name__ == "__main__":
-    main([int(number) for number in sys.argv[1:]])
+    main(*map(int, sys.argv[1:]))
