@@ -1,7 +1,9 @@
 """What Inductor makes for GPUs, on a machine without one: ``python -m tests.unit.lower.generated OLD NEW`` prints JSON.
 
     old, new     the text of the module of every kind of segment, as Inductor writes it for the GPU of this number
-    travelled    some of them compiled for OLD by Triton, taken over for NEW, and compiled for NEW
+    travelled    some of them compiled for OLD by Triton, and found in Inductor's cache there, taken over for NEW, and
+                 compiled for NEW
+    lists        a kernel over lists, likewise
 
 Triton needs no GPU to compile for one. What loads a binary is replaced. Run by `tests.unit.lower.test_moved`.
 """
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch._dynamo import device_interface
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -44,7 +47,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-from wholestep.lower import inductor, kernels
+from tests.unit.lower import test_lists
+from wholestep.lower import fused, inductor, kernels, lists
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, warp_size=32,
@@ -61,8 +65,7 @@ def pointwise(make: Make) -> list[Tensor]:
 
 
 def reduction(make: Make) -> list[Tensor]:
-    x = make(64, 65536)
-    return [x.sum(1), x.amax(1), torch.logsumexp(x, 1)]
+    return [make(64, 65536).sum(1)]
 
 
 def mix_order_reduction(make: Make) -> tuple[Tensor, ...]:
@@ -133,7 +136,7 @@ def gpu(number: int) -> Iterator[Loader]:
     device, loader = torch.device("cuda", number), Loader()
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_active_torch_device=lambda: device,
-        get_benchmarker=lambda: None, get_current_device=lambda: number,
+        get_benchmarker=lambda: None, get_current_device=lambda: number, get_current_stream=lambda device: 0,
     )  # fmt: skip
     triton.runtime.driver.set_active(driver)
     known = {name: getattr(H200, name) for name in DeviceProperties._fields if hasattr(H200, name)}
@@ -191,7 +194,7 @@ def text_of(segment: Segment, number: int) -> str:
 
 @contextlib.contextmanager
 def fresh_caches() -> Iterator[None]:
-    """As in another process on another machine."""
+    """As in another process on another machine; Triton's cache is a folder per GPU, as where no variable names it."""
     with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder), patch.dict(os.environ):
         os.environ.pop("TRITON_CACHE_DIR", None)
         yield
@@ -200,24 +203,57 @@ def fresh_caches() -> Iterator[None]:
 def travel(segment: Segment, old: int, new: int) -> dict[str, Any]:
     """Compiles a segment on GPU `old`, takes it over on GPU `new`, and compiles it there for comparison."""
     with gpu(old), fresh_caches():
-        data = kernels.dumps(compiled(segment, old))
-    made = list[str]()
-    make_ir = ASTSource.make_ir
-
-    def counted(self: Any, *args: Any) -> Any:
-        made.append(self.name)
-        return make_ir(self, *args)
-
-    with patch.object(ASTSource, "make_ir", counted), gpu(new) as loader, fresh_caches():
-        taken = kernels.loads(data, torch.device("cuda", new))
-        made_by_taking, loaded = len(made), loader.loaded
-        found = described(taken)
-    with patch.object(ASTSource, "make_ir", counted), gpu(new), fresh_caches():
+        written = [kernels.dumps(compiled(segment, old)) for _ in range(2)]
+        assert counters["inductor"].pop("fxgraph_cache_hit") == 1  # the second time
+    taken, made, loaded = list[dict[str, Any]](), list[str](), list[Any]()
+    for data in written:
+        with counted(made), gpu(new) as loader, fresh_caches():
+            taken.append(described(kernels.loads(data, torch.device("cuda", new))))
+            loaded.append(loader.loaded)
+    made_by_taking = len(made)
+    with counted(made), gpu(new), fresh_caches():
         own = described(compiled(segment, new))
     return {
         "made by taking": made_by_taking, "made by compiling": len(made) - made_by_taking, "loaded": loaded,
-        "taken": found, "own": own,
+        "taken": taken, "own": own,
     }  # fmt: skip
+
+
+def travel_lists(old: int, new: int) -> dict[str, Any]:
+    """Builds a kernel over lists on GPU `old` and takes it over on GPU `new`."""
+    tensors = [torch.zeros(3), torch.zeros(4)]
+    plans, made = lists.Plans(), list[str]()
+    with patch.object(fused, "on_gpu", lambda node: True):
+        (segment,) = test_lists.segments(test_lists.scheduled(test_lists.doubled, tensors))
+        assert plans.has(segment)
+    (kernel,) = plans._of(segment).kernels
+
+    def build(number: int) -> str:
+        lists._build({kernel.text: torch.device("cuda", number)})
+        return str(lists._binaries[kernel.text].hash)
+
+    with counted(made), gpu(old), fresh_cache():
+        first, data = build(old), plans.written(segment)
+    made_by_building = len(made)
+    lists._binaries.clear()
+    with counted(made), gpu(new), fresh_cache():
+        plans.take(segment, data)
+        second = build(new)
+    return {"made by building": made_by_building, "made by taking": len(made) - made_by_building,
+            "same": first == second}  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted(made: list[str]) -> Iterator[None]:
+    """Writes down the names of kernels that Triton compiles."""
+    make_ir = ASTSource.make_ir
+
+    def noted(self: Any, *args: Any) -> Any:
+        made.append(self.name)
+        return make_ir(self, *args)
+
+    with patch.object(ASTSource, "make_ir", noted):
+        yield
 
 
 def compiled(segment: Segment, number: int) -> Any:
@@ -264,7 +300,8 @@ def main(old: int, new: int) -> None:
         with gpu(number):
             texts[number] = {segment.__name__: text_of(segment, number) for segment in SEGMENTS}
     travelled = {segment.__name__: travel(segment, old, new) for segment in (reduction, combo_kernel)}
-    print(json.dumps({"old": texts[old], "new": texts[new], "travelled": travelled}))
+    found = {"old": texts[old], "new": texts[new], "travelled": travelled, "lists": travel_lists(old, new)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from wholestep.lower.moved import _COMMENT, CannotMove, anywhere, kernel_texts, moved
 
@@ -30,8 +31,8 @@ SIGN = {
 @pytest.fixture(scope="module")
 def generated() -> dict[str, Any]:
     """What `tests.unit.lower.generated` says."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+    if importlib.util.find_spec("triton") is None or torch.version.cuda is None:
+        pytest.skip("this build of torch knows no CUDA, or triton is not installed")
     command = [sys.executable, "-m", "tests.unit.lower.generated", str(OLD), str(NEW)]
     root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
@@ -53,18 +54,23 @@ def test_a_moved_module_is_the_one_that_would_have_been_written(generated: dict[
 
 
 @pytest.mark.parametrize("kind", ["reduction", "combo_kernel"])
-def test_a_kernel_is_taken_over_with_its_binaries(generated: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize("origin", [0, 1], ids=["compiled", "from Inductor's cache"])
+def test_a_kernel_is_taken_over_with_its_binaries(generated: dict[str, Any], kind: str, origin: int) -> None:
     """By real Inductor and real Triton: what is loaded is what this GPU would have compiled."""
     found = generated["travelled"][kind]
     assert found["made by compiling"] > 0
     assert found["made by taking"] == 0
-    assert len(found["loaded"]) == found["made by compiling"]
-    assert {number for _, number, _ in found["loaded"]} == {NEW}
-    taken, own = found["taken"], found["own"]
+    loaded, taken, own = found["loaded"][origin], found["taken"][origin], found["own"]
+    assert len(loaded) == found["made by compiling"]
+    assert {number for _, number, _ in loaded} == {NEW}
     assert taken["devices"] == own["devices"] == [NEW]
     assert taken["kernels"] == own["kernels"]
     assert all(one["properties"]["index"] == NEW and set(one["meta"]) == {NEW} for one in taken["kernels"].values())
     assert _COMMENT.sub("", taken["text"]) == _COMMENT.sub("", own["text"])
+
+
+def test_a_kernel_over_lists_names_no_gpu(generated: dict[str, Any]) -> None:
+    assert generated["lists"] == {"made by building": 1, "made by taking": 0, "same": True}
 
 
 # What needs no triton.
