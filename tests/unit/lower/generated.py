@@ -205,17 +205,19 @@ def travel(segment: Segment, old: int, new: int) -> dict[str, Any]:
     with gpu(old), fresh_caches():
         written = [kernels.dumps(compiled(segment, old)) for _ in range(2)]
         assert counters["inductor"].pop("fxgraph_cache_hit") == 1  # the second time
-    taken, made, loaded = list[dict[str, Any]](), list[str](), list[Any]()
+    taken, made, loaded, ready = list[dict[str, Any]](), list[str](), list[Any](), list[int]()
     for data in written:
+        counters.clear()
         with counted(made), gpu(new) as loader, fresh_caches():
             taken.append(described(kernels.loads(data, torch.device("cuda", new))))
-            loaded.append(loader.loaded)
+        loaded.append(loader.loaded)
+        ready.append(counters["inductor"]["async_compile_cache_hit"])
     made_by_taking = len(made)
     with counted(made), gpu(new), fresh_caches():
         own = described(compiled(segment, new))
     return {
         "made by taking": made_by_taking, "made by compiling": len(made) - made_by_taking, "loaded": loaded,
-        "taken": taken, "own": own,
+        "ready": ready, "taken": taken, "own": own,
     }  # fmt: skip
 
 

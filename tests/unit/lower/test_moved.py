@@ -65,6 +65,7 @@ def test_a_kernel_is_taken_over_with_its_binaries(generated: dict[str, Any], kin
     assert {number for _, number, _ in loaded} == {NEW}
     assert taken["devices"] == own["devices"] == [NEW]
     assert taken["kernels"] == own["kernels"]
+    assert found["ready"][origin] == len(own["kernels"])  # without a look at their texts
     assert all(one["properties"]["index"] == NEW and set(one["meta"]) == {NEW} for one in taken["kernels"].values())
     assert _COMMENT.sub("", taken["text"]) == _COMMENT.sub("", own["text"])
 
