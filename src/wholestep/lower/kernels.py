@@ -20,6 +20,7 @@ import copy
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ from wholestep.lower.moved import CannotMove, kernel_texts, moved
 _OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
 """What a kernel holds of the process that it runs in, besides what it takes off itself. The last one keeps the block
 size that was measured to be the fastest in that process's cache; here it travels with the kernel."""
+
+_TEXTS = frozenset({".source", ".ttir", ".ttgir", ".llir", ".ptx", ".amdgcn"})
+"""What Triton's files are called that nobody needs who has the binary."""
 
 
 def dumps(compiled: CompiledFxGraph) -> bytes:
@@ -123,8 +127,14 @@ def _rested(bundle: Any, scope: Mapping[str, Any], resting: contextlib.ExitStack
         rested = resting.enter_context(_at_rest(kernel))
         kept |= _hashes(rested)
         entries.append(replace(entry, kernel=rested))
-    binaries = [one for one in bundle.kernel_artifacts if one.kernel_hash not in compiled - kept]
-    return replace(bundle, static_autotuners=entries, kernel_artifacts=binaries)
+    wanted = [one for one in bundle.kernel_artifacts if one.kernel_hash not in compiled - kept]
+    return replace(bundle, static_autotuners=entries, kernel_artifacts=list(map(_lean, wanted)))
+
+
+def _lean(binary: Any) -> Any:
+    """A kernel's files without the texts that Triton has gone through, which are most of them."""
+    files = [one for one in binary.artifacts if PurePath(one.filename).suffix not in _TEXTS]
+    return replace(binary, artifacts=files)
 
 
 def _hashes(kernel: Any) -> set[str]:

@@ -71,8 +71,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class File:
+    filename: str
+
+
+@dataclass(frozen=True)
 class Artifact:
     kernel_hash: str
+    artifacts: list[File] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,9 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bundle_of(*entries: Kernel) -> Bundle:
-    binaries = [Artifact(path_key(result.kernel.hash)) for kernel in entries for result in kernel.compile_results]
+    files = [File(f"k.{suffix}") for suffix in ("json", "source", "ttir", "ttgir", "llir", "ptx", "cubin")]
+    hashes = [path_key(result.kernel.hash) for kernel in entries for result in kernel.compile_results]
+    binaries = [Artifact(one, [*files, File("__grp__k.json")]) for one in hashes]
     names = [kernel.inductor_meta["kernel_name"] for kernel in entries]
     return Bundle([Entry(str(name), kernel) for name, kernel in zip(names, entries, strict=True)], binaries)
 
@@ -132,7 +140,9 @@ def test_kernels_of_the_cache_travel_after_they_have_run() -> None:
     assert there.kernel.launchers == []
     assert there.kernel._reload_kernel is there.kernel.save_cache_hook is None
     assert there.kernel.inductor_meta["dynamic_scale_rblock"] is False
-    assert [one.kernel_hash for one in found.kernel_artifacts] == ["<sum large>"]
+    (binary,) = found.kernel_artifacts
+    assert binary.kernel_hash == "<sum large>"
+    assert [one.filename for one in binary.artifacts] == ["k.json", "k.cubin", "__grp__k.json"]
     # The one that runs is as it was.
     assert kernel.launchers is launchers
     assert len(kernel.compile_results) == 2

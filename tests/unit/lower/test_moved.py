@@ -14,6 +14,8 @@ import torch
 
 from wholestep.lower.moved import _COMMENT, CannotMove, anywhere, kernel_texts, moved
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for `generated`
+
 OLD, NEW = 0, 2
 SEGMENTS = (
     "pointwise", "reduction", "mix_order_reduction", "combo_kernel", "product", "attention", "embedding_backward",
@@ -35,7 +37,7 @@ def generated() -> dict[str, Any]:
         pytest.skip("this build of torch knows no CUDA, or triton is not installed")
     command = [sys.executable, "-m", "tests.unit.lower.generated", str(OLD), str(NEW)]
     root = Path(__file__).parents[3]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=280)
     assert found.returncode == 0, found.stderr[-4000:]
     said: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     assert tuple(said["old"]) == tuple(said["new"]) == SEGMENTS
