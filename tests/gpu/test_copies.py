@@ -48,6 +48,66 @@ def test_the_operator_reduces_on_four_gpus(nccl4) -> None:
     nccl4.run(_operator)
 
 
+NUMBERS = (1_000_003, 45_000_001, 2_097_152, 3_000_017, 130_000_011, 12_000_007)
+"""Of elements of float32: one piece or two, and 4 of the largest message."""
+
+
+def _replays() -> None:
+    """Messages behind each other, in a graph that is replayed with other numbers, beside products; one between."""
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    group = dist.group.WORLD
+    draw = torch.Generator(device="cuda").manual_seed(world.rank)
+    sources = [torch.randn(number, generator=draw, device="cuda") for number in NUMBERS]
+    messages = [torch.full_like(source, torch.nan) for source in sources]
+    between = torch.empty_like(sources[1])
+    factor = torch.randn(6144, 6144, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        started = []
+        for source, message in zip(sources, messages, strict=True):
+            message.copy_(source.mul_(2))
+            started.append(ALL_REDUCE_BY_COPIES_(message, "sum", group.group_name))
+            torch.mm(factor, factor)  # a load
+        for one in started:
+            WAIT(one)
+
+    step()
+    _are_sums(messages, sources)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for number in range(20):
+        torch.cuda._sleep(3_000_000 * ((number + world.rank) % world.size))  # ranks come at different times
+        for source in sources:
+            source.normal_(generator=draw)
+        graph.replay()
+        if number % 3 == 0:
+            between.copy_(sources[1])
+            WAIT(ALL_REDUCE_BY_COPIES_(between, "sum", group.group_name))
+            graph.replay()
+            _are_sums([between], [sources[1] / 2])
+        _are_sums(messages, sources)
+
+
+def _are_sums(messages: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for message, source in zip(messages, sources, strict=True):
+        gathered = [torch.empty_like(source) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, source)
+        wanted = torch.zeros_like(source)
+        for one in gathered:  # in the order of the ranks
+            wanted += one
+        assert torch.equal(message, wanted)
+
+
+def test_graphs_of_messages_are_replayed(nccl2) -> None:
+    nccl2.run(_replays)
+
+
+def test_graphs_of_messages_are_replayed_on_four_gpus(nccl4) -> None:
+    nccl4.run(_replays)
+
+
 def _trains() -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)

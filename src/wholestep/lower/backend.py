@@ -15,7 +15,7 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
+from wholestep.lower import choice, copies, cross_entropy, cudagraph, eager, inductor, lists
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -99,7 +99,7 @@ class Inductor:
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
-            lean_cross_entropy,
+            partial(lean_cross_entropy, fuses=_fuses),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
@@ -171,8 +171,8 @@ class Inductor:
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
-        object, which a file holds once."""
+        """See `Eager.kernels`. The first entry is what all segments have in common; those of segments that are alike
+        are one object, which a file holds once."""
         written = functools.cache(lambda one: self._lists.written(one) or self._inductor.written(one))
         first: dict[str, Segment] = {}
         segments = segments_of(program)
@@ -184,12 +184,16 @@ class Inductor:
         if self._shelf is not None:
             self._had.add(inductor.key_of(segments, self._device))
         found, *rest = kernels
-        self._inductor.take_found(found or b"")
         given = [(segment, data) for segment, data in zip(segments, rest, strict=True) if data is not None]
+        if found is not None and not self._on_gpu:
+            self._inductor.take_found(found)
         for segment, data in given:
             if not self._lists.has(segment):
                 self._inductor.take(segment, data)
-        for segment, data in given:  # now that Inductor has told Triton where to look
+        # Behind Inductor, which tells Triton where its cache is.
+        if found is not None and self._on_gpu:
+            self._inductor.take_found(found)
+        for segment, data in given:
             if self._lists.has(segment):
                 self._lists.take(segment, data)
 
@@ -216,6 +220,11 @@ class Inductor:
 def _finds(shelf: Shelf | None) -> bool:
     """Whether this rank will find what another one has compiled."""
     return shelf is not None and not shelf.is_filled_here
+
+
+def _fuses(product: fx.Node) -> bool:
+    """Whether logits go to our own kernel: where they lie in memory anyway, as a library has written them."""
+    return inductor.by_library(product) and cross_entropy.takes(product)
 
 
 def segments_of(program: Program) -> list[Segment]:

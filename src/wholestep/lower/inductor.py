@@ -13,6 +13,7 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -20,7 +21,7 @@ import logging
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from wholestep.cost import calibrate
-from wholestep.lower import instructions, kernels
+from wholestep.lower import binaries, instructions, kernels, launches, wrapper
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.moved import anywhere
 from wholestep.lower.numbers import Numbers, takes_numbers
@@ -198,13 +199,19 @@ class Inductor:
             self._asking.start()
 
     def found(self) -> bytes:
-        """What was found out about the CPU, for another process."""
-        return instructions.answers() if self._on_cpu else b""
+        """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
+        that have run on a GPU."""
+        return instructions.answers() if self._on_cpu else binaries.written(binaries.kept())
 
     def take_found(self, found: bytes) -> None:
-        """Uses what `found` gave on such a CPU with such a compiler, which `marks` name."""
+        """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
         if self._on_cpu:
             instructions.believe(found)
+            return
+        try:
+            binaries.take(found)
+        except Exception as error:  # whatever it is, kernels can be built
+            log.warning("kernels that segments share are built anew: %s", _said(error))
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
@@ -215,9 +222,18 @@ class Inductor:
             mode = FakeTensorMode(shape_env=ShapeEnv())
             inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
             graph = decomposed(segment, inputs, mode)
-            with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
+            settings = inductor_config.patch(_SETTINGS[inputs[0].device.type])
+            with tracing(TracingContext(mode)), mode, settings, self._own_ways():
                 self._compiled[likeness] = compile_fx_inner(graph, inputs)
         return self._compiled[likeness]
+
+    @contextlib.contextmanager
+    def _own_ways(self) -> Iterator[None]:
+        """While it is open, Inductor writes for a GPU what it would write otherwise."""
+        with contextlib.ExitStack() as ways:
+            for way in () if self._on_cpu else (launches.early, wrapper.own_sums):
+                ways.enter_context(way())
+            yield
 
     def _ask(self) -> None:
         """Waits until it is known what the CPU can do, if somebody has asked."""

@@ -9,10 +9,11 @@ computes it for all of them, one row of a table each (`lower/rows.py`)::
 
 Note: tables in CUDA graphs
     Outside of a capture a table is made anew where an address has changed, through pinned memory of its own, which the
-    allocator keeps until the copy is done. A capture records a copy out of `_held`, which was there before it (a
-    capture cannot pin memory) and lives as long as this object, which the owner of the graph keeps. Nothing else reads
-    `_held`. A step that is captured again has dropped its graph, and `torch.cuda.graph` waits for the device before a
-    capture begins: the last replay of the old graph is done before `_held` changes.
+    allocator keeps until the copy is done. A graph finds its addresses in `_captured`, which lives as long as this
+    object, which the owner of the graph keeps. It is filled behind the capture: the addresses are those of every
+    replay, and a copy in front of each kernel would be waited for. A step that is captured again has dropped its graph,
+    and `torch.cuda.graph` waits for the device before a capture begins: the last replay of the old graph is done before
+    `_captured` changes. Where a user captures the step, nobody is there behind it, and the graph copies out of `_held`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import linecache
 import logging
-import pickle
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholestep.lower import pointwise
+from wholestep.lower import binaries, captures, pointwise
 from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.program.program import Program
@@ -77,7 +75,7 @@ class Plans:
         found = self._of(segment)
         texts = [kernel.text for kernel in found.kernels] if isinstance(found, Plan) else []
         built = [_binaries[text] for text in texts if text in _binaries]
-        return pickle.dumps(list(map(_files, built))) if built and len(built) == len(texts) else None
+        return binaries.written(built) if built and len(built) == len(texts) else None
 
     def has(self, segment: Segment) -> bool:
         """Whether the segment is one of kernels over lists."""
@@ -86,10 +84,7 @@ class Plans:
     def take(self, segment: Segment, data: bytes) -> None:
         """Puts what `written` gave where Triton looks for it. No GPU has its number in it."""
         try:
-            for key, files in pickle.loads(data):
-                cache = _caches().get_cache_manager(key)
-                group = {name: cache.put(content, name) for name, content in files.items()}
-                cache.put_group(next(name for name in files if name.endswith(".json")), group)
+            binaries.take(data)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
 
@@ -134,7 +129,9 @@ class Lists:
         self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64)
         self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64)
         self._programs = torch.tensor(programs, dtype=torch.int32).to(self._device)
+        # A capture can make neither of them.
         self._held = torch.empty(len(cells), dtype=torch.int64, pin_memory=on_gpu)
+        self._captured = torch.empty(len(cells), dtype=torch.int64, device=self._device)
         self._known: tuple[Any, ...] = ()
         self._table: Tensor | None = None
 
@@ -152,12 +149,17 @@ class Lists:
         arguments.clear()
         return results
 
+    def _fill(self) -> None:
+        self._captured.copy_(self._held, non_blocking=True)
+
     def _filled(self, addresses: list[int]) -> Tensor:
         """The table with these addresses, for what is launched next."""
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             torch.add(torch.tensor(addresses)[self._bases], self._offsets, out=self._held)
-            return self._held.to(self._device, non_blocking=True)
+            if not captures.behind(self._fill):
+                self._fill()
+            return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
         if self._table is None or known != self._known:
             filled = torch.tensor(addresses)[self._bases] + self._offsets
@@ -187,18 +189,6 @@ def _build(wanted: Mapping[str, torch.device]) -> None:
 
 _binaries: dict[str, Any] = {}
 """What Triton has made of a module's text."""
-
-
-def _files(compiled: Any) -> tuple[str, dict[str, bytes]]:
-    """What Triton needs of a kernel to launch it: the key in its cache on disk, and the files there."""
-    paths = {name: Path(path) for name, path in compiled.metadata_group.items()}
-    return compiled.hash, {
-        name: path.read_bytes() for name, path in paths.items() if path.suffix in (".json", ".cubin")
-    }  # fmt: skip
-
-
-def _caches() -> Any:
-    return importlib.import_module("triton.runtime.cache")
 
 
 @functools.cache

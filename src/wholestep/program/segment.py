@@ -26,6 +26,9 @@ class Segment:
     stored: tuple[tuple[int, int], ...] = ()
     """(argument, result) pairs: the result is written to the argument's memory, and None stands in its place."""
 
+    def __repr__(self) -> str:
+        return self.name
+
     @property
     def __name__(self) -> str:  # what the text of a program calls it
         return self.name

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.fx as fx
@@ -22,6 +21,7 @@ from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from tests.unit import builders
 from tests.unit.builders import aten
+from tests.unit.lower import interpret
 from wholestep.capture.functional import functional_twin
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import eager, fused, inductor, lists, pointwise
@@ -60,24 +60,9 @@ def counters_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run in Triton's interpreter, which lacks what is in libraries of the device."""
-    pytest.importorskip("triton")
-    import triton.language as tl
-    from triton.language.extra import libdevice
-    from triton.runtime import interpreter
-
-    def power(a: Any, b: Any) -> Any:
-        return tl.tensor(interpreter.TensorHandle(np.power(a.handle.data, b.handle.data), a.handle.dtype), a.type)
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_tensor(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 wants the item
-
+    """Kernels run in Triton's interpreter."""
+    interpret.prepare(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
-    monkeypatch.setattr(libdevice, "pow", power)
     lists._built.cache_clear()
     yield
     lists._built.cache_clear()
