@@ -119,15 +119,24 @@ class Loader:
 
     def __init__(self) -> None:
         self.loaded: list[list[Any]] = []
-        """Name of the kernel, number of the GPU and file, of every one."""
+        """Name of the kernel and number of the GPU, of every one."""
 
     def _load_kernel(self, path: str, name: str, shared: int, device: int) -> tuple[int, ...]:
         assert Path(path).stat().st_size
-        self.loaded.append([name, device, path])
+        self.loaded.append([name, device])
         function, registers, spills = 1, 40, 0
         return (function, registers, spills) if torch.__version__ < "2.13" else (1, function, registers, spills)
 
     def _unload_kernel(self, module: int) -> None: ...
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        assert binary
+        self.loaded.append([name, device])
+        module, function, registers, spills, threads = 1, 1, 40, 0, 1024
+        return module, function, registers, spills, threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
 
 
 @contextlib.contextmanager
@@ -137,6 +146,7 @@ def gpu(number: int) -> Iterator[Loader]:
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_active_torch_device=lambda: device,
         get_benchmarker=lambda: None, get_current_device=lambda: number, get_current_stream=lambda device: 0,
+        utils=loader, launcher_cls=lambda source, metadata: None,
     )  # fmt: skip
     triton.runtime.driver.set_active(driver)
     known = {name: getattr(H200, name) for name in DeviceProperties._fields if hasattr(H200, name)}
@@ -186,7 +196,8 @@ def text_of(segment: Segment, number: int) -> str:
     graph, inputs, mode = graph_of(segment, number)
     lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
     handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
-    with mode, tracing(TracingContext(mode)), handlers[0], handlers[1], handlers[2]:
+    ways = inductor.Inductor(torch.device("cuda", number))._own_ways()
+    with ways, mode, tracing(TracingContext(mode)), handlers[0], handlers[1], handlers[2]:
         lowering.run(*inputs)
         code, _ = lowering.codegen()
     return str(code.value)
@@ -200,10 +211,10 @@ def fresh_caches() -> Iterator[None]:
         yield
 
 
-def travel(segment: Segment, old: int, new: int) -> dict[str, Any]:
+def travel(segment: Segment, old: int, new: int, early: bool) -> dict[str, Any]:
     """Compiles a segment on GPU `old`, takes it over on GPU `new`, and compiles it there for comparison."""
     with gpu(old), fresh_caches():
-        written = [kernels.dumps(compiled(segment, old)) for _ in range(2)]
+        written = [kernels.dumps(compiled(segment, old, early)) for _ in range(2)]
         assert counters["inductor"].pop("fxgraph_cache_hit") == 1  # the second time
     taken, made, loaded, ready = list[dict[str, Any]](), list[str](), list[Any](), list[int]()
     for data in written:
@@ -214,7 +225,7 @@ def travel(segment: Segment, old: int, new: int) -> dict[str, Any]:
         ready.append(counters["inductor"]["async_compile_cache_hit"])
     made_by_taking = len(made)
     with counted(made), gpu(new), fresh_caches():
-        own = described(compiled(segment, new))
+        own = described(compiled(segment, new, early))
     return {
         "made by taking": made_by_taking, "made by compiling": len(made) - made_by_taking, "loaded": loaded,
         "ready": ready, "taken": taken, "own": own,
@@ -258,10 +269,11 @@ def counted(made: list[str]) -> Iterator[None]:
         yield
 
 
-def compiled(segment: Segment, number: int) -> Any:
-    """A segment as Inductor compiles it."""
+def compiled(segment: Segment, number: int, early: bool) -> Any:
+    """A segment as Inductor compiles it: as for us, with kernels that are launched early, or as it does by itself."""
     graph, inputs, mode = graph_of(segment, number)
-    with mode, tracing(TracingContext(mode)):
+    ways = inductor.Inductor(torch.device("cuda", number))._own_ways() if early else contextlib.nullcontext()
+    with ways, mode, tracing(TracingContext(mode)):
         return compile_fx_inner(graph, inputs)
 
 
@@ -301,7 +313,10 @@ def main(old: int, new: int) -> None:
     for number in (old, new):
         with gpu(number):
             texts[number] = {segment.__name__: text_of(segment, number) for segment in SEGMENTS}
-    travelled = {segment.__name__: travel(segment, old, new) for segment in (reduction, combo_kernel)}
+    travelled = {
+        f"{segment.__name__}, {'early' if early else 'static'}": travel(segment, old, new, early)
+        for segment, early in ((reduction, False), (reduction, True), (combo_kernel, True))
+    }
     found = {"old": texts[old], "new": texts[new], "travelled": travelled, "lists": travel_lists(old, new)}
     print(json.dumps(found))
 
