@@ -14,11 +14,14 @@ Note: what may refuse its values
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import importlib.util
 import logging
+import platform
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +39,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
+from wholestep.cost import calibrate
 from wholestep.lower import binaries, instructions, kernels, launches, wrapper
 from wholestep.lower.fused import is_written_out
+from wholestep.lower.moved import anywhere
 from wholestep.lower.numbers import Numbers, takes_numbers
 from wholestep.passes import wide
 from wholestep.program import meta, ops
@@ -181,7 +186,7 @@ class Inductor:
     def __init__(self, device: torch.device) -> None:
         """`device`: that of the segments."""
         self._compiled: dict[str, Compiled] = {}
-        self._on_cpu = device.type == "cpu"
+        self._device, self._on_cpu = device, device.type == "cpu"
         self._asking: threading.Thread | None = None
 
     def prepare(self) -> None:
@@ -247,13 +252,14 @@ class Inductor:
             return None
 
     def take(self, segment: Segment, data: bytes) -> None:
-        """Uses what `written` gave in another process. On a CPU, kernels that are not in Inductor's cache are built."""
+        """Uses what `written` gave in another process, for this device or one of the same kind. On a CPU, kernels that
+        are not in Inductor's cache are built."""
         if segment.likeness in self._compiled:
             return
         try:
-            self._compiled[segment.likeness] = kernels.loads(data)
+            self._compiled[segment.likeness] = kernels.loads(data, self._device)
         except Exception as error:  # likewise
-            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, _said(error))
+            log.warning("%s is compiled anew: what another process made cannot be used: %s", segment.name, _said(error))
 
 
 def _said(error: Exception) -> str:
@@ -261,12 +267,29 @@ def _said(error: Exception) -> str:
 
 
 def marks(device: torch.device) -> list[tuple[str, str]]:
-    """What compiled code depends on besides the graph: the number of the GPU, which is written into it, the compiler of
-    kernels for a CPU, and the options of Inductor, as its own cache sees them."""
+    """What compiled code depends on besides the graph: the device, the compiler of kernels for a CPU, and the options
+    of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
     spelled = [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
     compiler = [] if device.type == "cuda" else [("the C++ compiler", _compiler())]
     return [("the device", str(device)), *compiler, *spelled]
+
+
+def key_of(segments: Iterable[Segment], device: torch.device) -> str:
+    """The same text for ranks that can use each other's compiled segments: these segments, on devices of one kind."""
+    kind = [torch.__version__, str(torch.version.git_version), *_kind(device)]
+    options = [f"{name} {held}" for name, held in marks(device) if name != "the device"]
+    alike = [one.likeness if device.index is None else anywhere(one.likeness, device.index) for one in segments]
+    return hashlib.sha256("\n".join([*kind, *options, *alike]).encode()).hexdigest()
+
+
+def _kind(device: torch.device) -> list[str]:
+    """What a compiler knows of a device, less its number, and which Triton makes kernels for it."""
+    if device.type == "cpu":
+        return [platform.machine(), torch.backends.cpu.get_cpu_capability(), calibrate.cpu_model()]
+    found = torch.cuda.get_device_properties(device)
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "none"
+    return [found.name, f"{found.major}.{found.minor}", str(found.multi_processor_count), triton]
 
 
 def _compiler() -> str:

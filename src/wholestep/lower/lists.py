@@ -92,15 +92,16 @@ class Plans:
         built = [_binaries[text] for text in texts if text in _binaries]
         return binaries.written(built) if built and len(built) == len(texts) else None
 
-    def take(self, segment: Segment, data: bytes) -> bool:
-        """Puts what `written` gave where Triton looks for it. Whether the segment is one of kernels over lists."""
-        if not isinstance(self._of(segment), Plan):
-            return False
+    def has(self, segment: Segment) -> bool:
+        """Whether the segment is one of kernels over lists."""
+        return isinstance(self._of(segment), Plan)
+
+    def take(self, segment: Segment, data: bytes) -> None:
+        """Puts what `written` gave where Triton looks for it. No GPU has its number in it."""
         try:
             binaries.take(data)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
-        return True
 
     def _of(self, segment: Segment) -> Plan | str:
         if segment not in self._plans:

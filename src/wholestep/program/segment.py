@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +66,18 @@ class Segment:
 def _line(node: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
     """What a node does, and the layout of what it gives. Constants of the program are arguments of its segments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: _Name(f"%{numbers[arg]}"))
-    target = "" if node.op in ("placeholder", "output") else f"{node.target}"
+    target = "" if node.op in ("placeholder", "output") else _told(node.target)
     layouts = [
         (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in meta.tensors(node)
     ]
     return f"{node.op} {target} {args} {kwargs} {layouts}"
+
+
+def _told(target: Any) -> str:
+    """A target as the same text in every process: a function that can be found by its name is that name."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    is_found = isinstance(target, types.FunctionType) and getattr(sys.modules.get(module or ""), name, None) is target
+    return f"{module}.{name}" if is_found else str(target)
 
 
 class _Name(str):
