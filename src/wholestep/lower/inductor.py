@@ -34,6 +34,7 @@ from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compi
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime import compile_tasks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -187,6 +188,8 @@ class Inductor:
         """`device`: that of the segments."""
         self._compiled: dict[str, Compiled] = {}
         self._device, self._on_cpu = device, device.type == "cpu"
+        if not self._on_cpu:
+            _choose_assembler()
         self._asking: threading.Thread | None = None
 
     def prepare(self) -> None:
@@ -260,6 +263,16 @@ class Inductor:
             self._compiled[segment.likeness] = kernels.loads(data, self._device)
         except Exception as error:  # likewise
             log.warning("%s is compiled anew: what another process made cannot be used: %s", segment.name, _said(error))
+
+
+def _choose_assembler() -> None:
+    """Has Triton use the assembler that comes with torch, if one does, before it compiles or looks for anything.
+
+    Inductor does so with its first kernel. Triton asks for the version once and makes it a part of its keys, so kernels
+    of ours would have other keys in a process that builds them before Inductor's than in one that does so behind them.
+    """
+    if hasattr(compile_tasks, "_set_triton_ptxas_path"):
+        compile_tasks._set_triton_ptxas_path()
 
 
 def _said(error: Exception) -> str:
