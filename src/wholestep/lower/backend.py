@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -15,10 +16,10 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cross_entropy, cudagraph, eager, inductor, lists
+from wholestep.lower import choice, column_sums, copies, cross_entropy, cudagraph, eager, inductor, lists
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
-from wholestep.passes.cross_entropy import lean_cross_entropy
+from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
@@ -138,9 +139,19 @@ class Inductor:
     def _put(self, program: Program, shelf: Shelf, key: str) -> None:
         """Puts what was compiled of a program on the shelf."""
         try:
+            self._build_own(program)
             shelf.put(key, pickle.dumps(self.kernels(program)))
         except Exception as error:  # whatever it is, the others have compilers, too
             log.warning("every rank compiles for itself: %s: %s", type(error).__name__, error)
+
+    def _build_own(self, program: Program) -> None:
+        """Builds the kernels of ours that are built when they are first launched, so that they travel."""
+        with torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext():
+            for node in program.graph.nodes:
+                if node.target is CROSS_ENTROPY and cross_entropy.takes(node.args[0]):
+                    cross_entropy.build(node)
+            for text in self._inductor.texts() if self._on_gpu else ():
+                column_sums.build(text)
 
     def _take(self, program: Program, shelf: Shelf, key: str) -> None:
         """Takes from the shelf what rank 0 has compiled of a program, if it has the same one."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _kept: dict[str, Any] = {}
 """Kernels that any step may launch, by their key in Triton's cache."""
 
@@ -16,6 +18,12 @@ def keep(compiled: Any) -> None:
     """Remembers what a launch has given; nothing, where the interpreter runs kernels."""
     if compiled is not None:
         _kept[compiled.hash] = compiled
+
+
+def addresses(types: Iterable[torch.dtype]) -> tuple[Any, ...]:
+    """What stands for tensors of these types that start on 16 bytes, in a ``warmup`` of Triton."""
+    mock = importlib.import_module("triton.runtime.jit").MockTensor
+    return tuple(map(mock, types))
 
 
 def kept() -> list[Any]:

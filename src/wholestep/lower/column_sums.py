@@ -13,6 +13,7 @@ Note: blocks
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ except ImportError:  # builds of torch for CPUs come without it
 _BLOCK = (512, 8)
 """Rows and columns that a program reads at once."""
 _WARPS = 4
+
+_CALL = re.compile(r"\bcolumn_sums\.default\(\w+, (\d+), (\d+), (\d+)\)")
+"""As `wholestep.lower.wrapper` writes it."""
 
 
 def _sum_columns(workspace, results, size, count: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -69,6 +73,15 @@ def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[
     grid = (-(-columns // _BLOCK[1]), count)
     binaries.keep(_kernel[grid](workspace, tuple(results), (rows, columns), count, _BLOCK, num_warps=_WARPS))
     return results
+
+
+def build(module: str) -> None:
+    """Has Triton compile the kernel for the calls in a module of Inductor, as a launch would, for the current GPU."""
+    for call in _CALL.findall(module):
+        count, rows, columns = map(int, call)
+        workspace, *results = binaries.addresses([torch.float32] * (count + 1))
+        size = (rows, columns)
+        binaries.keep(_kernel.warmup(workspace, tuple(results), size, count, _BLOCK, grid=(1,), num_warps=_WARPS))
 
 
 ops.LIBRARY.define("column_sums(Tensor workspace, int count, int rows, int columns) -> Tensor[]")

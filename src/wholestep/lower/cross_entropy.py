@@ -35,7 +35,9 @@ except ImportError:  # builds of torch for CPUs come without it
 
 _BLOCK = (1024, 8)
 """Lanes of a program, and how many logits in a row each of them reads at once: 16 bytes in half precision."""
-_WARPS = 32
+_CONSTANTS = (_BLOCK, math.log2(math.e))
+_OPTIONS = {"num_warps": 32, "debug": True, "sanitize_overflow": False}
+"""Answers are checked, and sums are not."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -91,14 +93,19 @@ def cross_entropy(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     gradient = torch.empty(rows, columns, dtype=logits.dtype, device=logits.device)
     if rows:
-        tensors = (logits, target, share, losses, gradient)
-        size = (columns, logits.stride(0))
-        checks = {"debug": True, "sanitize_overflow": False}  # of answers, and of no sums
+        tensors, size = (logits, target, share, losses, gradient), (columns, logits.stride(0))
         with torch.cuda.device_of(logits):
-            binaries.keep(
-                _kernel[(rows,)](tensors, size, ignored, _BLOCK, math.log2(math.e), num_warps=_WARPS, **checks)
-            )
+            binaries.keep(_kernel[(rows,)](tensors, size, ignored, *_CONSTANTS, **_OPTIONS))
     return losses, gradient
+
+
+def build(node: fx.Node) -> None:
+    """Has Triton compile the kernel for a call, as its launch would, for the current GPU."""
+    logits, target, share, ignored = node.args
+    types = [meta.tensor(one).dtype for one in (logits, target, share)]  # type: ignore[arg-type]
+    given, value = binaries.addresses([*types, torch.float32, types[0]]), meta.tensor(logits)  # type: ignore[arg-type]
+    size = (value.shape[1], value.stride(0))
+    binaries.keep(_kernel.warmup(given, size, ignored, *_CONSTANTS, grid=(1,), **_OPTIONS))
 
 
 ops.LIBRARY.impl("cross_entropy", cross_entropy, "CompositeExplicitAutograd")

@@ -243,6 +243,10 @@ class Inductor:
         if self._asking is not None:
             self._asking.join()
 
+    def texts(self) -> list[str]:
+        """The modules that Inductor has written."""
+        return [one.source_code for one in self._compiled.values() if isinstance(one, CompiledFxGraph)]
+
     def written(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
         compiled = self._compiled.get(segment.likeness)

@@ -4,6 +4,7 @@
     travelled    some of them compiled for OLD by Triton, and found in Inductor's cache there, taken over for NEW, and
                  compiled for NEW
     lists        a kernel over lists, likewise
+    own          kernels of ours that are built when they are first launched, likewise
 
 Triton needs no GPU to compile for one. What loads a binary is replaced. Run by `tests.unit.lower.test_moved`.
 """
@@ -48,7 +49,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
 from tests.unit.lower import test_lists
-from wholestep.lower import fused, inductor, kernels, lists
+from wholestep.lower import binaries, column_sums, cross_entropy, fused, inductor, kernels, lists
+from wholestep.passes.cross_entropy import CROSS_ENTROPY
+from wholestep.program import meta
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, warp_size=32,
@@ -146,7 +149,7 @@ def gpu(number: int) -> Iterator[Loader]:
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_active_torch_device=lambda: device,
         get_benchmarker=lambda: None, get_current_device=lambda: number, get_current_stream=lambda device: 0,
-        utils=loader, launcher_cls=lambda source, metadata: None,
+        utils=loader, launcher_cls=lambda source, metadata: lambda *launch: None,
     )  # fmt: skip
     triton.runtime.driver.set_active(driver)
     known = {name: getattr(H200, name) for name in DeviceProperties._fields if hasattr(H200, name)}
@@ -256,6 +259,31 @@ def travel_lists(old: int, new: int) -> dict[str, Any]:
             "same": first == second}  # fmt: skip
 
 
+def travel_own(old: int, new: int) -> dict[str, Any]:
+    """Builds kernels of ours as a rank on GPU `old` does before its first call, and launches them on GPU `new`."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    logits = torch.zeros(4, 4000, dtype=torch.bfloat16)
+    tensors = [logits, torch.zeros(4, dtype=torch.int64), torch.tensor(0.25)]
+    args = [graph.placeholder(f"arg{number}") for number in range(len(tensors))]
+    for node, tensor in zip(args, tensors, strict=True):
+        meta.set_value(node, mode.from_tensor(tensor))
+    call = graph.call_function(CROSS_ENTROPY, (*args, -100))
+    made = list[str]()
+    with counted(made), gpu(old), fresh_cache():
+        cross_entropy.build(call)
+        column_sums.build("[buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)\n")
+        data = binaries.written(binaries.kept())
+    made_by_building = len(made)
+    for kernel in (cross_entropy._kernel, column_sums._kernel):
+        kernel.device_caches.clear()  # as in another process
+    with counted(made), gpu(new) as loader, fresh_cache():
+        binaries.take(data)
+        cross_entropy.cross_entropy(*tensors, -100)
+        column_sums.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
+    return {"made by building": made_by_building, "made by launching": len(made) - made_by_building,
+            "loaded": loader.loaded}  # fmt: skip
+
+
 @contextlib.contextmanager
 def counted(made: list[str]) -> Iterator[None]:
     """Writes down the names of kernels that Triton compiles."""
@@ -317,7 +345,8 @@ def main(old: int, new: int) -> None:
         f"{segment.__name__}, {'early' if early else 'static'}": travel(segment, old, new, early)
         for segment, early in ((reduction, False), (reduction, True), (combo_kernel, True))
     }
-    found = {"old": texts[old], "new": texts[new], "travelled": travelled, "lists": travel_lists(old, new)}
+    found = {"old": texts[old], "new": texts[new], "travelled": travelled, "lists": travel_lists(old, new),
+             "own": travel_own(old, new)}  # fmt: skip
     print(json.dumps(found))
 
 

@@ -78,6 +78,13 @@ def test_a_kernel_over_lists_names_no_gpu(generated: dict[str, Any]) -> None:
     assert generated["lists"] == {"made by building": 1, "made by taking": 0, "same": True}
 
 
+def test_kernels_of_ours_are_built_as_they_are_launched(generated: dict[str, Any]) -> None:
+    """Before a first call, from what is known of it; a GPU of another number finds them."""
+    assert generated["own"] == {
+        "made by building": 2, "made by launching": 0, "loaded": [["_cross_entropy", NEW], ["_sum_columns", NEW]],
+    }  # fmt: skip
+
+
 # What needs no triton.
 
 
