@@ -12,22 +12,24 @@ Copies between GPUs run on their copy engines; only the addition and the meeting
 copied within a GPU. The memory of slots is symmetric: every rank has mapped that of all others.
 
 Note: a pipeline
-    Pushes, additions with their meetings, and pulls stand on streams of their own, so that the wires have work while
-    ranks meet and add. There are two sets of slots, which the pieces of a message use in turn. ``n + 1`` is pushed
-    while ``n`` is added, and pulled while ``n + 2`` is pushed::
+    Copies stand on one stream, the wire, additions with their meetings on another one. There are two sets of slots,
+    which the pieces of a message use in turn. A piece is pushed before the one in front of it is pulled, so that the
+    wire has work while ranks meet and add::
 
-        push    0   1       2   3
-        add         0   1       2   3
-        pull            0   1       2   3
+        wire    push 0   push 1   pull 0   push 2   pull 1   push 3   pull 2   pull 3
+        add              0        1                 2                 3
 
+    Pushes and pulls do not run side by side: what a GPU pulls the others have to send beside what they push, and both
+    took twice as long, 5.2 ms of copies in a step of W1 in the place of 2.9, which made the step a millisecond longer
+    (4 H200s).
     A message begins with the first set, whatever went before: which one a piece uses depends on nothing but the
     message, so ranks agree on it, also when one of them captures a CUDA graph and the others replay theirs.
 
 Note: nothing is overwritten that somebody still reads
-    A rank pushes into a set behind its own pull out of it (one stream of pulls per set), be it for a piece of this
-    message or of an earlier one. It has pulled behind a second meeting, to which the owner came when it had added: the
-    slots are read. An owner writes its result behind a first meeting, to which each rank comes behind its push into the
-    set, so behind its last pull out of it: the last result is read.
+    A rank pushes into a set behind its own pull out of it, be it for a piece of this message or of an earlier one,
+    since both stand on one stream. It has pulled behind a second meeting, to which the owner came when it had added:
+    the slots are read. An owner writes its result behind a first meeting, to which each rank comes behind its push into
+    the set, so behind its last pull out of it: the last result is read.
 
 Note: nothing waits for ever
     Meetings wait for other ranks, and nothing else does. They all stand on one stream, in the same order on all ranks.
@@ -38,7 +40,7 @@ Note: nothing waits for ever
     could begin with different ones. Of collectives of other libraries beside it, it says nothing.
 
 Note: CUDA graphs
-    All streams branch off from the stream of the caller, and the last one has waited for the others, so a capture is
+    Both streams branch off from the stream of the caller, and the wire waits for the last addition, so a capture is
     joined by who waits for the message. What the streams did before a capture is not part of it, and needs not be: a
     graph begins behind what its stream has waited for, and that is every message of the step before, pulls included.
 
@@ -67,16 +69,15 @@ PIECE_BYTES = 160 << 20
 
 A piece costs two meetings. One takes 10 us on an idle GPU, 50 beside updates and up to 300 beside products of matrices,
 until a multiprocessor is free; what a megabyte takes to be pushed and pulled among 4 GPUs is 4.7 us (350 GB/s there,
-300 back, measured). So the wires stay busy beside products with pieces from 130 MB on, and beside updates from 24 on.
+300 back, measured). The wire stays busy where half of that for a piece is more than its meetings and addition take:
+beside updates from 55 MB on, beside products from 270.
 """
-SPLIT_BYTES = 32 << 20
-"""Messages from here on travel in an even number of pieces, so that both sets are used alike and the next message finds
-the first one free. Two pieces of a message on its own end sooner than one if its time on the wires is more than that of
-four meetings: from 43 MB on beside updates, from 9 on an idle GPU, by a model of the wires. Messages of one piece
-do not overlap with each other, as all of them use the first set."""
-PUSH, ADD, PULLS = 0, 1, (2, 3)
-"""Streams; pulls have one for each set of slots."""
-NUM_STREAMS = 4
+SPLIT_BYTES = 64 << 20
+"""Messages from here on travel in an even number of pieces: beside updates, two of them end sooner than one. Behind
+the first of two, all that an update needs to begin is there."""
+WIRE, ADD = 0, 1
+"""Streams."""
+NUM_STREAMS = 2
 _ALIGNED_BYTES = 128
 
 
@@ -127,31 +128,34 @@ last event all of it is, and no stream reads or writes it any more."""
 def all_reduce(message: Tensor, peers: Peers, add: Add) -> Pieces:
     """Gives every rank what `add` makes of the messages of all, in place. `message` has one dimension.
 
-    All streams have waited for the message. It is there behind the last one, ``PULLS[1]``.
+    Both streams have waited for the message. It is there behind `WIRE`.
     """
     pieces, stop = list[tuple[int, Any]](), 0
     size, rank = peers.size, peers.rank
     length = part_length(size, message.dtype)
     memories = [peers.memory(one, message.dtype)[: 2 * size * length].view(2, size, length) for one in range(size)]
     others = [(rank + step) % size for step in range(1, size)]
-    for number, parts in enumerate(_cut(message, size, length)):
+    cut = list(_cut(message, size, length))
+    for number in range(len(cut) + 1):
         sets = [memory[number % 2] for memory in memories]
-        mine, pull = parts[rank], PULLS[number % 2]
-        peers.wait(PUSH, pull)
-        for other in others:
-            peers.run(PUSH, partial(_copy, sets[other][rank, : parts[other].numel()], parts[other]))
-        peers.wait(ADD, PUSH)
-        peers.meet(ADD)
-        peers.run(ADD, partial(add, sets[rank][:, : mine.numel()], mine))
-        peers.meet(ADD)
-        peers.wait(pull, ADD)
-        for other in reversed(others):
-            peers.run(pull, partial(_copy, parts[other], sets[other][other, : parts[other].numel()]))
-        stop += sum(part.numel() for part in parts)
-        pieces.append((stop, peers.mark(pull)))
-    for stream in (PUSH, ADD, PULLS[0]):
-        peers.wait(PULLS[1], stream)
-    return [*pieces[:-1], (stop, peers.mark(PULLS[1]))]
+        if number < len(cut):
+            for other in others:
+                part = cut[number][other]
+                peers.run(WIRE, partial(_copy, sets[other][rank, : part.numel()], part))
+            peers.wait(ADD, WIRE)
+        if number:
+            peers.wait(WIRE, ADD)  # behind the addition of the piece in front
+            for other in reversed(others):
+                part = cut[number - 1][other]
+                peers.run(WIRE, partial(_copy, part, memories[other][(number - 1) % 2][other, : part.numel()]))
+            stop += sum(part.numel() for part in cut[number - 1])
+            pieces.append((stop, peers.mark(WIRE)))
+        if number < len(cut):
+            mine = cut[number][rank]
+            peers.meet(ADD)
+            peers.run(ADD, partial(add, sets[rank][:, : mine.numel()], mine))
+            peers.meet(ADD)
+    return pieces or [(0, peers.mark(WIRE))]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -269,7 +273,7 @@ def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
 def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
     """The in-place operator on a GPU."""
     start(message, reduce_op, group)
-    with torch.cuda.stream(_group_of(group, message.device).peers.streams[PULLS[1]]):
+    with torch.cuda.stream(_group_of(group, message.device).peers.streams[WIRE]):
         return started_on_this_stream(message)
 
 

@@ -85,7 +85,7 @@ def steps_of_messages(size: int, without: Sequence[tuple[int, int]] = ()) -> tup
             for number, message in enumerate(messages):
                 rank.run(MAIN, partial(message.copy_, values(rank.rank, step, number)))
                 rank.reduce(message, partial(added, rank=rank.rank, averages=False))
-            rank.wait(MAIN, copies.PULLS[1])
+            rank.wait(MAIN, copies.WIRE)
             for message in messages:
                 rank.run(MAIN, partial(note, found, message))
             rank.end_of_graph()
@@ -149,10 +149,8 @@ def test_pieces_are_there_behind_their_events(length: int, monkeypatch):
 
 
 WAITS = [
-    *([(copies.PUSH, pull)] for pull in copies.PULLS),
-    [(copies.ADD, copies.PUSH)],
-    *([(pull, copies.ADD)] for pull in copies.PULLS),
-    [(copies.PULLS[1], copies.PULLS[0])],
+    [(copies.ADD, copies.WIRE)],
+    [(copies.WIRE, copies.ADD)],
     [(stream, MAIN) for stream in range(copies.NUM_STREAMS)],
 ]
 
@@ -175,7 +173,7 @@ def test_meetings_on_two_streams_could_stand_still(monkeypatch):
         ranks = [Rank(rank, memories_of(2)) for rank in range(2)]
         for rank in ranks:
             rank.meet(copies.ADD)
-            rank.meet(copies.PUSH)
+            rank.meet(copies.WIRE)
         try:
             run_all(ranks, random.Random(seed), one_queue=True)
         except AssertionError:
