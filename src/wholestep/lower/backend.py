@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -15,6 +16,7 @@ from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
 from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
+from wholestep.lower.later import later
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import lean_cross_entropy
@@ -28,6 +30,11 @@ from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
 from wholestep.run.progress import tell
+
+if TYPE_CHECKING:
+    from wholestep.lower import compiler
+else:
+    compiler = later("wholestep.lower.compiler")
 
 log = logging.getLogger("wholestep")
 
@@ -84,7 +91,7 @@ class Inductor:
     def prepare(self) -> None:
         """See `Eager.prepare`."""
         if self._on_gpu:
-            inductor.start_workers()
+            compiler.start_workers()
         else:
             self._inductor.prepare()
 
@@ -208,7 +215,7 @@ class Auto:
     def prepare(self) -> None:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
         if self._device.type == "cuda":
-            inductor.start_workers()
+            compiler.start_workers()
         elif self._chosen is not None:
             self._chosen.prepare()
 

@@ -13,15 +13,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import CompiledTritonKernels
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.triton_bundler import TritonBundler
+
+from wholestep.lower.header import lightened
+from wholestep.lower.later import later
+
+if TYPE_CHECKING:
+    from torch._inductor import async_compile, codecache, select_algorithm
+else:
+    async_compile = later("torch._inductor.async_compile")
+    codecache = later("torch._inductor.codecache")
+    select_algorithm = later("torch._inductor.select_algorithm")
 
 _OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx")
 """What a kernel holds of the process that it runs in, besides what it takes off itself."""
@@ -34,14 +44,20 @@ def dumps(compiled: CompiledFxGraph) -> bytes:
     """
     twin: Any = copy.copy(compiled)
     twin.prepare_for_serialization()
+    text = lightened(twin.source_code, _is_torchs)
+    if text != twin.source_code:
+        twin.source_code, twin.cache_key = text, codecache.code_hash(text)
     with contextlib.ExitStack() as resting:
         if twin._triton_bundle is not None:
             twin._triton_bundle = _rested(twin._triton_bundle, _scope_of(compiled), resting)
         return pickle.dumps(twin)
 
 
-def loads(data: bytes) -> CompiledFxGraph:
-    """What `dumps` was given, ready to run. Binaries go to Triton's cache on disk, the text to that of Inductor.
+def loads(data: bytes) -> tuple[CompiledFxGraph, Callable[[list[Any]], Sequence[Any]]]:
+    """What `dumps` was given, and what runs it. Binaries go to Triton's cache on disk, the text to that of Inductor.
+
+    What runs it takes a list, which it empties, and gives a list. To call the compiled segment itself is to import the
+    compiler, which keeps a list of calls for who debugs it.
 
     Raises OSError, and whatever reading a pickle and running a module raise.
     """
@@ -53,9 +69,17 @@ def loads(data: bytes) -> CompiledFxGraph:
         TritonBundler.read_and_emit(bundle)
         with inductor_config.patch(compile_threads=1):  # no processes start that would wait for something to compile
             compiled.after_deserialization(constants)
-        CompiledTritonKernels.cache_clear()  # kernels that nobody has asked for
+        async_compile.CompiledTritonKernels.cache_clear()  # kernels that nobody has asked for
     compiled.post_compile((), constants, compiled.fx_kwargs)
-    return compiled
+    if compiled.current_callable is None:
+        raise TypeError("it holds nothing that can be called")
+    return compiled, compiled.current_callable
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether a product of matrices, as compiled modules know it, is torch's function of that name."""
+    known = getattr(select_algorithm.extern_kernels, name, None)
+    return known is not None and known is getattr(torch, name, None)
 
 
 def _scope_of(compiled: CompiledFxGraph) -> Mapping[str, Any]:
