@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.lower import inductor
+from wholestep.lower import compiler
 
 STEPS = 5  # the third call is captured as a CUDA graph
 
@@ -43,13 +43,13 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tenso
 def count_compilations() -> dict[str, int]:
     """How often Inductor and Triton compile in this process from now on."""
     found = {"inductor": 0, "triton": 0}
-    compile_segment = inductor.compile_fx_inner
+    compile_segment = compiler.compile_fx_inner
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found["inductor"] += 1
         return compile_segment(*args, **kwargs)
 
-    inductor.compile_fx_inner = counted
+    compiler.compile_fx_inner = counted
     if torch.cuda.is_available():
         from triton.compiler.compiler import ASTSource
 

@@ -128,10 +128,12 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 class _Shapes(ShapeEnv):
-    """Says of its symbols where they come from. To find a line of the user's, torch would import its compiler."""
+    """Knows where its symbols come from, and tells nobody: to find and log a line, torch would import its compiler."""
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> Any:
         return super()._get_stack_summary(is_debug, framework_loc or "a program that was saved")
+
+    def _log_create_unbacked_symbol(self, *told: Any, **more: Any) -> None: ...
 
 
 class _Reader(pickle.Unpickler):
