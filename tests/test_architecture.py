@@ -88,9 +88,13 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/kernels.py": {
         "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
     },
+    "lower/launches.py": {
+        "torch._inductor": "where the kernels that it writes wait for the ones in front of them, and that they may",
+    },
     "lower/rows.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
+    "lower/wrapper.py": {"torch._inductor": "the lines that it writes around kernels"},
     "program/portable.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },

@@ -177,7 +177,7 @@ class CompiledStep:
         scheduled, lowering, comm = programs[Stage.SCHEDULED], self._lowering(world), self._comm
         try:
             held = comm.hold(scheduled) if comm is not None else None
-            # Where kernels are the same on all ranks, rank 0 compiles before it meets the others, who find them cached.
+            # Rank 0 compiles before it meets the others, who find what it has made.
             runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
         except Exception as error:
             self._meetings.abandon(error, world)
@@ -277,7 +277,8 @@ class CompiledStep:
             what = f"the choice of a backend for {self._name}"
             objection = functools.partial(self._meetings.objection, world=world, what=what)
             costs = functools.partial(agreed_costs, self._meetings, world)
-            self._backend = backend_for(self._options.backend, world.device, costs, objection)
+            shelf = self._meetings.shelf(world)
+            self._backend = backend_for(self._options.backend, world.device, costs, objection, shelf)
         return self._backend
 
     def _passes(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.gpu.test_inductor import TOLERANCE, close, train
 from tests.unit.lower.test_inductor import train_step
-from wholestep.lower import copies
+from wholestep.lower import copies, lists, pointwise
 from wholestep.passes import by_copies
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.ops import WAIT
@@ -46,6 +52,128 @@ def test_the_operator_reduces(nccl2) -> None:
 
 def test_the_operator_reduces_on_four_gpus(nccl4) -> None:
     nccl4.run(_operator)
+
+
+NUMBERS = (1_000_003, 45_000_001, 2_097_152, 3_000_017, 130_000_011, 12_000_007)
+"""Of elements of float32: one piece or two, and 4 of the largest message."""
+
+
+def _replays() -> None:
+    """Messages behind each other, in a graph that is replayed with other numbers, beside products; one between."""
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    group = dist.group.WORLD
+    draw = torch.Generator(device="cuda").manual_seed(world.rank)
+    sources = [torch.randn(number, generator=draw, device="cuda") for number in NUMBERS]
+    messages = [torch.full_like(source, torch.nan) for source in sources]
+    between = torch.empty_like(sources[1])
+    factor = torch.randn(6144, 6144, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        started = []
+        for source, message in zip(sources, messages, strict=True):
+            message.copy_(source.mul_(2))
+            started.append(ALL_REDUCE_BY_COPIES_(message, "sum", group.group_name))
+            torch.mm(factor, factor)  # a load
+        for one in started:
+            WAIT(one)
+
+    step()
+    _are_sums(messages, sources)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for number in range(20):
+        torch.cuda._sleep(3_000_000 * ((number + world.rank) % world.size))  # ranks come at different times
+        for source in sources:
+            source.normal_(generator=draw)
+        graph.replay()
+        if number % 3 == 0:
+            between.copy_(sources[1])
+            WAIT(ALL_REDUCE_BY_COPIES_(between, "sum", group.group_name))
+            graph.replay()
+            _are_sums([between], [sources[1] / 2])
+        _are_sums(messages, sources)
+
+
+def _are_sums(messages: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for message, source in zip(messages, sources, strict=True):
+        gathered = [torch.empty_like(source) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, source)
+        wanted = torch.zeros_like(source)
+        for one in gathered:  # in the order of the ranks
+            wanted += one
+        assert torch.equal(message, wanted)
+
+
+def test_graphs_of_messages_are_replayed(nccl2) -> None:
+    nccl2.run(_replays)
+
+
+def test_graphs_of_messages_are_replayed_on_four_gpus(nccl4) -> None:
+    nccl4.run(_replays)
+
+
+class Words(nn.Module):
+    """(rows) words -> (rows, 5). The gradient of the embedding comes last, 41 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40_000, 128)
+        self.body = nn.Sequential(nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.embedding(x))
+
+
+def _step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def _train_words(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Words().double().cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()]) if ddp else model
+    losses = []
+    for number in range(20):
+        draw = torch.Generator().manual_seed(100 * number + rank)
+        x, y = (torch.randint(limit, (512,), generator=draw).cuda() for limit in (40_000, 5))
+        losses.append(step(wrapped, opt, x, y))
+    return torch.stack(losses), dict(model.state_dict())
+
+
+def _updates_early() -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    begin, begun = lists.Lists._begin, list[int]()
+
+    def noted(*args: Any) -> int:
+        begun.append(begin(*args))
+        return begun[-1]
+
+    try:
+        lists.Lists._begin = noted
+        step = ws.compile(_step, strategy=ws.DDP(bucket_bytes=1 << 10), backend="inductor")
+        found = _train_words(step, world.rank)
+        assert step.explain().backend == "inductor, one CUDA graph"
+        close(found, _train_words(_step, world.rank, ddp=True))
+        assert begun
+        assert all(0 < one < 40_000 * 128 / pointwise.CHUNK for one in begun)
+    finally:
+        lists.Lists._begin = begin  # the processes go on to other tests
+
+
+def test_an_update_begins_before_all_of_its_gradient_is_there(nccl2) -> None:
+    nccl2.run(_updates_early)
+
+
+def test_an_update_begins_before_all_of_its_gradient_is_there_on_four_gpus(nccl4) -> None:
+    nccl4.run(_updates_early)
 
 
 def _trains() -> None:

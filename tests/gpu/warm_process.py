@@ -1,13 +1,22 @@
-"""A process that trains a few steps and says what it took: ``python -m tests.gpu.warm_process RANKS``, JSON in the last
-line, an entry per rank. Run by `tests.gpu.test_warm`; on a machine without GPUs it trains on the CPU."""
+"""A process that trains a few steps and says what it took: ``python -m tests.gpu.warm_process RANKS [ALONE]``, JSON in
+the last line, an entry per rank. Run by `tests.gpu.test_warm`; on a machine without GPUs it trains on the CPU.
+
+Every rank has caches of Inductor and Triton of its own, below those that the environment names, so that none finds
+there what another one has made. With ALONE none finds it in the store either, and every rank compiles.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
+import logging
+import os
 import sys
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +24,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.lower import compiler
+from wholestep.run.shelf import Shelf
 
 STEPS = 5  # the third call is captured as a CUDA graph
 
@@ -40,9 +50,9 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tenso
     return loss.detach()
 
 
-def count_compilations() -> dict[str, int]:
-    """How often Inductor and Triton compile in this process from now on."""
-    found = {"inductor": 0, "triton": 0}
+def count_compilations() -> tuple[dict[str, int], list[str]]:
+    """How often Inductor and Triton compile in this process from now on, and the names of the kernels."""
+    found, names = {"inductor": 0, "triton": 0}, list[str]()
     compile_segment = compiler.compile_fx_inner
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -57,15 +67,32 @@ def count_compilations() -> dict[str, int]:
 
         def counted_ir(*args: Any, **kwargs: Any) -> Any:
             found["triton"] += 1
+            names.append(str(args[0].name))
             return make_ir(*args, **kwargs)
 
         ASTSource.make_ir = counted_ir
-    return found
+    return found, names
 
 
-def work() -> dict[str, Any]:
+def work(alone: bool) -> dict[str, Any]:
     """Trains on this rank."""
-    compiled, world = count_compilations(), ws.init()
+    (compiled, names), world, told = count_compilations(), ws.init(), io.StringIO()
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ[variable] = os.path.join(os.environ[variable], str(world.rank))
+    log = logging.getLogger("wholestep")
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(told))
+    with patch.object(Shelf, "take", lambda shelf, key: None) if alone else contextlib.nullcontext():
+        losses, times_s, state, step = train(world)
+    return {
+        "losses": losses, "state": state, "loaded": step.cache_info().loaded, "backend": step.explain().backend,
+        "compiled": compiled, "kernels": names, "device": str(world.device), "times_s": times_s,
+        "told": [line for line in told.getvalue().splitlines() if "compile" in line or "built" in line],
+    }  # fmt: skip
+
+
+def train(world: Any) -> tuple[list[float], list[float], str, ws.CompiledStep]:
+    """Losses, seconds per step, a digest of what was trained, and the step."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     torch.manual_seed(world.rank)
@@ -80,18 +107,17 @@ def work() -> dict[str, Any]:
         losses.append(step(model, opt, x.to(world.device), y.to(world.device)).item())
         times_s.append(time.perf_counter() - start)
     state = b"".join(value.detach().cpu().numpy().tobytes() for value in model.state_dict().values())
-    return {
-        "losses": losses, "state": hashlib.sha256(state).hexdigest(), "loaded": step.cache_info().loaded,
-        "backend": step.explain().backend, "compiled": compiled, "device": str(world.device), "times_s": times_s,
-    }  # fmt: skip
+    return losses, times_s, hashlib.sha256(state).hexdigest(), step
 
 
-def main(ranks: int) -> None:
+def main(ranks: int, alone: bool) -> None:
     """Prints what every rank says."""
-    print(json.dumps([work()] if ranks == 1 else ws.run(work, ranks)))
+    print(json.dumps([work(alone)] if ranks == 1 else ws.run(work, ranks, alone)))
 
 
 if __name__ == "__main__":
     from tests.gpu import warm_process
 
-    warm_process.main(int(sys.argv[1]))  # not that of __main__, which another process would not find
+    warm_process.main(
+        int(sys.argv[1]), sys.argv[2:] == ["ALONE"]
+    )  # not that of __main__, which another process would not find

@@ -35,7 +35,7 @@ def fingerprint(device: torch.device, backend: str, ranks: int) -> Fingerprint:
     """What the numbers of a calibration depend on. `backend` is that of the process group; "none" without one."""
     cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else _cpu_model(),
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_model(),
         "count": torch.cuda.device_count() if cuda else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -44,7 +44,7 @@ def fingerprint(device: torch.device, backend: str, ranks: int) -> Fingerprint:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """The name of the processor as Linux gives it, else the kind of machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

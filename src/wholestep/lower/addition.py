@@ -18,7 +18,7 @@ _WARPS = 16
 
 
 def _add(memory, length, stride, how: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    slots, own, result = memory
+    slots, own = memory
     ranks: tl.constexpr = how[0]
     rank: tl.constexpr = how[1]
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -30,25 +30,22 @@ def _add(memory, length, stride, how: tl.constexpr, block: tl.constexpr):  # typ
     if how[2]:
         total *= (tl.full([], 1.0, tl.float64) / ranks).to(total.dtype)
     tl.store(own + at, total.to(own.dtype.element_ty), mask=inside)
-    tl.store(result + at, total.to(own.dtype.element_ty), mask=inside)
+    tl.store(slots + rank * stride + at, total.to(own.dtype.element_ty), mask=inside)
 
 
 _kernel: Any = triton.jit(_add) if triton is not None else None
 
 
-def add_parts(slots: Tensor, own: Tensor, result: Tensor, *, rank: int, averages: bool) -> None:
-    """The sum or the mean over the ranks, in their order, written to `own` and to `result`.
+def add_parts(slots: Tensor, own: Tensor, *, rank: int, averages: bool) -> None:
+    """The sum or the mean over the ranks, in their order, written to `own` and to row `rank` of `slots`.
 
     Args:
         slots: shape (ranks, elements), in one floating dtype; rows may be farther apart than they are long.
-        own: shape (elements): what stands in the place of row `rank`. Half precision is added in float32.
-        result: shape (elements).
+        own: shape (elements): what is read in the place of row `rank`. Half precision is added in float32.
         rank: of the owner.
         averages: whether the mean is wanted.
     """
     if not own.numel():
         return
     how = (len(slots), rank, averages)
-    _kernel[(-(-own.numel() // _BLOCK),)](
-        (slots, own, result), own.numel(), slots.stride(0), how, _BLOCK, num_warps=_WARPS
-    )
+    _kernel[(-(-own.numel() // _BLOCK),)]((slots, own), own.numel(), slots.stride(0), how, _BLOCK, num_warps=_WARPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, copies, cudagraph, eager, inductor, lists
+from wholestep.lower import choice, copies, cross_entropy, cudagraph, eager, inductor, lists
 from wholestep.lower.later import later
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
@@ -30,6 +31,7 @@ from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
 from wholestep.run.progress import tell
+from wholestep.run.shelf import Shelf
 
 if TYPE_CHECKING:
     from wholestep.lower import compiler
@@ -44,7 +46,7 @@ class Eager:
 
     name = "eager"
     shares_kernels = False
-    """Whether a rank can use what another one has compiled."""
+    """Whether ranks use what rank 0 has compiled: it lowers before it meets the others, who lower behind that."""
 
     def prepare(self) -> None:
         """Starts what takes a while and will be needed to compile, before anything is captured."""
@@ -72,10 +74,14 @@ class Eager:
 class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
 
-    def __init__(self, options: InductorOptions, device: torch.device) -> None:
+    shares_kernels = True
+    """See `Eager.shares_kernels`."""
+
+    def __init__(self, options: InductorOptions, device: torch.device, shelf: Shelf | None = None) -> None:
+        """`shelf`: where other ranks find what rank 0 compiles; None where there are none."""
         self._options, self._device, self._on_gpu = options, device, device.type == "cuda"
-        # Inductor writes the number of the GPU into what it makes, so each rank has to make its own there.
-        self.shares_kernels = not self._on_gpu
+        self._shelf, self._had = shelf, set[str]()
+        """The shelf, and keys of programs whose kernels need not travel any more."""
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._inductor = inductor.Inductor(device)
         self._lists = lists.Plans()
@@ -90,6 +96,8 @@ class Inductor:
 
     def prepare(self) -> None:
         """See `Eager.prepare`."""
+        if _finds(self._shelf):
+            return
         if self._on_gpu:
             compiler.start_workers()
         else:
@@ -98,7 +106,7 @@ class Inductor:
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
         return [
-            lean_cross_entropy,
+            partial(lean_cross_entropy, fuses=_fuses),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
@@ -122,11 +130,43 @@ class Inductor:
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
+        if self._shelf is None:
+            return self._lowered(program, wait)
+        key = inductor.key_of(segments_of(program), self._device)
+        is_new = key not in self._had
+        self._had.add(key)
+        if is_new and not self._shelf.is_filled_here:
+            self._take(program, self._shelf, key)
+        step = self._lowered(program, wait)
+        if is_new and self._shelf.is_filled_here:
+            self._put(program, self._shelf, key)
+        return step
+
+    def _put(self, program: Program, shelf: Shelf, key: str) -> None:
+        """Puts what was compiled of a program on the shelf."""
+        try:
+            shelf.put(key, pickle.dumps(self.kernels(program)))
+        except Exception as error:  # whatever it is, the others have compilers, too
+            log.warning("every rank compiles for itself: %s: %s", type(error).__name__, error)
+
+    def _take(self, program: Program, shelf: Shelf, key: str) -> None:
+        """Takes from the shelf what rank 0 has compiled of a program, if it has the same one."""
+        try:
+            if (found := shelf.take(key)) is not None:
+                self.give(program, pickle.loads(found))
+                return
+            why = "rank 0 has compiled no such segments for this kind of device"
+        except Exception as error:  # likewise
+            why = f"{type(error).__name__}: {error}"
+        log.info("this rank compiles for itself: %s", why)
+
+    def _lowered(self, program: Program, wait: eager.Wait | None) -> Step:
         lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program))
         if self._on_gpu:
             self._lists.begin(program)
         if not self._on_gpu or wait is not None:
             return lower(program)
+        program = self._lists.as_it_arrives(program)
         parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             self._goes_without(parts)
@@ -139,8 +179,8 @@ class Inductor:
         return inductor.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`. The first entry says what is known of the CPU; those of segments that are alike are one
-        object, which a file holds once."""
+        """See `Eager.kernels`. The first entry is what all segments have in common; those of segments that are alike
+        are one object, which a file holds once."""
         written = functools.cache(lambda one: self._lists.written(one) or self._inductor.written(one))
         first: dict[str, Segment] = {}
         segments = segments_of(program)
@@ -148,11 +188,22 @@ class Inductor:
 
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
+        segments = segments_of(program)
+        if self._shelf is not None:
+            self._had.add(inductor.key_of(segments, self._device))
         found, *rest = kernels
-        self._inductor.take_found(found or b"")
-        for segment, data in zip(segments_of(program), rest, strict=True):
-            if data is not None and not self._lists.take(segment, data):
+        given = [(segment, data) for segment, data in zip(segments, rest, strict=True) if data is not None]
+        if found is not None and not self._on_gpu:
+            self._inductor.take_found(found)
+        for segment, data in given:
+            if not self._lists.has(segment):
                 self._inductor.take(segment, data)
+        # Behind Inductor, which tells Triton where its cache is.
+        if found is not None and self._on_gpu:
+            self._inductor.take_found(found)
+        for segment, data in given:
+            if self._lists.has(segment):
+                self._lists.take(segment, data)
 
     def _compiled_of(self, program: Program) -> eager.Compile:
         """Compiles segments of a program, and tells how far it is."""
@@ -174,6 +225,16 @@ class Inductor:
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 
+def _finds(shelf: Shelf | None) -> bool:
+    """Whether this rank will find what another one has compiled."""
+    return shelf is not None and not shelf.is_filled_here
+
+
+def _fuses(product: fx.Node) -> bool:
+    """Whether logits go to our own kernel: where they lie in memory anyway, as a library has written them."""
+    return inductor.by_library(product) and cross_entropy.takes(product)
+
+
 def segments_of(program: Program) -> list[Segment]:
     """The segments of a program, in order."""
     return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
@@ -189,10 +250,16 @@ class Auto:
     host says so (`wholestep.lower.choice`); without one the step runs as it is.
     """
 
-    def __init__(self, device: torch.device, cost: Callable[[], CostModel], objection: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        cost: Callable[[], CostModel],
+        objection: Callable[[str], str],
+        shelf: Shelf | None = None,
+    ) -> None:
         """`cost` gives what predictions are made from; `objection` takes why this rank objects to Inductor, if it does,
-        and gives what the first one says that does. Both give the same on every rank."""
-        self._device, self._cost, self._objection = device, cost, objection
+        and gives what the first one says that does. Both give the same on every rank. `shelf` as for `Inductor`."""
+        self._device, self._cost, self._objection, self._shelf = device, cost, objection, shelf
         self._chosen: Eager | Inductor | None = None
         self._why = ""
 
@@ -214,7 +281,7 @@ class Auto:
 
     def prepare(self) -> None:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not _finds(self._shelf):
             compiler.start_workers()
         elif self._chosen is not None:
             self._chosen.prepare()
@@ -244,7 +311,7 @@ class Auto:
             log.log(logging.WARNING if cannot else logging.INFO, "the step runs uncompiled: %s", objection)
             return Eager()
         self._why = f"{gain}, as predicted" if on_cpu else "there is a GPU"
-        return Inductor(InductorOptions(), self._device)
+        return Inductor(InductorOptions(), self._device, self._shelf)
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
@@ -259,7 +326,8 @@ class Auto:
         """See `Eager.give`. The choice is that of the process that compiled."""
         chosen, *rest = kernels
         if self._chosen is None:
-            self._chosen = Inductor(InductorOptions(), self._device) if chosen == _COMPILED else Eager()
+            compiled = chosen == _COMPILED
+            self._chosen = Inductor(InductorOptions(), self._device, self._shelf) if compiled else Eager()
             self._why = "as in the process that saved it"
         self._chosen.give(program, tuple(rest))
 
@@ -272,11 +340,15 @@ Backend = Eager | Inductor | Auto
 
 
 def backend_for(
-    chosen: str | InductorOptions, device: torch.device, cost: Callable[[], CostModel], objection: Callable[[str], str]
+    chosen: str | InductorOptions,
+    device: torch.device,
+    cost: Callable[[], CostModel],
+    objection: Callable[[str], str],
+    shelf: Shelf | None = None,
 ) -> Backend:
-    """The backend that `compile` was asked for, on this device. `cost` and `objection` as for `Auto`."""
+    """The backend that `compile` was asked for, on this device. `cost`, `objection` and `shelf` as for `Auto`."""
     if isinstance(chosen, InductorOptions):
-        return Inductor(chosen, device)
+        return Inductor(chosen, device, shelf)
     if chosen == "inductor":
-        return Inductor(InductorOptions(), device)
-    return Auto(device, cost, objection) if chosen == "auto" else Eager()
+        return Inductor(InductorOptions(), device, shelf)
+    return Auto(device, cost, objection, shelf) if chosen == "auto" else Eager()

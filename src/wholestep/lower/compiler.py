@@ -9,7 +9,8 @@ Note: what Inductor is told
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
+from wholestep.lower import launches, wrapper
 from wholestep.lower.numbers import Numbers
 from wholestep.program import meta
 from wholestep.program.modules import unwritten
@@ -57,8 +59,18 @@ def compiled(segment: Segment) -> Callable[[list[Any]], Sequence[Any]]:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
-    with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[inputs[0].device.type]):
+    device = inputs[0].device
+    with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[device.type]), own_ways(device):
         return compile_fx_inner(graph, inputs)
+
+
+@contextlib.contextmanager
+def own_ways(device: torch.device) -> Iterator[None]:
+    """While it is open, Inductor writes for a GPU what it would write otherwise."""
+    with contextlib.ExitStack() as ways:
+        for way in () if device.type == "cpu" else (launches.early, wrapper.own_sums):
+            ways.enter_context(way())
+        yield
 
 
 def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -4,15 +4,43 @@ A message is cut into pieces, and a piece into one part per rank, its owner's. F
 
     push    each rank copies the parts of the others into its slot in the memory of their owners
     meet    all parts have come
-    add     each rank adds the slots and its own part, in the order of the ranks, into its result and its own part
+    add     each rank adds the slots and its own part, in the order of the ranks, into its own part and its own slot
     meet    all results are there
     pull    each rank copies the results of the others to where their parts were
 
-Copies between GPUs run on their copy engines; only the addition takes multiprocessors, and nothing is copied within a
-GPU. The memory of slots and results is symmetric: every rank has mapped that of all others. One of it is enough for
-all messages, since they follow each other on one stream: what a rank pushes for the next piece reaches slots that their
-owner has read before it met the others for the second time, and a result is written behind a first meeting, to which a
-rank comes when it has pulled.
+Copies between GPUs run on their copy engines; only the addition and the meetings take multiprocessors, and nothing is
+copied within a GPU. The memory of slots is symmetric: every rank has mapped that of all others.
+
+Note: a pipeline
+    Pushes, additions with their meetings, and pulls stand on streams of their own, so that the wires have work while
+    ranks meet and add. There are two sets of slots, which the pieces of a message use in turn. ``n + 1`` is pushed
+    while ``n`` is added, and pulled while ``n + 2`` is pushed::
+
+        push    0   1       2   3
+        add         0   1       2   3
+        pull            0   1       2   3
+
+    A message begins with the first set, whatever went before: which one a piece uses depends on nothing but the
+    message, so ranks agree on it, also when one of them captures a CUDA graph and the others replay theirs.
+
+Note: nothing is overwritten that somebody still reads
+    A rank pushes into a set behind its own pull out of it (one stream of pulls per set), be it for a piece of this
+    message or of an earlier one. It has pulled behind a second meeting, to which the owner came when it had added: the
+    slots are read. An owner writes its result behind a first meeting, to which each rank comes behind its push into the
+    set, so behind its last pull out of it: the last result is read.
+
+Note: nothing waits for ever
+    Meetings wait for other ranks, and nothing else does. They all stand on one stream, in the same order on all ranks.
+    Suppose ranks stand still, and take the earliest meeting that one stands in. A rank that has not come to it stands
+    in no other one, as that would be an earlier one; so it goes on, and comes. That holds for every order in which a
+    device may take its work, even if it is one queue, since an order puts nothing before what it waits for; so it holds
+    where a CUDA graph brings its branches to fewer queues. It would not, if meetings stood on two streams: two ranks
+    could begin with different ones. Of collectives of other libraries beside it, it says nothing.
+
+Note: CUDA graphs
+    All streams branch off from the stream of the caller, and the last one has waited for the others, so a capture is
+    joined by who waits for the message. What the streams did before a capture is not part of it, and needs not be: a
+    graph begins behind what its stream has waited for, and that is every message of the step before, pulls included.
 
 Sources: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005 (reduce-scatter and
 all-gather); PyTorch's symmetric memory, for the mapping and the meetings.
@@ -34,13 +62,26 @@ from wholestep.errors import ConfigError
 from wholestep.lower.addition import add_parts
 from wholestep.program.collectives import LIBRARY, averages, group_named, started_on_this_stream
 
-PIECE_BYTES = 256 << 20
-"""Of a message that travel at once. The symmetric memory of a group is this and a part more."""
+PIECE_BYTES = 160 << 20
+"""The largest piece, so the bytes of a set of slots; the symmetric memory of a group is two.
+
+A piece costs two meetings. One takes 10 us on an idle GPU, 50 beside updates and up to 300 beside products of matrices,
+until a multiprocessor is free; what a megabyte takes to be pushed and pulled among 4 GPUs is 4.7 us (350 GB/s there,
+300 back, measured). So the wires stay busy beside products with pieces from 130 MB on, and beside updates from 24 on.
+"""
+SPLIT_BYTES = 32 << 20
+"""Messages from here on travel in an even number of pieces, so that both sets are used alike and the next message finds
+the first one free. Two pieces of a message on its own end sooner than one if its time on the wires is more than that of
+four meetings: from 43 MB on beside updates, from 9 on an idle GPU, by a model of the wires. Messages of one piece
+do not overlap with each other, as all of them use the first set."""
+PUSH, ADD, PULLS = 0, 1, (2, 3)
+"""Streams; pulls have one for each set of slots."""
+NUM_STREAMS = 4
 _ALIGNED_BYTES = 128
 
 
 class Peers(Protocol):
-    """The symmetric memory of a group, as one rank sees it."""
+    """The symmetric memory of a group and the streams of a rank, as that rank sees them."""
 
     @property
     def rank(self) -> int:
@@ -56,33 +97,65 @@ class Peers(Protocol):
         """That of a rank, in one dimension."""
         ...
 
-    def meet(self) -> None:
-        """What stands behind it runs when all ranks have come."""
+    def run(self, stream: int, work: Callable[[], object]) -> None:
+        """Gives work to a stream."""
+        ...
+
+    def wait(self, stream: int, other: int) -> None:
+        """What `stream` is given from now on runs behind what `other` has been given so far, or has waited for."""
+        ...
+
+    def meet(self, stream: int) -> None:
+        """What `stream` is given from now on runs when all ranks have come to this meeting."""
+        ...
+
+    def mark(self, stream: int) -> Any:
+        """An event behind what `stream` has been given so far, or has waited for."""
         ...
 
 
-Add = Callable[[Tensor, Tensor, Tensor], None]
-"""``add(slots, own, result)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape
-(elements), in the place of the rank's slot. It is written to ``own`` and to ``result``."""
+Add = Callable[[Tensor, Tensor], None]
+"""``add(slots, own)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape (elements),
+in the place of the rank's slot. It is written to ``own`` and to the rank's slot."""
 
 
-def all_reduce(message: Tensor, peers: Peers, add: Add) -> None:
-    """Gives every rank what `add` makes of the messages of all, in place. `message` has one dimension."""
-    length = part_length(peers.size, message.dtype)
-    memories = [peers.memory(rank, message.dtype) for rank in range(peers.size)]
-    own = memories[peers.rank][: (peers.size + 1) * length].view(peers.size + 1, length)
-    others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
-    for parts in _cut(message, peers.size, length):
-        for rank in others:
-            slot = memories[rank][peers.rank * length :][: parts[rank].numel()]
-            slot.copy_(parts[rank], non_blocking=True)
-        peers.meet()
-        mine = parts[peers.rank]
-        add(own[:-1, : mine.numel()], mine, own[-1, : mine.numel()])
-        peers.meet()
-        for rank in reversed(others):
-            result = memories[rank][peers.size * length :][: parts[rank].numel()]
-            parts[rank].copy_(result, non_blocking=True)
+Pieces = Sequence[tuple[int, Any]]
+"""(elements, event): so many from the start of a message are there behind this event and those before it. Behind the
+last event all of it is, and no stream reads or writes it any more."""
+
+
+def all_reduce(message: Tensor, peers: Peers, add: Add) -> Pieces:
+    """Gives every rank what `add` makes of the messages of all, in place. `message` has one dimension.
+
+    All streams have waited for the message. It is there behind the last one, ``PULLS[1]``.
+    """
+    pieces, stop = list[tuple[int, Any]](), 0
+    size, rank = peers.size, peers.rank
+    length = part_length(size, message.dtype)
+    memories = [peers.memory(one, message.dtype)[: 2 * size * length].view(2, size, length) for one in range(size)]
+    others = [(rank + step) % size for step in range(1, size)]
+    for number, parts in enumerate(_cut(message, size, length)):
+        sets = [memory[number % 2] for memory in memories]
+        mine, pull = parts[rank], PULLS[number % 2]
+        peers.wait(PUSH, pull)
+        for other in others:
+            peers.run(PUSH, partial(_copy, sets[other][rank, : parts[other].numel()], parts[other]))
+        peers.wait(ADD, PUSH)
+        peers.meet(ADD)
+        peers.run(ADD, partial(add, sets[rank][:, : mine.numel()], mine))
+        peers.meet(ADD)
+        peers.wait(pull, ADD)
+        for other in reversed(others):
+            peers.run(pull, partial(_copy, parts[other], sets[other][other, : parts[other].numel()]))
+        stop += sum(part.numel() for part in parts)
+        pieces.append((stop, peers.mark(pull)))
+    for stream in (PUSH, ADD, PULLS[0]):
+        peers.wait(PULLS[1], stream)
+    return [*pieces[:-1], (stop, peers.mark(PULLS[1]))]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def part_length(num_ranks: int, dtype: torch.dtype) -> int:
@@ -92,14 +165,15 @@ def part_length(num_ranks: int, dtype: torch.dtype) -> int:
 
 
 def _cut(message: Tensor, count: int, most: int) -> Iterator[Sequence[Tensor]]:
-    """The message in as few pieces as there can be, of about one size; each as one part per rank, of at most `most`.
+    """The message in as few pieces as `SPLIT_BYTES` lets there be, of about one size; each as one part per rank, of at
+    most `most` elements.
 
     All parts of a message but its last ones have one aligned length; the last may be shorter, or empty.
     """
     if not message.numel():
         return
     step = _ALIGNED_BYTES // message.element_size()
-    pieces = -(-message.numel() // (count * most))
+    pieces = 1 if message.nbytes < SPLIT_BYTES else 2 * -(-message.numel() // (2 * count * most))
     length = -(-message.numel() // (pieces * count * step)) * step
     for start in range(0, message.numel(), count * length):
         yield [message[start + rank * length :][:length] for rank in range(count)]
@@ -107,21 +181,36 @@ def _cut(message: Tensor, count: int, most: int) -> Iterator[Sequence[Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mapped:
-    """Symmetric memory of GPUs."""
+    """Symmetric memory of GPUs, and streams of this one."""
 
     rank: int
     size: int
     handle: Any
     memories: Sequence[Tensor]
+    streams: Sequence[torch.cuda.Stream]
     timeout_ms: int
 
     def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
         """See `Peers`."""
         return self.memories[rank].view(dtype)
 
-    def meet(self) -> None:
+    def run(self, stream: int, work: Callable[[], object]) -> None:
+        """See `Peers`."""
+        with torch.cuda.stream(self.streams[stream]):
+            work()
+
+    def wait(self, stream: int, other: int) -> None:
+        """See `Peers`."""
+        self.streams[stream].wait_stream(self.streams[other])
+
+    def meet(self, stream: int) -> None:
         """See `Peers`. A rank that waits for longer than the group's timeout ends with an error of the device."""
-        self.handle.barrier(0, self.timeout_ms)
+        self.run(stream, partial(self.handle.barrier, 0, self.timeout_ms))
+
+    def mark(self, stream: int) -> torch.cuda.Event:
+        """See `Peers`."""
+        event: torch.cuda.Event = self.streams[stream].record_event()
+        return event
 
 
 class _Group:
@@ -130,7 +219,7 @@ class _Group:
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
         size = group.size()
-        num_bytes = (size + 1) * part_length(size, torch.uint8)
+        num_bytes = 2 * size * part_length(size, torch.uint8)
         try:
             memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
             handle = symmetric_memory.rendezvous(memory, group)
@@ -143,9 +232,9 @@ class _Group:
             ) from error
         timeout_s = group._get_backend(device).options._timeout.total_seconds()
         self.peers = _Mapped(
-            rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s)
-        )
-        self.stream = torch.cuda.Stream(device, priority=-1)
+            rank=group.rank(), size=size, handle=handle, memories=memories, timeout_ms=int(1e3 * timeout_s),
+            streams=[torch.cuda.Stream(device, priority=-1) for _ in range(NUM_STREAMS)],
+        )  # fmt: skip
 
 
 _groups: dict[str, _Group] = {}
@@ -159,13 +248,28 @@ def _group_of(name: str, device: torch.device) -> _Group:
     return known
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arriving:
+    """A message that is being reduced."""
+
+    message: Tensor
+    pieces: Pieces
+
+
+def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
+    """Starts to reduce a contiguous tensor of a GPU, in place, on streams of their own; "sum" or "avg"."""
+    peers = _group_of(group, message.device).peers
+    add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
+    for stream in peers.streams:
+        stream.wait_stream(torch.cuda.current_stream(message.device))
+    with torch.no_grad():
+        return Arriving(message=message, pieces=all_reduce(message.view(-1), peers, add))
+
+
 def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
-    """The in-place operator on a GPU: starts the reduction on a stream of its own."""
-    own = _group_of(group, message.device)
-    add = partial(add_parts, rank=own.peers.rank, averages=reduce_op == "avg")
-    own.stream.wait_stream(torch.cuda.current_stream(message.device))
-    with torch.cuda.stream(own.stream), torch.no_grad():
-        all_reduce(message.view(-1), own.peers, add)
+    """The in-place operator on a GPU."""
+    start(message, reduce_op, group)
+    with torch.cuda.stream(_group_of(group, message.device).peers.streams[PULLS[1]]):
         return started_on_this_stream(message)
 
 

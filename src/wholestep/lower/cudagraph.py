@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from wholestep.lower import captures
 from wholestep.program import edit, meta, ops
 from wholestep.program.modules import module_of
 from wholestep.program.numbers import pack
@@ -201,7 +202,7 @@ class Pool:
                 self._renew()
             graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                with self._capturing(graph):
+                with captures.settled(), self._capturing(graph):
                     results = body()
             except BaseException:
                 self._mend(graph, before)

@@ -17,8 +17,8 @@ _COMPILER = "torch._inductor."
 _PRODUCTS = "extern_kernels"
 _OPERATORS = re.compile(r"\btorch\.ops\b(?:\.(\w+))?")
 _NAMED_OPERATORS = re.compile(r"^(\w+) = torch\.ops\.(\w+)", re.MULTILINE)
-_THERE = "aten"
-"""The namespace whose operators are there without a compiler."""
+_THERE = ("aten", "wholestep")
+"""Namespaces whose operators are there without a compiler."""
 
 
 def lightened(text: str, is_torchs: Callable[[str], bool]) -> str:
@@ -63,6 +63,6 @@ def _products(tree: ast.Module) -> set[str]:
 def _may_need_operators(text: str, uses: Mapping[str, int]) -> bool:
     """Whether a module uses operators that are not there without a compiler, or may."""
     named = _NAMED_OPERATORS.findall(text)
-    if any(namespace != _THERE and uses[name] > 1 for name, namespace in named):  # its definition is one use
+    if any(namespace not in _THERE and uses[name] > 1 for name, namespace in named):  # its definition is one use
         return True
-    return any(namespace != _THERE for namespace in _OPERATORS.findall(_NAMED_OPERATORS.sub("", text)))
+    return any(namespace not in _THERE for namespace in _OPERATORS.findall(_NAMED_OPERATORS.sub("", text)))

@@ -7,11 +7,14 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.util
 import logging
+import platform
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +24,16 @@ from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compi
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph
 
-from wholestep.lower import instructions, kernels
+from wholestep.cost import calibrate
+from wholestep.lower import (
+    binaries,
+    column_sums,  # noqa: F401  # an operator that compiled segments call
+    instructions,
+    kernels,
+)
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.later import later
+from wholestep.lower.moved import anywhere
 from wholestep.lower.numbers import takes_numbers
 from wholestep.passes import wide
 from wholestep.program import meta, ops
@@ -152,7 +162,7 @@ class Inductor:
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
-        self._on_cpu = device.type == "cpu"
+        self._device, self._on_cpu = device, device.type == "cpu"
         self._asking: threading.Thread | None = None
 
     def prepare(self) -> None:
@@ -165,13 +175,19 @@ class Inductor:
             self._asking.start()
 
     def found(self) -> bytes:
-        """What was found out about the CPU, for another process."""
-        return instructions.answers() if self._on_cpu else b""
+        """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
+        that have run on a GPU."""
+        return instructions.answers() if self._on_cpu else binaries.written(binaries.kept())
 
     def take_found(self, found: bytes) -> None:
-        """Uses what `found` gave on such a CPU with such a compiler, which `marks` name."""
+        """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
         if self._on_cpu:
             instructions.believe(found)
+            return
+        try:
+            binaries.take(found)
+        except Exception as error:  # whatever it is, kernels can be built
+            log.warning("kernels that segments share are built anew: %s", _said(error))
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
@@ -198,14 +214,15 @@ class Inductor:
             return None
 
     def take(self, segment: Segment, data: bytes) -> None:
-        """Uses what `written` gave in another process. On a CPU, kernels that are not in Inductor's cache are built."""
+        """Uses what `written` gave in another process, for this device or one of the same kind. On a CPU, kernels that
+        are not in Inductor's cache are built."""
         likeness = segment.likeness
         if likeness in self._compiled:
             return
         try:
-            self._compiled[likeness], self._loaded[likeness] = kernels.loads(data)
+            self._compiled[likeness], self._loaded[likeness] = kernels.loads(data, self._device)
         except Exception as error:  # likewise
-            log.warning("%s is compiled anew: what was saved of it cannot be used: %s", segment.name, _said(error))
+            log.warning("%s is compiled anew: what another process made cannot be used: %s", segment.name, _said(error))
 
 
 def _said(error: Exception) -> str:
@@ -213,12 +230,29 @@ def _said(error: Exception) -> str:
 
 
 def marks(device: torch.device) -> list[tuple[str, str]]:
-    """What compiled code depends on besides the graph: the number of the GPU, which is written into it, the compiler of
-    kernels for a CPU, and the options of Inductor, as its own cache sees them."""
+    """What compiled code depends on besides the graph: the device, the compiler of kernels for a CPU, and the options
+    of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
     spelled = [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
     compiler = [] if device.type == "cuda" else [("the C++ compiler", _compiler())]
     return [("the device", str(device)), *compiler, *spelled]
+
+
+def key_of(segments: Iterable[Segment], device: torch.device) -> str:
+    """The same text for ranks that can use each other's compiled segments: these segments, on devices of one kind."""
+    kind = [torch.__version__, str(torch.version.git_version), *_kind(device)]
+    options = [f"{name} {held}" for name, held in marks(device) if name != "the device"]
+    alike = [one.likeness if device.index is None else anywhere(one.likeness, device.index) for one in segments]
+    return hashlib.sha256("\n".join([*kind, *options, *alike]).encode()).hexdigest()
+
+
+def _kind(device: torch.device) -> list[str]:
+    """What a compiler knows of a device, less its number, and which Triton makes kernels for it."""
+    if device.type == "cpu":
+        return [platform.machine(), torch.backends.cpu.get_cpu_capability(), calibrate.cpu_model()]
+    found = torch.cuda.get_device_properties(device)
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "none"
+    return [found.name, f"{found.major}.{found.minor}", str(found.multi_processor_count), triton]
 
 
 def _compiler() -> str:

@@ -5,7 +5,12 @@ On a GPU a compiled segment holds its kernels twice: as text in its module, whic
 the binaries that Triton has made. Inductor writes the bundle into its own cache before anything runs. We write behind
 the first call, for two reasons. A segment that Inductor found in its cache runs the very kernels of its bundle, and
 what has launched can be pickled only with its launchers taken off. And by then it is known which of several block
-sizes is the fastest: that one travels alone, so the other process measures nothing and computes the same bits.
+sizes is the fastest: that one travels alone, so the other process measures nothing and computes the same bits. Other
+ranks of the same process group get a segment before its first call, with all its block sizes, and measure themselves.
+
+[Note: another GPU]
+What was compiled on one GPU runs on another of the same kind once its number is replaced (`lower/moved.py`): in the
+text, in what Inductor keeps of every kernel, and in the keys made of either. Triton's own keys are the same.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +31,7 @@ from torch._inductor.triton_bundler import TritonBundler
 
 from wholestep.lower.header import lightened
 from wholestep.lower.later import later
+from wholestep.lower.moved import CannotMove, kernel_texts, moved
 
 if TYPE_CHECKING:
     from torch._inductor import async_compile, codecache, select_algorithm
@@ -33,15 +40,21 @@ else:
     codecache = later("torch._inductor.codecache")
     select_algorithm = later("torch._inductor.select_algorithm")
 
-_OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx")
-"""What a kernel holds of the process that it runs in, besides what it takes off itself."""
+_OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
+"""What a kernel holds of the process that it runs in, besides what it takes off itself. The last one keeps the block
+size that was measured to be the fastest in that process's cache; here it travels with the kernel."""
+
+_TEXTS = frozenset({".source", ".ttir", ".ttgir", ".llir", ".ptx", ".amdgcn"})
+"""What Triton's files are called that nobody needs who has the binary."""
 
 
 def dumps(compiled: CompiledFxGraph) -> bytes:
     """A compiled segment for another process, which finds in it all that a compiler would have to make.
 
-    It may have run. Raises whatever pickling raises.
+    It may have run. Raises whatever pickling raises, and ValueError for what is tied to its GPU.
     """
+    if any(one.is_cuda for one in (compiled.constants or {}).values()):
+        raise ValueError("it has constants on its GPU")
     twin: Any = copy.copy(compiled)
     twin.prepare_for_serialization()
     text = lightened(twin.source_code, _is_torchs)
@@ -53,15 +66,18 @@ def dumps(compiled: CompiledFxGraph) -> bytes:
         return pickle.dumps(twin)
 
 
-def loads(data: bytes) -> tuple[CompiledFxGraph, Callable[[list[Any]], Sequence[Any]]]:
-    """What `dumps` was given, and what runs it. Binaries go to Triton's cache on disk, the text to that of Inductor.
+def loads(data: bytes, device: torch.device) -> tuple[CompiledFxGraph, Callable[[list[Any]], Sequence[Any]]]:
+    """What `dumps` was given, and what runs it on `device`, which is of the kind that it was compiled for. Binaries go
+    to Triton's cache on disk, the text to that of Inductor.
 
     What runs it takes a list, which it empties, and gives a list. To call the compiled segment itself is to import the
     compiler, which keeps a list of calls for who debugs it.
 
-    Raises OSError, and whatever reading a pickle and running a module raise.
+    Raises CannotMove, OSError, and whatever reading a pickle and running a module raise.
     """
     compiled: CompiledFxGraph = pickle.loads(data)
+    if device.type == "cuda":
+        _move(compiled, device.index)
     constants, bundle = CompiledFxGraphConstants(), compiled._triton_bundle
     if bundle is None or not bundle.kernel_artifacts:
         compiled.after_deserialization(constants)
@@ -82,6 +98,39 @@ def _is_torchs(name: str) -> bool:
     return known is not None and known is getattr(torch, name, None)
 
 
+def _move(compiled: CompiledFxGraph, number: int) -> None:
+    """Has a compiled segment that is not ready yet run on the GPU with this number. Raises CannotMove."""
+    if len(compiled.device_idxs) != 1:
+        raise CannotMove(f"it was compiled for the GPUs {sorted(compiled.device_idxs)}")
+    (old,) = compiled.device_idxs
+    if old == number:
+        return
+    text = moved(compiled.source_code, old, number)
+    bundle: Any = compiled._triton_bundle
+    if bundle is not None:
+        key = async_compile.CompiledTritonKernels.key
+        pairs = zip(kernel_texts(compiled.source_code), kernel_texts(text), strict=True)
+        keys = {key(before): key(after) for before, after in pairs}
+        if stray := [one.kernel_name for one in bundle.static_autotuners if one.cache_key not in keys]:
+            raise CannotMove(f"the kernel {stray[0]} belongs to no text of its module")
+        for entry in bundle.static_autotuners:
+            _move_kernel(entry.kernel, number)
+        compiled._triton_bundle = replace(
+            bundle,
+            static_autotuners=[replace(one, cache_key=keys[one.cache_key]) for one in bundle.static_autotuners],
+            kernel_artifacts=[replace(one, device=number) for one in bundle.kernel_artifacts],
+        )
+    compiled.source_code, compiled.cache_key = text, codecache.code_hash(text)
+    compiled.device_idxs = type(compiled.device_idxs)([number])
+
+
+def _move_kernel(kernel: Any, number: int) -> None:
+    """Writes the number of another GPU into a kernel that has not been loaded."""
+    kernel.device_props = kernel.device_props._replace(index=number)
+    for held in (kernel.triton_meta, *(result.compile_meta for result in kernel.compile_results)):
+        held["device"] = number
+
+
 def _scope_of(compiled: CompiledFxGraph) -> Mapping[str, Any]:
     """What the module of a compiled segment holds, by name."""
     call = getattr(compiled.compiled_fn_runner, "call", None)
@@ -100,8 +149,14 @@ def _rested(bundle: Any, scope: Mapping[str, Any], resting: contextlib.ExitStack
         rested = resting.enter_context(_at_rest(kernel))
         kept |= _hashes(rested)
         entries.append(replace(entry, kernel=rested))
-    binaries = [one for one in bundle.kernel_artifacts if one.kernel_hash not in compiled - kept]
-    return replace(bundle, static_autotuners=entries, kernel_artifacts=binaries)
+    wanted = [one for one in bundle.kernel_artifacts if one.kernel_hash not in compiled - kept]
+    return replace(bundle, static_autotuners=entries, kernel_artifacts=list(map(_lean, wanted)))
+
+
+def _lean(binary: Any) -> Any:
+    """A kernel's files without the texts that Triton has gone through, which are most of them."""
+    files = [one for one in binary.artifacts if PurePath(one.filename).suffix not in _TEXTS]
+    return replace(binary, artifacts=files)
 
 
 def _hashes(kernel: Any) -> set[str]:
@@ -118,7 +173,8 @@ def _at_rest(kernel: Any) -> Iterator[Any]:
         state |= {name: None for name in _OF_A_RUN if name in state}
         if len(chosen) == 1:
             state["compile_results"] = [one for one in kernel.compile_results if one.config is chosen[0]]
-            # What follows a measurement was part of it.
+        if chosen:
+            # It was made ready, and what block sizes that adds are among the others.
             state["inductor_meta"] = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
             state.pop("_could_rblock_scale", None)
         rested = object.__new__(type(kernel))

@@ -9,10 +9,11 @@ computes it for all of them, one row of a table each (`lower/rows.py`)::
 
 Note: tables in CUDA graphs
     Outside of a capture a table is made anew where an address has changed, through pinned memory of its own, which the
-    allocator keeps until the copy is done. A capture records a copy out of `_held`, which was there before it (a
-    capture cannot pin memory) and lives as long as this object, which the owner of the graph keeps. Nothing else reads
-    `_held`. A step that is captured again has dropped its graph, and `torch.cuda.graph` waits for the device before a
-    capture begins: the last replay of the old graph is done before `_held` changes.
+    allocator keeps until the copy is done. A graph finds its addresses in `_captured`, which lives as long as this
+    object, which the owner of the graph keeps. It is filled behind the capture: the addresses are those of every
+    replay, and a copy in front of each kernel would be waited for. A step that is captured again has dropped its graph,
+    and `torch.cuda.graph` waits for the device before a capture begins: the last replay of the old graph is done before
+    `_captured` changes. Where a user captures the step, nobody is there behind it, and the graph copies out of `_held`.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import linecache
 import logging
-import pickle
 import threading
+from bisect import bisect_right
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import pointwise
+from wholestep.lower import binaries, captures, copies, pointwise
 from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
+from wholestep.passes import sink
+from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 
@@ -45,11 +49,20 @@ __all__ = ["Lists", "Plans", "takes"]
 _WARPS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """An argument of a segment that comes as `copies.Arriving`."""
+
+    argument: int
+    itemsize: int
+
+
 class Plans:
     """Finds kernels for segments, once each."""
 
     def __init__(self) -> None:
         self._plans: dict[Segment, Plan | str] = {}
+        self._awaited: dict[Segment, _Awaited] = {}
         self._texts: dict[str, str] = {}
         self._building: threading.Thread | None = None
 
@@ -67,7 +80,7 @@ class Plans:
         if isinstance(found, Plan):
             if self._building is not None:
                 self._building.join()
-            return Lists(found)
+            return Lists(found, self._awaited.get(segment))
         if any(map(takes, segment.calls)):
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
@@ -77,25 +90,47 @@ class Plans:
         found = self._of(segment)
         texts = [kernel.text for kernel in found.kernels] if isinstance(found, Plan) else []
         built = [_binaries[text] for text in texts if text in _binaries]
-        return pickle.dumps(list(map(_files, built))) if built and len(built) == len(texts) else None
+        return binaries.written(built) if built and len(built) == len(texts) else None
 
-    def take(self, segment: Segment, data: bytes) -> bool:
-        """Puts what `written` gave where Triton looks for it. Whether the segment is one of kernels over lists."""
-        if not isinstance(self._of(segment), Plan):
-            return False
+    def has(self, segment: Segment) -> bool:
+        """Whether the segment is one of kernels over lists."""
+        return isinstance(self._of(segment), Plan)
+
+    def take(self, segment: Segment, data: bytes) -> None:
+        """Puts what `written` gave where Triton looks for it. No GPU has its number in it."""
         try:
-            for key, files in pickle.loads(data):
-                cache = _caches().get_cache_manager(key)
-                group = {name: cache.put(content, name) for name, content in files.items()}
-                cache.put_group(next(name for name in files if name.endswith(".json")), group)
+            binaries.take(data)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
-        return True
 
     def _of(self, segment: Segment) -> Plan | str:
         if segment not in self._plans:
             self._plans[segment] = plan(segment, self._texts)
         return self._plans[segment]
+
+    def as_it_arrives(self, program: Program) -> Program:
+        """The scheduled program whose last update by copies begins when all pieces of its gradients but one are there.
+
+        While it does, the wires are busy with the last piece, behind which there is only that piece's own part left.
+        The segment waits itself then. That can be where it alone reads the message, and by one kernel, so that no
+        element is read which another kernel has overwritten; and where inputs are written beside communication anyway.
+        """
+        if not sink.writes_beside_communication(program):
+            return program
+        program = edit.copy(program)
+        waits = (node for node in reversed(program.graph.nodes) if node.target is ops.WAIT and _is_by_copies(node))
+        wait = next(waits, None)
+        reader = next(iter(wait.users)) if wait is not None and len(wait.users) == 1 else None
+        if wait is None or reader is None or not isinstance(reader.target, Segment):
+            return program
+        segment, awaited = reader.target, _Awaited(reader.args.index(wait), meta.tensor(wait).itemsize)
+        if isinstance(found := self._of(segment), Plan) and _can_await(found, awaited.argument):
+            reader.target = replace(segment)
+            self._plans[reader.target], self._awaited[reader.target] = found, awaited
+            start = ops.waited_for(wait)
+            start.target = copies.start
+            edit.replace_node(wait, start)
+        return program
 
     def tell_lists(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
@@ -112,9 +147,11 @@ class Plans:
 class Lists:
     """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, awaited: _Awaited | None = None) -> None:
         """Lays out the tables. Not to be called in a capture."""
-        self._plan, self._device = plan, plan.device
+        self._plan, self._device, self._awaited = plan, plan.device, awaited
+        self._needs_bytes: list[int] = []
+        """Of what is awaited, for each program of the first kernel, in order."""
         on_gpu = self._device.type == "cuda"
         cells: list[Cell] = []
         programs: list[tuple[int, int]] = []
@@ -124,6 +161,10 @@ class Lists:
             first = len(programs)
             for row, (*_, size) in enumerate(kernel.rows):
                 programs += [(row, chunk) for chunk in range(-(-size.offset // pointwise.CHUNK))]
+            if awaited is not None and not kernel.of_numbers:
+                needs = {(row, chunk): _needed_bytes(kernel.rows[row], chunk, awaited) for row, chunk in programs}
+                programs.sort(key=needs.__getitem__)
+                self._needs_bytes = [needs[one] for one in programs]
             if len(programs) > first:
                 self._launches.append((_built(kernel.text), len(cells), first, len(programs) - first))
             cells += [cell for row in kernel.rows for cell in row]
@@ -133,12 +174,18 @@ class Lists:
         self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64)
         self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64)
         self._programs = torch.tensor(programs, dtype=torch.int32).to(self._device)
+        # A capture can make neither of them.
         self._held = torch.empty(len(cells), dtype=torch.int64, pin_memory=on_gpu)
+        self._captured = torch.empty(len(cells), dtype=torch.int64, device=self._device)
         self._known: tuple[Any, ...] = ()
         self._table: Tensor | None = None
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """One run."""
+        arriving: copies.Arriving | None = None
+        if self._awaited is not None:
+            arriving = arguments[self._awaited.argument]
+            arguments[self._awaited.argument] = arriving.message
         results: list[Any] = [None] * self._plan.num_results
         for number, like in self._plan.fresh:
             results[number] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
@@ -146,23 +193,70 @@ class Lists:
         tensors = [*arguments, *(results[number] for number, _ in self._plan.fresh), *turned]
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             table = self._filled([0, *map(Tensor.data_ptr, tensors)])
-            for kernel, start, first, count in self._launches:
-                kernel[(count,)](table[start:], self._programs[first:], num_warps=_WARPS)
+            done = 0 if arriving is None else self._begin(table, arriving)
+            for number, (*_, count) in enumerate(self._launches):
+                self._launch(table, number, 0 if number else done, count)
         arguments.clear()
         return results
+
+    def _fill(self) -> None:
+        self._captured.copy_(self._held, non_blocking=True)
+
+    def _begin(self, table: Tensor, arriving: copies.Arriving) -> int:
+        """Launches what programs of the first kernel can do without the last piece, and waits for that one.
+
+        Gives how many programs have been launched.
+        """
+        *early, (_, last) = arriving.pieces
+        for _, event in early:
+            event.wait()
+        there = early[-1][0] * arriving.message.itemsize if early else 0
+        done = bisect_right(self._needs_bytes, there) // 2 * 2  # tables start on 16 bytes
+        self._launch(table, 0, 0, done)
+        last.wait()
+        return done
+
+    def _launch(self, table: Tensor, number: int, start: int, stop: int) -> None:
+        """Some programs of a kernel."""
+        if stop > start:
+            kernel, cells, first, _ = self._launches[number]
+            kernel[(stop - start,)](table[cells:], self._programs[first + start :], num_warps=_WARPS)
 
     def _filled(self, addresses: list[int]) -> Tensor:
         """The table with these addresses, for what is launched next."""
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             torch.add(torch.tensor(addresses)[self._bases], self._offsets, out=self._held)
-            return self._held.to(self._device, non_blocking=True)
+            if not captures.behind(self._fill):
+                self._fill()
+            return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
         if self._table is None or known != self._known:
             filled = torch.tensor(addresses)[self._bases] + self._offsets
             filled = filled.pin_memory() if on_gpu else filled
             self._known, self._table = known, filled.to(self._device, non_blocking=True)
         return self._table
+
+
+def _is_by_copies(wait: fx.Node) -> bool:
+    start = ops.waited_for(wait)
+    return start.target is ALL_REDUCE_BY_COPIES_ and list(start.users) == [wait]
+
+
+def _can_await(plan: Plan, argument: int) -> bool:
+    """Whether a plan can begin with a part of an argument: it is read where it is, and one kernel alone goes through
+    elements. Kernels of numbers are launched behind it anyway, as it reads what they overwrite."""
+    return sum(not kernel.of_numbers for kernel in plan.kernels) == 1 and all(
+        one.argument != argument for one in plan.turned
+    )
+
+
+def _needed_bytes(row: tuple[Cell, ...], chunk: int, awaited: _Awaited) -> int:
+    """Up to where a program reads the argument that is awaited; 0 if it does not."""
+    *cells, size = row
+    stop = min((chunk + 1) * pointwise.CHUNK, size.offset)
+    ends = (cell.offset + stop * awaited.itemsize for cell in cells if cell.base == 1 + awaited.argument)
+    return max(ends, default=0)
 
 
 def _turn(turned: Turned, argument: Tensor) -> Tensor:
@@ -186,18 +280,6 @@ def _build(wanted: Mapping[str, torch.device]) -> None:
 
 _binaries: dict[str, Any] = {}
 """What Triton has made of a module's text."""
-
-
-def _files(compiled: Any) -> tuple[str, dict[str, bytes]]:
-    """What Triton needs of a kernel to launch it: the key in its cache on disk, and the files there."""
-    paths = {name: Path(path) for name, path in compiled.metadata_group.items()}
-    return compiled.hash, {
-        name: path.read_bytes() for name, path in paths.items() if path.suffix in (".json", ".cubin")
-    }  # fmt: skip
-
-
-def _caches() -> Any:
-    return importlib.import_module("triton.runtime.cache")
 
 
 @functools.cache

@@ -45,6 +45,8 @@ class Kernel:
     text: str
     rows: tuple[tuple[Cell, ...], ...]
     """One per index: what it reads, what it writes, the number of its elements."""
+    of_numbers: bool
+    """Whether results have no dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,10 @@ class _Planner:
                 self._texts[key] = unit.text()
         return Plan(
             kernels=tuple(
-                Kernel(text=self._texts[units[0].key], rows=tuple(map(self._row, units))) for units in ordered
+                Kernel(
+                    text=self._texts[units[0].key], rows=tuple(map(self._row, units)), of_numbers=not units[0].like.ndim
+                )
+                for units in ordered
             ),
             fresh=tuple((number, meta.tensor(self._results[number])) for number in self._fresh),
             turned=tuple(self._turned.values()),

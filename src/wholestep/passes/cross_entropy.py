@@ -8,18 +8,38 @@ Before and after, per row with logits x and target t::
     grad = share * (exp(logs) - onehot(t))           grad = share * (exp(x - lse) - onehot(t))
 
 What the backward reads is then the logits as they are, in the type that the product gave them, and a number per row.
-The arithmetic is the same but for the rounding of one subtraction in float32.
+The arithmetic is the same but for the rounding of one subtraction in float32. On a GPU one kernel (`CROSS_ENTROPY`)
+does both, since a step mostly knows the gradient of its loss, 1, before it computes the loss.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
-from wholestep.program import edit, meta
+from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program, Stage
+
+ops.LIBRARY.define("cross_entropy(Tensor logits, Tensor target, Tensor share, int ignored) -> (Tensor, Tensor)")
+
+
+@torch.library.register_fake("wholestep::cross_entropy", lib=ops.LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape[:1], dtype=torch.float32), logits.new_empty(logits.shape)
+
+
+CROSS_ENTROPY = torch.ops.wholestep.cross_entropy.default
+"""Losses and gradient of logits, in one: ``lower/cross_entropy.py`` implements it.
+
+Takes logits (rows, classes), answers (rows) int64, the gradient of every loss, one number in float32, and the answer
+that does not count. Gives the losses (rows) in float32, 0 where the answer does not count, and the gradient of the
+logits, contiguous and in their type.
+"""
 
 _aten = torch.ops.aten
 _MEAN = 1
@@ -49,28 +69,40 @@ class _Loss:
         return self.forward.args[4]
 
 
-def lean_cross_entropy(program: Program) -> Program:
+def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = lambda product: False) -> Program:
     """The program with its cross-entropies rewritten. Those with weights or without a reduction stay as they are.
 
-    The note says how many bytes of logarithms are not kept any more.
+    `fuses` says of the operator that gives the logits, before views and a cast to float32, whether `CROSS_ENTROPY` is
+    to read its result. The gradient is computed with the loss then, so it must not depend on the value of the loss.
+
+    Notes say how many bytes of logarithms are not kept any more, and how many losses are one kernel with a gradient.
     """
     if program.stage is Stage.SCHEDULED:
         return program
-    graph, saved, count = program.graph, 0, 0
+    graph, saved, count, fused = program.graph, 0, 0, 0
     for node in graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
         loss = _match(node)
-        if loss is not None:
+        if loss is None:
+            continue
+        path = _path(loss)
+        if path is not None and fuses(path.product) and _bring_share_up(graph, loss):
+            _fuse(graph, loss, path)
+            fused += 1
+        else:
             _rewrite(graph, loss)
-            saved += meta.num_bytes(node)
-            count += 1
+        saved += meta.num_bytes(node)
+        count += 1
     if not count:
         return program
     edit.remove_dead_code(graph)
-    return program.with_notes(f"{count} cross-entropies without {saved:,} B of logarithms for their backward")
+    return program.with_notes(
+        f"{count} cross-entropies without {saved:,} B of logarithms for their backward",
+        *([f"{fused} cross-entropies are one kernel with their gradient"] if fused else []),
+    )
 
 
 def _match(logs: fx.Node) -> _Loss | None:
-    logits, dim, _ = logs.args
+    logits, dim, is_cast = logs.args
     readers = {}
     for user in logs.users:
         if user.target in readers:
@@ -81,7 +113,7 @@ def _match(logs: fx.Node) -> _Loss | None:
     gradient = readers.pop(_aten._log_softmax_backward_data.default, None)
     if readers or forward is None or not isinstance(logits, fx.Node) or (backward is None) != (gradient is None):
         return None
-    if meta.tensor(logits).ndim != 2 or dim not in (1, -1) or forward.args[2] is not None:
+    if meta.tensor(logits).ndim != 2 or dim not in (1, -1) or is_cast or forward.args[2] is not None:
         return None
     if forward.args[3] not in (_MEAN, _SUM):
         return None
@@ -90,6 +122,129 @@ def _match(logs: fx.Node) -> _Loss | None:
         if not alone or backward.args[2:6] != forward.args[1:5]:
             return None
     return _Loss(logits=logits, logs=logs, forward=forward, backward=backward, gradient=gradient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Path:
+    """How logits come to a loss, and their gradient back."""
+
+    product: fx.Node
+    views: list[fx.Node]
+    """What views there are between the two, first to last, a cast to float32 left out."""
+    back: dict[fx.Node, list[fx.Node]]
+    """What the rest of the step reads of the gradient, behind views and a cast back, and those views."""
+
+
+def _path(loss: _Loss) -> _Path | None:
+    """None where a kernel cannot read the logits as they were given, or what it writes is not what is read."""
+    if loss.gradient is None or not meta.tensor(loss.gradient).is_contiguous():
+        return None
+    views: list[fx.Node] = []
+    node, cast = loss.logits, None
+    while ops.is_view(node) or (cast is None and _widens(node)):
+        cast = cast if ops.is_view(node) else node
+        views += [node] if node is not cast else []
+        node = node.all_input_nodes[0]
+    back = {loss.gradient: list[fx.Node]()} if cast is None else _casts(loss.gradient, _dtype(node))
+    if back is None or meta.tensor(loss.logits).stride(1) != 1:
+        return None
+    return _Path(product=node, views=views[::-1], back=back)
+
+
+def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]] | None:
+    """The casts to a type that all readers are, with the views before each; None if there are others."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    todo: list[tuple[fx.Node, list[fx.Node]]] = [(user, []) for user in gradient.users]
+    while todo:
+        node, views = todo.pop()
+        if ops.is_view(node):
+            todo += [(user, [*views, node]) for user in node.users]
+        elif _is_cast(node) and _dtype(node) is dtype:
+            found[node] = views
+        else:
+            return None
+    return found
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether the node gives its argument in another type, and nothing else about it is different."""
+    if node.target is not _aten._to_copy.default:
+        return False
+    old, new = meta.tensor(node.all_input_nodes[0]), meta.tensor(node)
+    return old.stride() == new.stride() and old.device == new.device
+
+
+def _widens(node: fx.Node) -> bool:
+    half = (torch.bfloat16, torch.float16)
+    return _is_cast(node) and _dtype(node) is torch.float32 and _dtype(node.all_input_nodes[0]) in half
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return meta.tensor(node).dtype
+
+
+def _bring_share_up(graph: fx.Graph, loss: _Loss) -> bool:
+    """Moves what the gradient of the loss is computed from before the loss; whether that can be."""
+    assert loss.backward is not None  # there is a gradient
+    position, late = edit.positions(graph), dict[fx.Node, None]()
+    todo = [loss.backward.args[0]]
+    while todo:
+        node = todo.pop()
+        assert isinstance(node, fx.Node)  # a gradient, or an argument of what it is computed from
+        if position[node] < position[loss.forward] or node in late:
+            continue
+        waits = ops.is_collective(node) or ops.needs_peers(node.target)
+        if waits or ops.has_effect(node.target) or ops.may_fail(node.target):  # as the loss itself may
+            return False
+        late[node] = None
+        todo += [] if node.target is _aten.ones_like.default else node.all_input_nodes
+    for node in sorted(late, key=position.__getitem__):
+        loss.forward.prepend(node)
+        if node.target is _aten.ones_like.default:  # autograd begins with one for the loss
+            _write_out(graph, node)
+    return True
+
+
+def _write_out(graph: fx.Graph, ones: fx.Node) -> None:
+    """Puts ones that look at nobody in the place of ``ones_like``."""
+    value = meta.tensor(ones)
+    with graph.inserting_before(ones):
+        new = edit.emit(
+            graph, _aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device, like=ones
+        )
+    edit.replace_node(ones, new)
+
+
+def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
+    """Puts one call of `CROSS_ENTROPY` in the place of the loss and its gradient."""
+    assert loss.backward is not None  # there is a gradient
+    dtype, single, is_mean = _dtype(loss.logs), torch.float32, loss.forward.args[3] == _MEAN
+
+    def call(op: object, *args: object, **kwargs: object) -> fx.Node:
+        return edit.emit(graph, op, *args, like=loss.forward, **kwargs)  # type: ignore[arg-type]
+
+    def to(node: fx.Node, wanted: torch.dtype) -> fx.Node:
+        return node if _dtype(node) is wanted else call(_aten._to_copy.default, node, dtype=wanted)
+
+    def seen(node: fx.Node, views: list[fx.Node]) -> fx.Node:
+        for view in views:
+            node = call(view.target, node, *view.args[1:], **view.kwargs)
+        return node
+
+    with graph.inserting_before(loss.forward):
+        weight = to(call(_aten.sum.default, call(_aten.ne.Scalar, loss.target, loss.ignored)), single)
+        share = to(loss.backward.args[0], single)  # type: ignore[arg-type]
+        share = call(_aten.div.Tensor, share, weight) if is_mean else share
+        both = call(CROSS_ENTROPY, seen(path.product, path.views), loss.target, share, loss.ignored)
+        result = call(_aten.sum.default, call(operator.getitem, both, 0))
+        result = call(_aten.div.Tensor, result, weight) if is_mean else result
+        result, weight = to(result, dtype), to(weight, dtype)
+        gradient = call(operator.getitem, both, 1)
+        found = {reader: seen(gradient, views) for reader, views in path.back.items()}
+    for item in list(loss.forward.users):
+        edit.replace_node(item, (result, weight)[item.args[1] == 1])
+    for reader, new in found.items():
+        edit.replace_node(reader, new)
 
 
 def _rewrite(graph: fx.Graph, loss: _Loss) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,9 @@ class Segment:
     """Functional; a placeholder per argument; returns a tuple of tensors, none of them a view of another."""
     stored: tuple[tuple[int, int], ...] = ()
     """(argument, result) pairs: the result is written to the argument's memory, and None stands in its place."""
+
+    def __repr__(self) -> str:
+        return self.name
 
     @property
     def __name__(self) -> str:  # what the text of a program calls it
@@ -61,11 +66,18 @@ class Segment:
 def _line(node: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
     """What a node does, and the layout of what it gives. Constants of the program are arguments of its segments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: _Name(f"%{numbers[arg]}"))
-    target = "" if node.op in ("placeholder", "output") else f"{node.target}"
+    target = "" if node.op in ("placeholder", "output") else _told(node.target)
     layouts = [
         (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in meta.tensors(node)
     ]
     return f"{node.op} {target} {args} {kwargs} {layouts}"
+
+
+def _told(target: Any) -> str:
+    """A target as the same text in every process: a function that can be found by its name is that name."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    is_found = isinstance(target, types.FunctionType) and getattr(sys.modules.get(module or ""), name, None) is target
+    return f"{module}.{name}" if is_found else str(target)
 
 
 class _Name(str):

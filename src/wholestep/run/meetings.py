@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from wholestep.run.agree import abandon, agree
+from wholestep.run.shelf import Shelf
 from wholestep.run.world import World
 
 _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # compiled steps of each name
@@ -89,6 +90,12 @@ class Meetings:
         )  # fmt: skip
         said = (world.store.get(f"wholestep/{key}/{rank}").decode() for rank in range(world.size))
         return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
+
+    def shelf(self, world: World) -> Shelf | None:
+        """Where the other ranks find what rank 0 makes for this step; None for a single process."""
+        if world.size == 1:
+            return None
+        return Shelf(world.store, f"{self._name}/{self._number}", rank=world.rank, size=world.size)
 
     def _next(self) -> str:
         return f"plan/{self._name}/{self._number}/{next(self._count)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.lower.test_copies import added
+from tests.unit.lower.streams import added
 from wholestep.lower import addition
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -17,12 +17,13 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 def test_adds_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype, averages: bool, monkeypatch):
     monkeypatch.setattr(addition, "_kernel", interpreter.InterpretedFunction(addition._add))
     for length in (0, 1, 31, 5000):
-        slots = torch.randn(ranks, 6000).to(dtype)[:, :length]
+        memory = torch.randn(ranks, 6000).to(dtype)
         for rank in range(ranks):
-            own, result = torch.randn(length).to(dtype), torch.full((length + 5,), 7.0, dtype=dtype)
-            wanted, same = own.clone(), own.clone()
-            added(slots, wanted, same, rank=rank, averages=averages)
-            addition.add_parts(slots, own, result[:length], rank=rank, averages=averages)
+            own, behind = torch.randn(length).to(dtype), memory[:, length:].clone()
+            wanted, same = own.clone(), memory[:, :length].clone()
+            added(same, wanted, rank=rank, averages=averages)
+            addition.add_parts(memory[:, :length], own, rank=rank, averages=averages)
             torch.testing.assert_close(own, wanted)  # a mean of three is rounded in two ways
-            assert torch.equal(own, result[:length])
-            assert torch.equal(result[length:], torch.full((5,), 7.0, dtype=dtype)), "written behind the end"
+            assert torch.equal(own, memory[rank, :length])
+            same[rank] = own
+            assert torch.equal(memory, torch.cat([same, behind], dim=1)), "written to others, or behind the end"

@@ -14,8 +14,10 @@ import wholestep as ws
 from tests.unit import builders
 from wholestep.cost.model import CostModel
 from wholestep.lower import backend, compiler, inductor
-from wholestep.lower.backend import Auto, Eager, Inductor
+from wholestep.lower.backend import Auto, Eager, Inductor, backend_for
 from wholestep.lower.choice import Call, calls_of, saved_share
+from wholestep.run.shelf import Shelf
+from wholestep.run.store import HashStore
 from wholestep.step import CompiledStep
 
 COST = CostModel.default("cpu+gloo")
@@ -133,6 +135,17 @@ def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monk
     for one in (Inductor(ws.Inductor(), where), Auto(where, lambda: COST, lambda own: own)):
         one.prepare()
     assert len(calls) == started
+
+
+@pytest.mark.parametrize("backend", ["inductor", "auto"])
+def test_only_the_rank_that_compiles_starts_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    for rank in range(3):
+        monkeypatch.setattr(compiler.async_compile, "maybe_warm_pool", lambda rank=rank: calls.append(rank))
+        shelf = Shelf(HashStore(), "train_step/0", rank=rank, size=3)
+        where = torch.device("cuda", rank)
+        backend_for(backend, where, lambda: COST, lambda own: own, shelf).prepare()
+    assert calls == [0]
 
 
 def test_the_backend_prepares_before_the_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""All-reduce by copies: the algorithm, by threads that see each other's memory, and which reductions take it."""
+"""All-reduce by copies: the algorithm, on simulated streams of ranks, and which reductions take it."""
 
 from __future__ import annotations
 
-import threading
+import random
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import gradient
+from tests.unit.lower.streams import MAIN, Rank, added, memories_of, reduced, run_all
 from wholestep.cost.model import CostModel
 from wholestep.lower import copies
 from wholestep.passes import by_copies
@@ -25,89 +27,162 @@ from wholestep.program.program import Program
 CPU = torch.device("cpu")
 
 
-class Threads:
-    """A rank of a group of threads."""
-
-    def __init__(self, rank: int, memories: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(memories)
-        self._memories, self._barrier = memories, barrier
-
-    def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
-        return self._memories[rank].view(dtype)
-
-    def meet(self) -> None:
-        self._barrier.wait(timeout=10)
-
-
-def added(slots: Tensor, own: Tensor, result: Tensor, *, rank: int, averages: bool) -> None:
-    """What `wholestep.lower.addition` does, by operators of torch."""
-    wide = torch.float64 if own.dtype is torch.float64 else torch.float32
-    total = torch.zeros_like(own, dtype=wide)
-    for other, slot in enumerate(slots):
-        total = total + (own if other == rank else slot).to(wide)
-    own.copy_(total / len(slots) if averages else total)
-    result.copy_(own)
-
-
-def reduced(messages: list[Tensor], *, averages: bool) -> list[Tensor]:
-    """What each of as many threads as there are messages has in the end."""
-    size = len(messages)
-    num_bytes = (size + 1) * copies.part_length(size, torch.uint8)
-    memories = [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in messages]  # NaN, wherever it is not written
-    barrier = threading.Barrier(size)
-    found = [message.clone() for message in messages]
-    failures: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            copies.all_reduce(
-                found[rank], Threads(rank, memories, barrier), partial(added, rank=rank, averages=averages)
-            )
-        except BaseException as error:
-            failures.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    return found
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(copies, "SPLIT_BYTES", 2048)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("length", [0, 1, 31, 32 * 8, 1000, 4096, 10_001])
 def test_every_rank_has_the_sum_in_the_order_of_the_ranks(size: int, length: int, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
+    small_pieces(monkeypatch)
     messages = [torch.randn(length) for _ in range(size)]
     wanted = messages[0]
     for message in messages[1:]:
         wanted = wanted + message
-    for found in reduced(messages, averages=False):
+    for found in reduced(messages, random.Random(size), averages=False):
         assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_means_round_once(dtype: torch.dtype, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
+    small_pieces(monkeypatch)
     messages = [torch.randn(3000).to(dtype) for _ in range(4)]
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     wanted = sum(message.to(wide) for message in messages) / 4
-    for found in reduced(messages, averages=True):
+    for found in reduced(messages, random.Random(4), averages=True):
         assert torch.equal(found, wanted.to(dtype))
 
 
-@pytest.mark.parametrize("length", [1, 31, 1000, 4096, 10_001])
-def test_pieces_are_few_and_their_parts_aligned(length: int, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
+@pytest.mark.parametrize("length", [1, 31, 255, 256, 1000, 4096, 10_001])
+def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, monkeypatch):
+    small_pieces(monkeypatch)
     message, most = torch.arange(length), copies.part_length(4, torch.int64)
     pieces = [list(parts) for parts in copies._cut(message, 4, most)]
-    assert len(pieces) == -(-length // (4 * most))
+    assert len(pieces) == (1 if length < 256 else 2 * -(-length // (8 * most)))
     assert torch.equal(torch.cat([part for parts in pieces for part in parts]), message)
     starts = [part.storage_offset() for parts in pieces for part in parts if part.numel()]
     assert all(start * 8 % copies._ALIGNED_BYTES == 0 for start in starts)
     assert max(part.numel() for parts in pieces for part in parts) <= most
+
+
+LENGTHS = (700, 100, 0, 1300, 200)
+"""Of messages behind each other, in pieces of 256 elements at most: 4, 1, 0, 6 and 2 of them."""
+
+
+def steps_of_messages(size: int, without: Sequence[tuple[int, int]] = ()) -> tuple[list[Rank], list[list[Tensor]]]:
+    """Ranks that reduce messages behind each other, and what each of them reads behind its waits.
+
+    Messages are written right before they are reduced, all waits stand at the end of a step, and all steps have the
+    same memory for messages. The second step is another graph.
+    """
+    memories = memories_of(size)
+    ranks = [Rank(rank, memories, without) for rank in range(size)]
+    seen: list[list[Tensor]] = [[] for _ in ranks]
+    for rank, found in zip(ranks, seen, strict=True):
+        messages = [torch.full((length,), torch.nan) for length in LENGTHS]
+        for step in range(2):
+            for number, message in enumerate(messages):
+                rank.run(MAIN, partial(message.copy_, values(rank.rank, step, number)))
+                rank.reduce(message, partial(added, rank=rank.rank, averages=False))
+            rank.wait(MAIN, copies.PULLS[1])
+            for message in messages:
+                rank.run(MAIN, partial(note, found, message))
+            rank.end_of_graph()
+    return ranks, seen
+
+
+def note(found: list[Tensor], message: Tensor) -> None:
+    found.append(message.clone())
+
+
+def values(rank: int, step: int, number: int) -> Tensor:
+    """Small integers, whose sums are exact."""
+    draw = torch.Generator().manual_seed(1000 * rank + 100 * step + number)
+    return torch.randint(-1000, 1000, (LENGTHS[number],), generator=draw).float()
+
+
+def all_have_the_sums(seen: list[list[Tensor]]) -> bool:
+    sums = [
+        sum(values(rank, step, number) for rank in range(len(seen)))
+        for step in range(2)
+        for number in range(len(LENGTHS))
+    ]
+    return all(torch.equal(one, wanted) for found in seen for one, wanted in zip(found, sums, strict=True))
+
+
+def tiny_pieces(monkeypatch):
+    monkeypatch.setattr(copies, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(copies, "SPLIT_BYTES", 512)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_right_in_every_order_that_streams_allow(size: int, one_queue: bool, monkeypatch):
+    tiny_pieces(monkeypatch)
+    for seed in range(20):
+        ranks, seen = steps_of_messages(size)
+        run_all(ranks, random.Random(seed), one_queue=one_queue)
+        assert all_have_the_sums(seen), f"seed {seed}"
+
+
+@pytest.mark.parametrize("length", [100, 700, 1300])
+def test_pieces_are_there_behind_their_events(length: int, monkeypatch):
+    tiny_pieces(monkeypatch)
+    for seed in range(20):
+        draw, memories = torch.Generator().manual_seed(seed), memories_of(3)
+        messages = [torch.randint(-1000, 1000, (length,), generator=draw).float() for _ in range(3)]
+        wanted = sum(messages)
+        ranks, stops, seen = [Rank(rank, memories) for rank in range(3)], [], []
+        for rank, message in zip(ranks, messages, strict=True):
+            pieces = rank.reduce(message, partial(added, rank=rank.rank, averages=False))
+            stops = [stop for stop, _ in pieces]
+            for stop, mark in pieces:
+                rank.wait_for(MAIN, mark)
+                rank.run(MAIN, partial(note, seen, message[:stop]))
+            rank.run(MAIN, partial(message.fill_, torch.nan))  # whoever still reads it sends that to others
+        run_all(ranks, random.Random(seed))
+        assert len(seen) == 3 * len(stops)
+        assert all(torch.equal(one, wanted[: len(one)]) for one in seen)
+        assert stops[-1] == length
+        assert stops == sorted({len(one) for one in seen})
+
+
+WAITS = [
+    *([(copies.PUSH, pull)] for pull in copies.PULLS),
+    [(copies.ADD, copies.PUSH)],
+    *([(pull, copies.ADD)] for pull in copies.PULLS),
+    [(copies.PULLS[1], copies.PULLS[0])],
+    [(stream, MAIN) for stream in range(copies.NUM_STREAMS)],
+]
+
+
+@pytest.mark.parametrize("without", WAITS)
+def test_every_wait_is_needed(without: Sequence[tuple[int, int]], monkeypatch):
+    tiny_pieces(monkeypatch)
+    for seed in range(50):
+        ranks, seen = steps_of_messages(3, without)
+        run_all(ranks, random.Random(seed))
+        if not all_have_the_sums(seen):
+            return
+    pytest.fail("no order in which that wait was needed")
+
+
+def test_meetings_on_two_streams_could_stand_still(monkeypatch):
+    tiny_pieces(monkeypatch)
+
+    def stands_still(seed: int) -> bool:
+        ranks = [Rank(rank, memories_of(2)) for rank in range(2)]
+        for rank in ranks:
+            rank.meet(copies.ADD)
+            rank.meet(copies.PUSH)
+        try:
+            run_all(ranks, random.Random(seed), one_queue=True)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(map(stands_still, range(10)))
 
 
 def linear(x, y):

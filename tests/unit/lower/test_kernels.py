@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from wholestep.lower import inductor, kernels
+from wholestep.lower.moved import CannotMove
 
 
 @dataclass
@@ -34,13 +35,13 @@ class Kernel:
         self.inductor_meta = {"kernel_name": name, "dynamic_scale_rblock": True}
         self.compile_results = [Result(config, Binary(f"{name} {config}")) for config in configs]
         self.launchers: list[Any] = []
-        self._reload_kernel = None
+        self._reload_kernel = self.save_cache_hook = None
 
     def run(self, *configs: str) -> Kernel:
         """As after a launch of all of `configs`, the best of which alone is left in the end."""
         made = [result for result in self.compile_results if result.config in configs]
         self.launchers = [launcher_of(result) for result in made]
-        self._reload_kernel = lambda: None  # type: ignore[assignment]
+        self._reload_kernel = self.save_cache_hook = lambda: None  # type: ignore[assignment]
         return self
 
     def prepare_for_pickle(self) -> list[Any]:
@@ -70,8 +71,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class File:
+    filename: str
+
+
+@dataclass(frozen=True)
 class Artifact:
     kernel_hash: str
+    artifacts: list[File] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Compiled:
 
     _triton_bundle: Bundle | None
     compiled_fn_runner: Any = None
+    constants: Any = None
     current_callable: Any = field(default=print)
     source_code: str = ""
     cache_key: str = "as compiled"
@@ -104,7 +112,9 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bundle_of(*entries: Kernel) -> Bundle:
-    binaries = [Artifact(path_key(result.kernel.hash)) for kernel in entries for result in kernel.compile_results]
+    files = [File(f"k.{suffix}") for suffix in ("json", "source", "ttir", "ttgir", "llir", "ptx", "cubin")]
+    hashes = [path_key(result.kernel.hash) for kernel in entries for result in kernel.compile_results]
+    binaries = [Artifact(one, [*files, File("__grp__k.json")]) for one in hashes]
     names = [kernel.inductor_meta["kernel_name"] for kernel in entries]
     return Bundle([Entry(str(name), kernel) for name, kernel in zip(names, entries, strict=True)], binaries)
 
@@ -130,13 +140,15 @@ def test_kernels_of_the_cache_travel_after_they_have_run() -> None:
     (there,) = found.static_autotuners
     assert [result.config for result in there.kernel.compile_results] == ["large"]
     assert there.kernel.launchers == []
-    assert there.kernel._reload_kernel is None
+    assert there.kernel._reload_kernel is there.kernel.save_cache_hook is None
     assert there.kernel.inductor_meta["dynamic_scale_rblock"] is False
-    assert [one.kernel_hash for one in found.kernel_artifacts] == ["<sum large>"]
+    (binary,) = found.kernel_artifacts
+    assert binary.kernel_hash == "<sum large>"
+    assert [one.filename for one in binary.artifacts] == ["k.json", "k.cubin", "__grp__k.json"]
     # The one that runs is as it was.
     assert kernel.launchers is launchers
     assert len(kernel.compile_results) == 2
-    assert kernel._reload_kernel is not None
+    assert kernel._reload_kernel is kernel.save_cache_hook is not None
     assert kernel.inductor_meta["dynamic_scale_rblock"] is True
 
 
@@ -155,6 +167,21 @@ def test_all_sizes_travel_where_none_was_chosen() -> None:
     assert [len(one.kernel.compile_results) for one in found.static_autotuners] == [2, 1]
     assert len(found.kernel_artifacts) == 3
     assert found.static_autotuners[0].kernel.inductor_meta["dynamic_scale_rblock"] is True
+
+
+def test_block_sizes_that_were_made_ready_are_not_added_to() -> None:
+    """Before the first call none was chosen, and those that come on top of the written ones are among them."""
+    found = travelled(Compiled(bundle_of(Kernel("sum", "small", "large").run("small", "large"))))
+    (there,) = found.static_autotuners
+    assert [result.config for result in there.kernel.compile_results] == ["small", "large"]
+    assert there.kernel.inductor_meta["dynamic_scale_rblock"] is False
+
+
+def test_constants_on_a_gpu_stay() -> None:
+    """To read them would begin to use the GPU that they were on."""
+    compiled: Any = Compiled(None, constants={"constant0": SimpleNamespace(is_cuda=True)})
+    with pytest.raises(ValueError, match="constants on its GPU"):
+        kernels.dumps(compiled)
 
 
 def test_a_binary_that_one_kernel_chose_stays_where_another_did_not() -> None:
@@ -223,7 +250,55 @@ def test_a_segment_that_cannot_be_read_is_compiled(caplog: pytest.LogCaptureFixt
     segment: Any = Named("first")
     compiler.take(segment, b"no pickle")
     assert compiler._compiled == {}
-    assert "first is compiled anew: what was saved of it cannot be used: UnpicklingError" in caplog.text
+    assert "first is compiled anew: what another process made cannot be used: UnpicklingError" in caplog.text
+
+
+@dataclass
+class Moving:
+    """A compiled segment, as far as it is moved."""
+
+    source_code: str
+    device_idxs: set[int]
+    _triton_bundle: Any = None
+    cache_key: str = "before"
+
+
+def test_what_was_compiled_for_two_gpus_stays() -> None:
+    segment: Any = Moving("'cuda:0', 'cuda:1'", {0, 1})
+    with pytest.raises(CannotMove, match=r"compiled for the GPUs \[0, 1\]"):
+        kernels._move(segment, 2)
+
+
+def test_a_kernel_without_a_text_stays() -> None:
+    bundle = SimpleNamespace(static_autotuners=[SimpleNamespace(kernel_name="triton_sum", cache_key="unknown")])
+    segment: Any = Moving("x = 'cuda:0'\n", {0}, bundle)
+    with pytest.raises(CannotMove, match="triton_sum belongs to no text"):
+        kernels._move(segment, 2)
+    assert (segment.source_code, segment.device_idxs, segment.cache_key) == ("x = 'cuda:0'\n", {0}, "before")
+
+
+def test_a_segment_that_stays_where_it_is_is_not_touched() -> None:
+    segment: Any = Moving("device_index=3", {3})  # a form that is not known
+    kernels._move(segment, 3)
+    assert segment == Moving("device_index=3", {3})
+
+
+def test_ranks_on_gpus_of_one_kind_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    props = {number: SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132) for number in range(4)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props[device.index])
+    props[2].name = "H100"
+    props[3].multi_processor_count = 16  # a part of a GPU
+
+    def key(number: int, what: str = "sin", where: int | None = None) -> str:
+        device = f"device(type='cuda', index={number if where is None else where})"
+        segment: Any = Named(f"%0 {what} {device}")
+        return inductor.key_of([segment], torch.device("cuda", number))
+
+    assert key(0) == key(1)
+    assert len({key(0), key(2), key(3), key(0, "cos"), key(0, where=1)}) == 5
+    with inductor.inductor_config.patch(max_autotune=True):
+        changed = key(0)
+    assert changed != key(0)
 
 
 def test_the_number_of_the_gpu_counts() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.fx as fx
@@ -22,20 +21,26 @@ from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from tests.unit import builders
 from tests.unit.builders import aten
+from tests.unit.lower import interpret
 from wholestep.capture.functional import functional_twin
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import eager, fused, inductor, lists, pointwise
+from wholestep.cost.model import CostModel
+from wholestep.lower import copies, eager, fused, inductor, lists, pointwise
 from wholestep.lower.backend import Eager, Inductor
+from wholestep.lower.copies import Arriving
 from wholestep.lower.eager import Wait
 from wholestep.lower.pointwise import BLOCK, CHUNK, NotPointwise
 from wholestep.lower.rows import Plan, plan
+from wholestep.passes import by_copies
 from wholestep.passes import segments as segments_pass
 from wholestep.passes.cleanup import cleanup
+from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
-from wholestep.program import meta, ops
+from wholestep.passes.waits import delay_waits
+from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
@@ -60,24 +65,9 @@ def counters_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run in Triton's interpreter, which lacks what is in libraries of the device."""
-    pytest.importorskip("triton")
-    import triton.language as tl
-    from triton.language.extra import libdevice
-    from triton.runtime import interpreter
-
-    def power(a: Any, b: Any) -> Any:
-        return tl.tensor(interpreter.TensorHandle(np.power(a.handle.data, b.handle.data), a.handle.dtype), a.type)
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_tensor(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 wants the item
-
+    """Kernels run in Triton's interpreter."""
+    interpret.prepare(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
-    monkeypatch.setattr(libdevice, "pow", power)
     lists._built.cache_clear()
     yield
     lists._built.cache_clear()
@@ -265,6 +255,81 @@ def test_nothing_of_them_is_saved(interpreted):
     backend.lower(program)
     _, *kernels = backend.kernels(program)
     assert kernels == [None]
+
+
+def updated_by_bucket(*given: Tensor) -> None:
+    """Two parameters, of which the second one's gradient comes last. All numbers are exact."""
+    xs, ys, params = given[:2], given[2:4], given[4:]
+    grads = [builders.gradient(y.t() @ x, f"w{place}") for place, (x, y) in enumerate(zip(xs, ys, strict=True))]
+    torch._foreach_sub_(list(params), grads)
+
+
+SIDES = (20, 200)
+
+
+def by_copies_last(monkeypatch: pytest.MonkeyPatch, *, hold_updates: bool = False) -> Program:
+    """The scheduled step of `updated_by_bucket`, with its last reduction by copies."""
+    monkeypatch.setattr(by_copies, "MIN_BYTES", 10_000)
+    placed = builders.place(builders.capture(updated_by_bucket, whole_numbers()))
+    lowering = [partial(by_copies.reduce_by_copies, why_not=lambda group, device: ""), *FORM[:1], delay_waits, FORM[1]]
+    cost = CostModel.default("cpu+gloo")
+    return run_passes(placed, passes_of(cost=cost, bucket_bytes=1, lowering=lowering, hold_updates=hold_updates))
+
+
+def whole_numbers() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, side) for side in SIDES] * 2 + [(side, side) for side in SIDES]
+    return [torch.randint(-9, 9, shape, generator=generator).float() for shape in shapes]
+
+
+class Arrives:
+    """An event behind which some elements of a message are there."""
+
+    def __init__(self, log: list[Any], target: Tensor, source: Tensor) -> None:
+        self.log, self.target, self.source = log, target, source
+
+    def wait(self) -> None:
+        self.log.append(self.target.numel())
+        self.target.copy_(self.source)
+
+
+def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
+    program, plans, log = by_copies_last(monkeypatch), lists.Plans(), []
+    stops = (10_000, 30_000, 40_000)
+
+    def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
+        flat, came = message.view(-1), message.flatten().clone()
+        flat.fill_(torch.nan)  # what is read too early stays that
+        cuts = zip((0, *stops), stops, strict=False)
+        events = [Arrives(log, flat[begin:stop], came[begin:stop]) for begin, stop in cuts]
+        return Arriving(message=message, pieces=list(zip(stops, events, strict=True)))
+
+    launch = lists.Lists._launch
+    monkeypatch.setattr(copies, "start", start)
+    monkeypatch.setattr(lists.Lists, "_launch", lambda *args: (log.append(args[2:]), launch(*args)))
+    lowered = plans.as_it_arrives(program)
+    given = whole_numbers()
+    step = eager.lower(lowered, compile_segment=lambda one: plans.compile(one) or one)
+    with torch.no_grad():
+        step(list(given))
+    before = whole_numbers()
+    for x, y, old, new in zip(before[:2], before[2:4], before[4:], given[4:], strict=True):
+        assert torch.equal(new, old - 0.5 * y.t() @ x)
+    assert log == [(0, 0, 1), 10_000, 20_000, (0, 0, 2), 10_000, (0, 2, 5)]  # 8,192 elements a program, an even number
+
+
+def test_an_update_waits_for_all_where_others_read_its_gradients_or_inputs_are_held(monkeypatch):
+    def starts(program: Program) -> int:
+        lowered = lists.Plans().as_it_arrives(program)
+        assert builders.count(lowered, ops.WAIT) + builders.count(lowered, copies.start) == 2
+        return builders.count(lowered, copies.start)
+
+    assert starts(by_copies_last(monkeypatch)) == 1
+    assert starts(by_copies_last(monkeypatch, hold_updates=True)) == 0
+    program = by_copies_last(monkeypatch)
+    wait = program.graph.find_nodes(op="call_function", target=ops.WAIT)[-1]
+    edit.set_results(program.graph, [wait, *program.results[1:]])
+    assert starts(program) == 0
 
 
 # What needs no triton.

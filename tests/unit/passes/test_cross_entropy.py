@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.builders import aten
 from tests.unit.capture.steps import captured
 from wholestep.lower import eager
 from wholestep.passes.cleanup import cleanup
-from wholestep.passes.cross_entropy import lean_cross_entropy
+from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.program import meta, ops, show
@@ -304,3 +305,140 @@ def test_an_answer_out_of_range_raises_and_leaves_state_as_it_was(wrong):
     with torch.no_grad(), pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         run(list(own))
     assert builders.same(own, before)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[None]:
+    """`CROSS_ENTROPY` in the words of ATen; the kernel itself: `tests/unit/lower/test_cross_entropy.py`."""
+    library = torch.library.Library("wholestep", "IMPL")
+    library.impl("cross_entropy", in_words_of_aten, "CPU")
+    yield
+    library._destroy()
+
+
+def in_words_of_aten(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    leaf = logits.float().requires_grad_()
+    with torch.enable_grad():
+        losses = F.cross_entropy(leaf, target, ignore_index=ignored, reduction="none")
+        (gradient,) = torch.autograd.grad((losses * share.detach()).sum(), leaf)
+    return losses.detach(), gradient.to(logits.dtype)
+
+
+FUSE = partial(lean_cross_entropy, fuses=lambda product: True)
+
+
+def fused(before: Program) -> Program:
+    after = run_passes(before, [FUSE])
+    assert builders.count(after, CROSS_ENTROPY) == 1
+    gone = (aten._log_softmax.default, aten.nll_loss_forward.default, aten.nll_loss_backward.default)
+    assert builders.count(after, *gone, aten._log_softmax_backward_data.default) == 0
+    assert after.history[-1].notes[1] == "1 cross-entropies are one kernel with their gradient"
+    return after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": IGNORED}], ids=str)
+def test_one_kernel_gives_loss_and_gradient(options, dtype, kernel):
+    given = tensors(dtype)
+    before, _ = lean(loss_and_gradient(**options), given)
+    assert_close(before, fused(before), given)
+
+
+def test_one_kernel_with_all_rows_ignored(kernel):
+    given = [tensors()[0], torch.full((ROWS,), -100)]
+    before, _ = lean(loss_and_gradient(), given)
+    loss, gradient = builders.execute(fused(before), given)[0]
+    assert loss.isnan()
+    assert not gradient.nan_to_num().any()
+
+
+def float_before_view(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x.view(2, -1)).float().view(-1, CLASSES), y)
+
+
+def float_behind_view(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x.view(2, -1)).flatten(0, 1), y)
+
+
+def in_other_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float().view(CLASSES, ROWS), y.repeat(2)[:CLASSES] % ROWS)
+
+
+def autocast_step(loss_of: Callable[..., Tensor]) -> tuple[Program, list[Any]]:
+    model, _, batch = language_model()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(0.1 * param.grad)
+                param.grad = None
+        return loss.detach()
+
+    found = captured(step, *batch)
+    return run_passes(builders.without_gradients(found.program), [cleanup]), [*found.binding.inputs(batch)]
+
+
+@pytest.mark.parametrize("loss_of", [float_before_view, float_behind_view, in_other_rows])
+def test_the_kernel_reads_and_writes_what_products_give_and_take(loss_of, kernel):
+    before, inputs = autocast_step(loss_of)
+    after = fused(before)
+    (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
+    assert meta.tensor(node.args[0]).dtype is torch.bfloat16
+    large = [
+        one for node in after.graph.nodes if node.target is not CROSS_ENTROPY for one in meta.tensors(node)
+        if one.numel() == ROWS * CLASSES and one.dtype is torch.float32
+    ]  # fmt: skip
+    assert not large
+    wanted, came = (builders.execute(program, inputs) for program in (before, after))
+    torch.testing.assert_close(came[0], wanted[0], rtol=0.0, atol=1e-5)
+    for one, other, given in zip(wanted[1], came[1], inputs, strict=True):
+        if one.is_floating_point():
+            # See `test_bfloat16_logits_under_autocast`.
+            change = (one - given).abs().max().item()
+            torch.testing.assert_close(other, one, rtol=0.0, atol=2.0**-7 * change)
+            assert change > 0
+
+
+def gradient_of_the_square(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """It depends on the loss."""
+    leaf = logits.detach().requires_grad_()
+    loss = F.cross_entropy(leaf, target)
+    (grad,) = torch.autograd.grad(loss * loss, leaf)
+    return loss.detach(), grad
+
+
+def gradient_in_float32(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """It is returned as well, before it is cast back."""
+    leaf = logits.detach().requires_grad_()
+    wide = leaf.float()
+    loss = F.cross_entropy(wide, target)
+    return loss.detach(), *torch.autograd.grad(loss, (leaf, wide))
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype"), [(gradient_of_the_square, torch.float32), (gradient_in_float32, torch.bfloat16)]
+)
+def test_where_the_kernel_would_not_do(fn, dtype):
+    before, lean_alone = lean(fn, tensors(dtype))
+    after = run_passes(before, [FUSE])
+    assert rewritten(after)
+    assert show.diff(after, lean_alone) == ""
+
+
+def test_logits_that_a_kernel_does_not_read(kernel):
+    """`fuses` is asked about what gives the logits, behind views and casts."""
+    asked = []
+    before, _ = autocast_step(float_before_view)
+    after = run_passes(before, [partial(lean_cross_entropy, fuses=lambda product: asked.append(product.target))])
+    assert asked == [aten.mm.default]
+    assert builders.count(after, CROSS_ENTROPY) == 0
+    assert rewritten(after)
+
+
+def test_a_kernel_is_put_in_once(kernel):
+    before, _ = lean(loss_and_gradient(), tensors())
+    once = fused(before)
+    assert show.diff(run_passes(once, [FUSE]), once) == ""

@@ -48,7 +48,7 @@ _RULES = (
     (KernelClass.UPDATE, r"adam|fusedsgd|fused_sgd|fusedoptimizer|lerp|addcdiv|^update_(lists|numbers)$"),
     (KernelClass.LOSS, r"softmax|nll_loss|nllloss|cross_entropy"),
     (KernelClass.PRODUCTS, r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|triton_tem_|wgmma|matmul"),
-    (KernelClass.NORMS, r"layer_?norm|rms_?norm|batch_?norm|group_?norm|gammabeta"),
+    (KernelClass.NORMS, r"layer_?norm|rms_?norm|batch_?norm|group_?norm|gammabeta|^_sum_columns$"),
     (KernelClass.COPIES, r"memcpy|memset|copy|catarray|chunk_cat|split_with_sizes|fillfunctor"),
 )
 

@@ -50,6 +50,7 @@ NAMES = {
         "triton_for_fused_3",
     ],
     KernelClass.LOSS: [
+        "_cross_entropy",
         f"{ATEN}(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>(...)",
         f"{ATEN}(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
         "triton_red_fused__log_softmax_nll_loss_forward_2",
@@ -58,6 +59,7 @@ NAMES = {
     KernelClass.NORMS: [
         f"{ATEN}(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(...)",
         f"{ATEN}(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 64u, 1u>(...)",
+        "_sum_columns",
         "triton_per_fused__to_copy_add_native_layer_norm_native_layer_norm_backward_12",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
     ],

@@ -1,0 +1,107 @@
+"""What Inductor writes around its kernels, changed where a kernel of ours is faster: the only file that does so.
+
+Gradients of norms' weights (`lower/column_sums.py`): Inductor adds up its partial sums by a call of ATen for each::
+
+    buf4 = workspace_0[0 * 512 * 768 : (0 + 1) * 512 * 768].view(512, 768).sum(dim=0)
+    buf6 = workspace_0[1 * 512 * 768 : (1 + 1) * 512 * 768].view(512, 768).sum(dim=0)
+
+becomes::
+
+    [buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)
+
+Lines of another form stay as they are. Code that calls us must not be found by a process that does not know us: it has
+keys of its own in Inductor's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch._inductor.codegen.simd import SIMDScheduling
+from torch._inductor.virtualized import V
+
+from wholestep.lower import column_sums  # noqa: F401  # the operator that is called
+
+log = logging.getLogger("wholestep")
+
+_TAG = "wholestep::column_sums"
+_METHOD = "_codegen_mix_order_reduction"
+
+# Sizes stand in brackets since torch 2.13, which views the sum besides. Another type is cast to behind it.
+_SUM = re.compile(
+    r"(?P<name>\w+) = (?P<workspace>\w+)"
+    r"\[(?P<index>\d+) \* \(?(?P<rows>\d+)\)? \* \(?(?P<columns>\d+)\)? : "
+    r"\((?P=index) \+ 1\) \* \(?(?P=rows)\)? \* \(?(?P=columns)\)?\]"
+    r"\.view\((?P=rows), (?P=columns)\)\.sum\(dim=0\)"
+    r"(?P<rest>(\.view\(\[[\d, ]*\]\))?(\.to\([\w.]+\))?)"
+)
+
+
+def joined(lines: Sequence[Any]) -> list[Any]:
+    """Lines of a wrapper, those that sum up one workspace as one. What is no text stays where it is."""
+    found: list[Any] = []
+    matches = [_SUM.fullmatch(line) if isinstance(line, str) else None for line in lines]
+    keys = [match and match.group("workspace", "rows", "columns") for match in matches]
+    for key, places in itertools.groupby(range(len(lines)), keys.__getitem__):
+        run = list(places)
+        sums = [match for match in map(matches.__getitem__, run) if match is not None]
+        if key is None or [int(one["index"]) for one in sums] != list(range(len(sums))):
+            found += [lines[place] for place in run]
+            continue
+        names, (workspace, rows, columns) = ", ".join(one["name"] for one in sums), key
+        found.append(
+            f"[{names}] = torch.ops.wholestep.column_sums.default({workspace}, {len(sums)}, {rows}, {columns})"
+        )
+        found += [
+            f"{one['name']} = {one['name']}{one['rest']}"
+            for one in sums
+            if one["rest"] not in ("", f".view([{columns}])")
+        ]
+    return found
+
+
+@contextlib.contextmanager
+def own_sums() -> Iterator[None]:
+    """Meanwhile what this thread has Inductor compile for a GPU sums up workspaces by one kernel each."""
+    if not hasattr(SIMDScheduling, _METHOD):
+        _tell_once("sums of gradients of norms' weights are made in a way that is not known, and are left to ATen")
+        yield
+        return
+    write, thread = getattr(SIMDScheduling, _METHOD), threading.get_ident()
+
+    def write_joined(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lines = V.graph.wrapper_code.lines
+        start = len(lines)
+        result = write(self, *args, **kwargs)
+        if threading.get_ident() == thread:
+            _join(lines, start)
+        return result
+
+    config: Any = torch.compiler.config
+    setattr(SIMDScheduling, _METHOD, write_joined)
+    try:
+        with config.patch(cache_key_tag=f"{config.cache_key_tag} {_TAG}".strip()):
+            yield
+    finally:
+        setattr(SIMDScheduling, _METHOD, write)
+
+
+def _join(lines: list[Any], start: int) -> None:
+    fresh = joined(lines[start:])
+    if not any(isinstance(line, str) and _TAG.replace("::", ".") in line for line in fresh):
+        _tell_once("sums of gradients of norms' weights have a form that is not known, and are left to ATen")
+    lines[start:] = fresh
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.info("%s", text)

@@ -1,0 +1,73 @@
+"""Gradients of norms' weights on a GPU: partial sums of a kernel of Inductor, added up by one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.lower.column_sums import column_sums
+
+pytestmark = pytest.mark.gpu
+
+UNIT = 2.0**-24
+ROWS, WIDTH, NORMS = 8192, 768, 3
+
+
+@pytest.mark.parametrize(("count", "rows", "columns"), [(2, 512, 768), (1, 512, 2048), (3, 1000, 771), (1, 1, 1)])
+def test_sums_are_those_of_float64(count: int, rows: int, columns: int) -> None:
+    workspace = torch.randn(count * rows * columns, device="cuda")
+    found = torch.stack(column_sums(workspace, count, rows, columns)).double()
+    parts = workspace.view(count, rows, columns).double()
+    assert bool(((found - parts.sum(1)).abs() <= rows * UNIT * parts.abs().sum(1)).all())
+
+
+def train_step(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def model_of(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [one for _ in range(NORMS) for one in (kind(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*parts).to("cuda", dtype)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def launches(step: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(one.name == "_sum_columns" for one in profile.events())
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(("kind", "dtype"), [
+    (nn.LayerNorm, torch.float32), (nn.RMSNorm, torch.float32), (nn.LayerNorm, torch.bfloat16)
+])  # fmt: skip
+def test_a_step_adds_them_up(kind: type[nn.Module], dtype: torch.dtype, graph: bool) -> None:
+    step = ws.compile(train_step, backend=ws.Inductor(cuda_graph="auto" if graph else False))
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype)
+    model = model_of(kind, dtype)
+    for _ in range(4):
+        step(model, x)
+    found, exact = gradients(model), model_of(kind, dtype).double()
+    train_step(exact, x.double())
+    plain = model_of(kind, dtype)
+    train_step(plain, x)
+    for name, wanted in gradients(exact).items():
+        # As far from the truth as eager code, up to a few roundings of what is added up.
+        unit = {torch.float32: UNIT, torch.bfloat16: 2.0**-9}[dtype]
+        near = (gradients(plain)[name].double() - wanted).norm() + 8 * unit * wanted.norm()
+        assert (found[name].double() - wanted).norm() <= 2 * near, name
+    # The first norm needs no gradient of its input, so nothing is computed beside it.
+    assert launches(lambda: step(model, x)) >= NORMS - 1

@@ -1,0 +1,28 @@
+"""Work for behind a capture."""
+
+from __future__ import annotations
+
+import pytest
+
+from wholestep.lower import captures
+
+
+def test_work_is_done_behind_the_block_in_order_and_once() -> None:
+    done: list[int] = []
+    with captures.settled():
+        assert captures.behind(lambda: done.append(1))
+        assert captures.behind(lambda: done.append(2))
+        assert done == []
+    assert done == [1, 2]
+    with captures.settled():
+        pass
+    assert done == [1, 2]
+
+
+def test_nobody_does_it_outside_or_behind_a_block_that_failed() -> None:
+    done: list[int] = []
+    assert not captures.behind(lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError), captures.settled():
+        done.extend([1 / 0] if captures.behind(lambda: done.append(2)) else [])
+    assert not captures.behind(lambda: done.append(3))
+    assert done == []

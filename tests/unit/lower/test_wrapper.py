@@ -1,0 +1,135 @@
+"""Lines that Inductor writes around kernels. What it writes on a GPU: `tests/gpu/test_column_sums.py`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.codegen.simd import SIMDScheduling
+
+from wholestep.lower import wrapper
+
+BEFORE_213 = """\
+buf{name} = workspace_{space}[{place} * 3 * 4 : ({place} + 1) * 3 * 4].view(3, 4).{kind}(dim=0){rest}"""
+SINCE_213 = """\
+buf{name} = workspace_{space}[{place} * (3) * (4) : ({place} + 1) * (3) * (4)].view(3, 4).{kind}(dim=0){rest}"""
+FORMS = {"2.11": BEFORE_213, "2.13": SINCE_213}
+
+
+def line(form: str, name: int, place: int, *, space: int = 0, kind: str = "sum", rest: str = "") -> str:
+    return FORMS[form].format(name=name, place=place, space=space, kind=kind, rest=rest)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    wrapper._tell_once.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator() -> Any:
+    """The operator in the words of ATen, since there may be no Triton."""
+    library = torch.library.Library("wholestep", "IMPL")
+    library.impl(
+        "column_sums",
+        lambda workspace, count, rows, columns: list(
+            workspace[: count * rows * columns].view(count, rows, columns).sum(1)
+        ),
+        "CPU",
+    )
+    yield
+    library._destroy()
+
+
+def run(lines: list[Any]) -> dict[str, torch.Tensor]:
+    names: dict[str, Any] = {f"workspace_{space}": torch.arange(36.0) * (1 - 3 * space) for space in range(2)} | {
+        "torch": torch
+    }
+    exec("\n".join(one for one in lines if isinstance(one, str)), names)
+    return {name: one for name, one in names.items() if name.startswith("buf")}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_of_one_workspace_are_one_call(form: str) -> None:
+    other = object()  # what Inductor keeps besides text
+    lines = [
+        "# Call mix order reduction kernel", other,
+        *(line(form, 4 + 2 * place, place) for place in range(3)),
+        line(form, 10, 0, space=1), "del workspace_0", other,
+    ]  # fmt: skip
+    found = wrapper.joined(lines)
+    assert [one for one in found if "column_sums" in str(one)] == [
+        "[buf4, buf6, buf8] = torch.ops.wholestep.column_sums.default(workspace_0, 3, 3, 4)",
+        "[buf10] = torch.ops.wholestep.column_sums.default(workspace_1, 1, 3, 4)",
+    ]
+    assert not any(".sum(" in str(one) for one in found)
+    assert found[:2] == lines[:2]
+    assert found[-2:] == lines[-2:]
+    torch.testing.assert_close(run(found), run(lines), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ".view([4])", ".view([1, 4])", ".view([1, 4]).to(torch.bfloat16)", ".to(torch.float64)"]
+)
+def test_shapes_and_types_are_kept(rest: str) -> None:
+    lines = [line("2.13", 1, 0), line("2.13", 2, 1, rest=rest)]
+    found, wanted = run(wrapper.joined(lines)), run(lines)
+    assert [(one.shape, one.dtype) for one in found.values()] == [(one.shape, one.dtype) for one in wanted.values()]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert len(wrapper.joined(lines)) == (1 if rest in ("", ".view([4])") else 2)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [line("2.11", 1, 0, kind="amax")],
+        [line("2.11", 1, 1)],  # not from the beginning
+        [line("2.11", 1, 0), line("2.11", 2, 2)],
+        [line("2.11", 1, 0).replace(" 3 *", " s0 *")],
+        [line("2.11", 1, 0).replace("dim=0", "dim=1")],
+        [line("2.11", 1, 0).replace("view(3, 4)", "view(4, 3)")],
+        [line("2.11", 1, 0) + ".relu()"],
+    ],
+)
+def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert wrapper.joined(lines) == lines
+    with caplog.at_level(logging.INFO, logger="wholestep"):
+        for _ in range(2):
+            wrapper._join(lines, 0)
+    assert [one.getMessage().endswith("left to ATen") for one in caplog.records] == [True]
+
+
+def test_inductor_has_the_method_and_gets_it_back() -> None:
+    before, config = getattr(SIMDScheduling, wrapper._METHOD), torch.compiler.config
+    tag = config.cache_key_tag
+    seen = []
+
+    def compile_badly() -> None:
+        with wrapper.own_sums():
+            seen.extend([getattr(SIMDScheduling, wrapper._METHOD), config.cache_key_tag])
+            raise ValueError("on the way")
+
+    with pytest.raises(ValueError, match="on the way"):
+        compile_badly()
+    assert seen[0] is not before
+    assert seen[1] != tag  # what others find in a cache does not call us
+    assert getattr(SIMDScheduling, wrapper._METHOD) is before
+    assert config.cache_key_tag == tag
+
+
+def test_a_torch_without_such_sums_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(SIMDScheduling, wrapper._METHOD)
+    with caplog.at_level(logging.INFO, logger="wholestep"):
+        for _ in range(2):
+            with wrapper.own_sums():
+                assert not hasattr(SIMDScheduling, wrapper._METHOD)
+    assert [one.getMessage().startswith("sums of gradients") for one in caplog.records] == [True]
+
+
+def test_the_option_that_makes_such_sums_exists() -> None:
+    """What is written where it is off has no such lines, and nothing would tell."""
+    assert hasattr(inductor_config.triton, "mix_order_reduction")

@@ -1,0 +1,52 @@
+"""The shelf, with ranks as threads of one process would use it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from wholestep.run import shelf
+from wholestep.run.shelf import Shelf
+
+
+def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = None) -> list[Shelf]:
+    store = store or dist.HashStore()
+    return [Shelf(store, name, rank=rank, size=size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 999, 1000, 2500])
+def test_the_others_find_what_rank_0_puts_there(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "_PART_BYTES", 1000)
+    first, *rest = shelves(3)
+    data = os.urandom(length)  # which nothing makes shorter
+    assert [one.take("kernels") for one in rest] == [None, None]
+    first.put("kernels", data)
+    assert [one.take("kernels") for one in rest] == [data, data]
+
+
+def test_who_fills_it() -> None:
+    assert [one.is_filled_here for one in shelves(3)] == [True, False, False]
+
+
+def test_names_and_keys_are_apart() -> None:
+    store = dist.HashStore()
+    (one, reader), (other, other_reader) = shelves(2, "a/0", store), shelves(2, "a/1", store)
+    one.put("x", b"1")
+    assert reader.take("y") is None
+    assert other_reader.take("x") is None
+    other.put("x", b"2")
+    assert (reader.take("x"), other_reader.take("x")) == (b"1", b"2")
+
+
+def test_the_last_reader_takes_it_away() -> None:
+    store = dist.HashStore()
+    before = store.num_keys()
+    first, *rest = shelves(3, store=store)
+    first.put("kernels", b"long" * 100)
+    assert rest[0].take("kernels") is not None
+    assert store.num_keys() > before
+    assert rest[1].take("kernels") is not None
+    assert store.num_keys() == before
+    assert rest[0].take("kernels") is None
