@@ -77,12 +77,13 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
         "torch._C._cuda_releasePool": "likewise",
     },
-    "lower/inductor.py": {
+    "lower/compiler.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
+    "lower/inductor.py": {"torch._inductor": "its options and its C++ compiler, and the type of what it has compiled"},
     "lower/instructions.py": {"torch._inductor": "what it asks about a CPU, which another process may have answered"},
     "lower/kernels.py": {
         "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",

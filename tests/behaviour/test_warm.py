@@ -370,7 +370,13 @@ for backend in ("eager", "inductor"):
     print(found, [float(x.double().sum()).hex() for x in t.state_of(scene)])
     assert bool(step.explain().loaded_from) == (sys.argv[1] == "warm")
     print("loaded", step.cache_info().loaded)
+print(" ".join(name for name in t.COMPILER if name in sys.modules))
 """
+COMPILER = (
+    "torch._inductor.compile_fx", "torch._inductor.select_algorithm", "torch._inductor.lowering",
+    "torch._inductor.scheduler", "torch._inductor.ir", "torch._functorch.aot_autograd", "networkx",
+)  # fmt: skip
+"""What takes long to import, and what only a process needs that compiles something."""
 
 
 def test_a_second_process_starts_warm_on_both_backends() -> None:
@@ -384,6 +390,7 @@ def test_a_second_process_starts_warm_on_both_backends() -> None:
     cold, warm = process("cold"), process("warm")
     assert (cold.returncode, warm.returncode) == (0, 0), cold.stderr[-2000:] + warm.stderr[-2000:]
     told = [one.stdout.splitlines() for one in (cold, warm)]
+    assert [lines.pop() for lines in told] == [" ".join(COMPILER), ""], "what was imported of the compiler"
     numbers, loaded = [lines[::2] for lines in told], [lines[1::2] for lines in told]
     assert loaded == [["loaded 0"] * 2, ["loaded 1"] * 2]
     assert numbers[0] == numbers[1]

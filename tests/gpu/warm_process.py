@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.lower import inductor
+from wholestep.lower import compiler
 from wholestep.run.shelf import Shelf
 
 STEPS = 5  # the third call is captured as a CUDA graph
@@ -53,13 +53,13 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tenso
 def count_compilations() -> tuple[dict[str, int], list[str]]:
     """How often Inductor and Triton compile in this process from now on, and the names of the kernels."""
     found, names = {"inductor": 0, "triton": 0}, list[str]()
-    compile_segment = inductor.compile_fx_inner
+    compile_segment = compiler.compile_fx_inner
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found["inductor"] += 1
         return compile_segment(*args, **kwargs)
 
-    inductor.compile_fx_inner = counted
+    compiler.compile_fx_inner = counted
     if torch.cuda.is_available():
         from triton.compiler.compiler import ASTSource
 

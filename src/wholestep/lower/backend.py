@@ -9,6 +9,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -17,6 +18,7 @@ from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
 from wholestep.lower import choice, column_sums, copies, cross_entropy, cudagraph, eager, inductor, lists
+from wholestep.lower.later import later
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
@@ -31,6 +33,11 @@ from wholestep.program.segment import Segment
 from wholestep.program.show import Step
 from wholestep.run.progress import tell
 from wholestep.run.shelf import Shelf
+
+if TYPE_CHECKING:
+    from wholestep.lower import compiler
+else:
+    compiler = later("wholestep.lower.compiler")
 
 log = logging.getLogger("wholestep")
 
@@ -93,7 +100,7 @@ class Inductor:
         if _finds(self._shelf):
             return
         if self._on_gpu:
-            inductor.start_workers()
+            compiler.start_workers()
         else:
             self._inductor.prepare()
 
@@ -286,7 +293,7 @@ class Auto:
     def prepare(self) -> None:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
         if self._device.type == "cuda" and not _finds(self._shelf):
-            inductor.start_workers()
+            compiler.start_workers()
         elif self._chosen is not None:
             self._chosen.prepare()
 

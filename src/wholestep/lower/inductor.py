@@ -1,10 +1,4 @@
-"""Segments through Inductor: the only file that knows how it is called.
-
-Note: what Inductor is told
-    A segment becomes a graph of the operators that Inductor lowers (`torch._inductor.decomposition`), in which writes
-    to inputs are ``copy_`` at the end; those become stores of the kernel that computes the value. Results keep the
-    strides that the rest of the step was captured with. The order of kernels is left as it is: Inductor's own
-    reorderings look at one segment and not at the plan.
+"""Segments through Inductor: which nodes it may have, what it has made of them. `lower/compiler.py` calls it.
 
 Note: what may refuse its values
     On the CPU, look-ups stay with ATen, which raises; see `_is_known`. On a GPU a look-up out of range ends in an
@@ -13,7 +7,6 @@ Note: what may refuse its values
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -21,50 +14,41 @@ import logging
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
-from torch._guards import TracingContext, tracing
-from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime import compile_tasks
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.traceback import preserve_node_meta
 
 from wholestep.cost import calibrate
-from wholestep.lower import binaries, instructions, kernels, launches, wrapper
+from wholestep.lower import (
+    binaries,
+    column_sums,  # noqa: F401  # an operator that compiled segments call
+    instructions,
+    kernels,
+)
 from wholestep.lower.fused import is_written_out
+from wholestep.lower.later import later
 from wholestep.lower.moved import anywhere
-from wholestep.lower.numbers import Numbers, takes_numbers
+from wholestep.lower.numbers import takes_numbers
 from wholestep.passes import wide
 from wholestep.program import meta, ops
-from wholestep.program.modules import unwritten
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
+
+if TYPE_CHECKING:
+    from wholestep.lower import compiler
+else:
+    compiler = later("wholestep.lower.compiler")
 
 log = logging.getLogger("wholestep")
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
-
-_SETTINGS: dict[str, dict[str, object]] = {
-    # What stands where is the plan's affair.
-    "cpu": {"reorder_for_peak_memory": False, "reorder_for_locality": False},
-    # Many small kernels at once: the casts of weights, updates that are no calls on lists. Reductions that share their
-    # block sizes with others are several times slower.
-    "cuda": {
-        "reorder_for_peak_memory": False, "reorder_for_locality": False,
-        "combo_kernels": True, "combo_kernels_pointwise_only": True,
-    },
-}  # fmt: skip
 
 _LEAST_CAPABILITY = 7
 """Of the GPUs that Inductor's kernels run on, the oldest generation: Volta."""
@@ -171,22 +155,14 @@ def why_not(device: torch.device) -> str:
     return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
 
 
-def start_workers() -> None:
-    """Starts the processes that compile kernels of GPUs.
-
-    They take seconds to come up, and until then a process compiles its kernels itself, one by one. ``torch.compile``
-    starts them where it begins; so do we, before there is anything to compile.
-    """
-    if hasattr(async_compile, "maybe_warm_pool"):
-        async_compile.maybe_warm_pool()
-
-
 class Inductor:
     """Compiles segments, those that are alike once."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: that of the segments."""
         self._compiled: dict[str, Compiled] = {}
+        self._loaded: dict[str, Compiled] = {}
+        """Of those, what came from another process, as it is called."""
         self._device, self._on_cpu = device, device.type == "cpu"
         if not self._on_cpu:
             _choose_assembler()
@@ -221,22 +197,8 @@ class Inductor:
         likeness = segment.likeness
         if likeness not in self._compiled:
             self._ask()
-            # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
-            mode = FakeTensorMode(shape_env=ShapeEnv())
-            inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
-            graph = decomposed(segment, inputs, mode)
-            settings = inductor_config.patch(_SETTINGS[inputs[0].device.type])
-            with tracing(TracingContext(mode)), mode, settings, self._own_ways():
-                self._compiled[likeness] = compile_fx_inner(graph, inputs)
-        return self._compiled[likeness]
-
-    @contextlib.contextmanager
-    def _own_ways(self) -> Iterator[None]:
-        """While it is open, Inductor writes for a GPU what it would write otherwise."""
-        with contextlib.ExitStack() as ways:
-            for way in () if self._on_cpu else (launches.early, wrapper.own_sums):
-                ways.enter_context(way())
-            yield
+            self._compiled[likeness] = compiler.compiled(segment)
+        return self._loaded.get(likeness, self._compiled[likeness])
 
     def _ask(self) -> None:
         """Waits until it is known what the CPU can do, if somebody has asked."""
@@ -261,10 +223,11 @@ class Inductor:
     def take(self, segment: Segment, data: bytes) -> None:
         """Uses what `written` gave in another process, for this device or one of the same kind. On a CPU, kernels that
         are not in Inductor's cache are built."""
-        if segment.likeness in self._compiled:
+        likeness = segment.likeness
+        if likeness in self._compiled:
             return
         try:
-            self._compiled[segment.likeness] = kernels.loads(data, self._device)
+            self._compiled[likeness], self._loaded[likeness] = kernels.loads(data, self._device)
         except Exception as error:  # likewise
             log.warning("%s is compiled anew: what another process made cannot be used: %s", segment.name, _said(error))
 
@@ -325,38 +288,3 @@ def _spelled(option: Any) -> str:
     if isinstance(option, dict):
         return str([(_spelled(key), _spelled(one)) for key, one in option.items()])
     return repr(option)
-
-
-def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of `mode` with the layout of another one."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    with mode:
-        base = torch.empty(like.storage_offset() + max(reach, 0), dtype=like.dtype, device=like.device)
-        return base.as_strided(like.shape, like.stride(), like.storage_offset())
-
-
-def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
-
-    `inputs` are fake tensors of `mode`, one per argument.
-    """
-    stored = {result: argument for argument, result in segment.stored}
-    interpreter = Numbers(segment.module)
-
-    def run(*arguments: Any) -> list[Any]:
-        results = list(interpreter.run(*arguments))
-        for result, argument in stored.items():
-            arguments[argument].copy_(results[result])
-            results[result] = None
-        return results
-
-    with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
-        made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
-    end, old = made.graph.output_node(), segment.graph.output_node().args[0]
-    given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
-    end.meta["user_visible_output_idxs"] = given
-    end.meta["original_output_strides"] = [
-        None if index in stored else meta.tensor(node).stride()
-        for index, node in enumerate(old)  # type: ignore[arg-type]
-    ]
-    return made

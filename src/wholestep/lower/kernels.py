@@ -18,20 +18,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import CompiledTritonKernels
-from torch._inductor.codecache import code_hash
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.triton_bundler import TritonBundler
 
+from wholestep.lower.header import lightened
+from wholestep.lower.later import later
 from wholestep.lower.moved import CannotMove, kernel_texts, moved
+
+if TYPE_CHECKING:
+    from torch._inductor import async_compile, codecache, select_algorithm
+else:
+    async_compile = later("torch._inductor.async_compile")
+    codecache = later("torch._inductor.codecache")
+    select_algorithm = later("torch._inductor.select_algorithm")
 
 _OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
 """What a kernel holds of the process that it runs in, besides what it takes off itself. The last one keeps the block
@@ -50,15 +57,21 @@ def dumps(compiled: CompiledFxGraph) -> bytes:
         raise ValueError("it has constants on its GPU")
     twin: Any = copy.copy(compiled)
     twin.prepare_for_serialization()
+    text = lightened(twin.source_code, _is_torchs)
+    if text != twin.source_code:
+        twin.source_code, twin.cache_key = text, codecache.code_hash(text)
     with contextlib.ExitStack() as resting:
         if twin._triton_bundle is not None:
             twin._triton_bundle = _rested(twin._triton_bundle, _scope_of(compiled), resting)
         return pickle.dumps(twin)
 
 
-def loads(data: bytes, device: torch.device) -> CompiledFxGraph:
-    """What `dumps` was given, ready to run on `device`, which is of the kind that it was compiled for. Binaries go to
-    Triton's cache on disk, the text to that of Inductor.
+def loads(data: bytes, device: torch.device) -> tuple[CompiledFxGraph, Callable[[list[Any]], Sequence[Any]]]:
+    """What `dumps` was given, and what runs it on `device`, which is of the kind that it was compiled for. Binaries go
+    to Triton's cache on disk, the text to that of Inductor.
+
+    What runs it takes a list, which it empties, and gives a list. To call the compiled segment itself is to import the
+    compiler, which keeps a list of calls for who debugs it.
 
     Raises CannotMove, OSError, and whatever reading a pickle and running a module raise.
     """
@@ -72,9 +85,17 @@ def loads(data: bytes, device: torch.device) -> CompiledFxGraph:
         TritonBundler.read_and_emit(bundle)
         with inductor_config.patch(compile_threads=1):  # no processes start that would wait for something to compile
             compiled.after_deserialization(constants)
-        CompiledTritonKernels.cache_clear()  # kernels that nobody has asked for
+        async_compile.CompiledTritonKernels.cache_clear()  # kernels that nobody has asked for
     compiled.post_compile((), constants, compiled.fx_kwargs)
-    return compiled
+    if compiled.current_callable is None:
+        raise TypeError("it holds nothing that can be called")
+    return compiled, compiled.current_callable
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether a product of matrices, as compiled modules know it, is torch's function of that name."""
+    known = getattr(select_algorithm.extern_kernels, name, None)
+    return known is not None and known is getattr(torch, name, None)
 
 
 def _move(compiled: CompiledFxGraph, number: int) -> None:
@@ -87,8 +108,9 @@ def _move(compiled: CompiledFxGraph, number: int) -> None:
     text = moved(compiled.source_code, old, number)
     bundle: Any = compiled._triton_bundle
     if bundle is not None:
+        key = async_compile.CompiledTritonKernels.key
         pairs = zip(kernel_texts(compiled.source_code), kernel_texts(text), strict=True)
-        keys = {CompiledTritonKernels.key(before): CompiledTritonKernels.key(after) for before, after in pairs}
+        keys = {key(before): key(after) for before, after in pairs}
         if stray := [one.kernel_name for one in bundle.static_autotuners if one.cache_key not in keys]:
             raise CannotMove(f"the kernel {stray[0]} belongs to no text of its module")
         for entry in bundle.static_autotuners:
@@ -98,7 +120,7 @@ def _move(compiled: CompiledFxGraph, number: int) -> None:
             static_autotuners=[replace(one, cache_key=keys[one.cache_key]) for one in bundle.static_autotuners],
             kernel_artifacts=[replace(one, device=number) for one in bundle.kernel_artifacts],
         )
-    compiled.source_code, compiled.cache_key = text, code_hash(text)
+    compiled.source_code, compiled.cache_key = text, codecache.code_hash(text)
     compiled.device_idxs = type(compiled.device_idxs)([number])
 
 

@@ -127,12 +127,21 @@ def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
+class _Shapes(ShapeEnv):
+    """Knows where its symbols come from, and tells nobody: to find and log a line, torch would import its compiler."""
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> Any:
+        return super()._get_stack_summary(is_debug, framework_loc or "a program that was saved")
+
+    def _log_create_unbacked_symbol(self, *told: Any, **more: Any) -> None: ...
+
+
 class _Reader(pickle.Unpickler):
     """Makes fake tensors in one mode of its own."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._shape_env = ShapeEnv()
+        self._shape_env = _Shapes()
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
         self._storages: dict[int, torch.UntypedStorage] = {}
         # One symbol for all numbers of the host: which one it is was told by the node that gives it, here as there.

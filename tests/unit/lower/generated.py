@@ -49,7 +49,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
 from tests.unit.lower import test_lists
-from wholestep.lower import binaries, column_sums, cross_entropy, fused, inductor, kernels, lists
+from wholestep.lower import binaries, column_sums, compiler, cross_entropy, fused, kernels, lists
+from wholestep.lower.header import lightened
 from wholestep.passes.cross_entropy import CROSS_ENTROPY
 from wholestep.program import meta
 
@@ -155,7 +156,7 @@ def gpu(number: int) -> Iterator[Loader]:
     known = {name: getattr(H200, name) for name in DeviceProperties._fields if hasattr(H200, name)}
     props = DeviceProperties(type="cuda", index=number, cc=90, **known)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inductor_config.patch(inductor._SETTINGS["cuda"] | {"compile_threads": 1}))
+        stack.enter_context(inductor_config.patch(compiler._SETTINGS["cuda"] | {"compile_threads": 1}))
         for thing, name, value in (
             (DeviceProperties, "create", lambda device: props), (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "device_count", lambda: 8), (torch.cuda, "current_device", lambda: number),
@@ -199,7 +200,7 @@ def text_of(segment: Segment, number: int) -> str:
     graph, inputs, mode = graph_of(segment, number)
     lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
     handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
-    ways = inductor.Inductor(torch.device("cuda", number))._own_ways()
+    ways = compiler.own_ways(torch.device("cuda", number))
     with ways, mode, tracing(TracingContext(mode)), handlers[0], handlers[1], handlers[2]:
         lowering.run(*inputs)
         code, _ = lowering.codegen()
@@ -223,7 +224,7 @@ def travel(segment: Segment, old: int, new: int, early: bool) -> dict[str, Any]:
     for data in written:
         counters.clear()
         with counted(made), gpu(new) as loader, fresh_caches():
-            taken.append(described(kernels.loads(data, torch.device("cuda", new))))
+            taken.append(described(kernels.loads(data, torch.device("cuda", new))[0]))
         loaded.append(loader.loaded)
         ready.append(counters["inductor"]["async_compile_cache_hit"])
     made_by_taking = len(made)
@@ -300,7 +301,7 @@ def counted(made: list[str]) -> Iterator[None]:
 def compiled(segment: Segment, number: int, early: bool) -> Any:
     """A segment as Inductor compiles it: as for us, with kernels that are launched early, or as it does by itself."""
     graph, inputs, mode = graph_of(segment, number)
-    ways = inductor.Inductor(torch.device("cuda", number))._own_ways() if early else contextlib.nullcontext()
+    ways = compiler.own_ways(torch.device("cuda", number)) if early else contextlib.nullcontext()
     with ways, mode, tracing(TracingContext(mode)):
         return compile_fx_inner(graph, inputs)
 
@@ -310,7 +311,8 @@ def described(segment: Any) -> dict[str, Any]:
     scope = segment.compiled_fn_runner.call.__globals__
     found = {name: one for name, one in scope.items() if isinstance(one, CachingAutotuner)}
     return {
-        "devices": sorted(segment.device_idxs), "key": segment.cache_key, "text": segment.source_code,
+        "devices": sorted(segment.device_idxs), "key": segment.cache_key,
+        "text": lightened(segment.source_code, kernels._is_torchs),  # a module that has travelled is that
         "kernels": {
             name: {
                 "properties": one.device_props._asdict(),

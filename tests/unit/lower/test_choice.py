@@ -13,7 +13,7 @@ from torch import Tensor
 import wholestep as ws
 from tests.unit import builders
 from wholestep.cost.model import CostModel
-from wholestep.lower import backend, inductor
+from wholestep.lower import backend, compiler, inductor
 from wholestep.lower.backend import Auto, Eager, Inductor, backend_for
 from wholestep.lower.choice import Call, calls_of, saved_share
 from wholestep.run.shelf import Shelf
@@ -130,7 +130,7 @@ def test_cuda_graph_is_auto_or_off(wrong: Any) -> None:
 @pytest.mark.parametrize(("device", "started"), [("cuda", 2), ("cpu", 0)])
 def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(inductor.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
+    monkeypatch.setattr(compiler.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
     where = torch.device(device)
     for one in (Inductor(ws.Inductor(), where), Auto(where, lambda: COST, lambda own: own)):
         one.prepare()
@@ -141,7 +141,7 @@ def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monk
 def test_only_the_rank_that_compiles_starts_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     for rank in range(3):
-        monkeypatch.setattr(inductor.async_compile, "maybe_warm_pool", lambda rank=rank: calls.append(rank))
+        monkeypatch.setattr(compiler.async_compile, "maybe_warm_pool", lambda rank=rank: calls.append(rank))
         shelf = Shelf(HashStore(), "train_step/0", rank=rank, size=3)
         where = torch.device("cuda", rank)
         backend_for(backend, where, lambda: COST, lambda own: own, shelf).prepare()

@@ -26,8 +26,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def pick() -> list[bool]:
         return [Asked().check_build(code) for code in ("good", "bad")]
 
-    monkeypatch.setattr(instructions, "_check_build", check_build)
-    monkeypatch.setattr(instructions, "_answers", {})
+    with instructions._lock:  # a thread that another test has started asks first
+        monkeypatch.setattr(instructions, "_check_build", check_build)
+        monkeypatch.setattr(instructions, "_answers", {})
     monkeypatch.setattr(instructions, "pick_vec_isa", pick)
     return tried
 

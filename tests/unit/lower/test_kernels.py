@@ -95,6 +95,8 @@ class Compiled:
     compiled_fn_runner: Any = None
     constants: Any = None
     current_callable: Any = field(default=print)
+    source_code: str = ""
+    cache_key: str = "as compiled"
 
     def prepare_for_serialization(self) -> None:
         self.current_callable = self.compiled_fn_runner = None
@@ -195,6 +197,19 @@ def test_a_kernel_can_be_launched_again_after_a_failure() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError)):
         kernels.dumps(compiled)  # type: ignore[arg-type]
     assert len(kernel.launchers) == 1
+
+
+def test_a_module_travels_without_the_compiler_as_a_file_of_another_name() -> None:
+    compiled = Compiled(None, source_code="from torch._inductor.utils import maybe_profile\nx = 1\n")
+    found = pickle.loads(kernels.dumps(compiled))  # type: ignore[arg-type]
+    assert found.source_code == "\nx = 1\n"
+    assert found.cache_key != compiled.cache_key == "as compiled"
+    assert pickle.loads(kernels.dumps(found)).cache_key == found.cache_key
+
+
+@pytest.mark.parametrize(("name", "is_torchs"), [("mm", True), ("addmm", True), ("bias_addmm", False), ("none", False)])
+def test_which_products_are_torchs(name: str, is_torchs: bool) -> None:
+    assert kernels._is_torchs(name) is is_torchs
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""The compiler of segments, called: nothing here is imported where all segments come from another process.
+
+Note: what Inductor is told
+    A segment becomes a graph of the operators that Inductor lowers (`torch._inductor.decomposition`), in which writes
+    to inputs are ``copy_`` at the end; those become stores of the kernel that computes the value. Results keep the
+    strides that the rest of the step was captured with. The order of kernels is left as it is: Inductor's own
+    reorderings look at one segment and not at the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import async_compile
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
+
+from wholestep.lower import launches, wrapper
+from wholestep.lower.numbers import Numbers
+from wholestep.program import meta
+from wholestep.program.modules import unwritten
+from wholestep.program.segment import Segment
+
+_SETTINGS: dict[str, dict[str, object]] = {
+    # What stands where is the plan's affair.
+    "cpu": {"reorder_for_peak_memory": False, "reorder_for_locality": False},
+    # Many small kernels at once: the casts of weights, updates that are no calls on lists. Reductions that share their
+    # block sizes with others are several times slower.
+    "cuda": {
+        "reorder_for_peak_memory": False, "reorder_for_locality": False,
+        "combo_kernels": True, "combo_kernels_pointwise_only": True,
+    },
+}  # fmt: skip
+
+
+def start_workers() -> None:
+    """Starts the processes that compile kernels of GPUs.
+
+    They take seconds to come up, and until then a process compiles its kernels itself, one by one. ``torch.compile``
+    starts them where it begins; so do we, before there is anything to compile.
+    """
+    if hasattr(async_compile, "maybe_warm_pool"):
+        async_compile.maybe_warm_pool()
+
+
+def compiled(segment: Segment) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that does what the segment does: takes a list, which it empties, and gives a list."""
+    # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
+    graph = decomposed(segment, inputs, mode)
+    device = inputs[0].device
+    with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[device.type]), own_ways(device):
+        return compile_fx_inner(graph, inputs)
+
+
+@contextlib.contextmanager
+def own_ways(device: torch.device) -> Iterator[None]:
+    """While it is open, Inductor writes for a GPU what it would write otherwise."""
+    with contextlib.ExitStack() as ways:
+        for way in () if device.type == "cpu" else (launches.early, wrapper.own_sums):
+            ways.enter_context(way())
+        yield
+
+
+def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of `mode` with the layout of another one."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    with mode:
+        base = torch.empty(like.storage_offset() + max(reach, 0), dtype=like.dtype, device=like.device)
+        return base.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
+
+    `inputs` are fake tensors of `mode`, one per argument.
+    """
+    stored = {result: argument for argument, result in segment.stored}
+    interpreter = Numbers(segment.module)
+
+    def run(*arguments: Any) -> list[Any]:
+        results = list(interpreter.run(*arguments))
+        for result, argument in stored.items():
+            arguments[argument].copy_(results[result])
+            results[result] = None
+        return results
+
+    with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
+        made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
+    end, old = made.graph.output_node(), segment.graph.output_node().args[0]
+    given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
+    end.meta["user_visible_output_idxs"] = given
+    end.meta["original_output_strides"] = [
+        None if index in stored else meta.tensor(node).stride()
+        for index, node in enumerate(old)  # type: ignore[arg-type]
+    ]
+    return made

@@ -1,0 +1,26 @@
+"""Modules that are imported when something of them is first asked for.
+
+A compiler takes seconds to import, and a step that another process has compiled needs none. Where such a module is
+used, `later` stands for it at run time, and type checkers and the rules of the house see an import as any other::
+
+    if TYPE_CHECKING:
+        from wholestep.lower import compiler
+    else:
+        compiler = later("wholestep.lower.compiler")
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+
+class _Later(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def later(name: str) -> ModuleType:
+    """The module of this full name, imported with the first look at an attribute of it, which may raise ImportError."""
+    return _Later(name)
