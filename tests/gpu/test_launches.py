@@ -34,7 +34,7 @@ def _step(x: Tensor) -> Tensor:
 
 @pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9")
 def test_every_kernel_waits_in_front_of_its_first_access_and_reads_what_was_written() -> None:
-    step = ws.compile(_step, backend="inductor")
+    step = ws.compile(_step, backend=ws.Inductor(early_launches=True))
     draw = torch.Generator(device="cuda").manual_seed(0)
     inputs = [torch.randint(200, (128, 128), generator=draw, device="cuda").float() for _ in range(30)]
     with fresh_cache():

@@ -84,7 +84,7 @@ class Inductor:
         self._shelf, self._had = shelf, set[str]()
         """The shelf, and keys of programs whose kernels need not travel any more."""
         self._by_copies = self._on_gpu and bool(options.copy_engines)
-        self._inductor = inductor.Inductor(device)
+        self._inductor = inductor.Inductor(device, early_launches=options.early_launches)
         self._lists = lists.Plans()
         self._pool = cudagraph.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"

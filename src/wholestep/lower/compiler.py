@@ -53,23 +53,28 @@ def start_workers() -> None:
         async_compile.maybe_warm_pool()
 
 
-def compiled(segment: Segment) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that does what the segment does: takes a list, which it empties, and gives a list."""
+def compiled(segment: Segment, *, early_launches: bool) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that does what the segment does: takes a list, which it empties, and gives a list.
+
+    `early_launches` as for `wholestep.Inductor`.
+    """
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
     device = inputs[0].device
-    with tracing(TracingContext(mode)), mode, inductor_config.patch(_SETTINGS[device.type]), own_ways(device):
+    settings = inductor_config.patch(_SETTINGS[device.type])
+    with tracing(TracingContext(mode)), mode, settings, own_ways(device, early_launches=early_launches):
         return compile_fx_inner(graph, inputs)
 
 
 @contextlib.contextmanager
-def own_ways(device: torch.device) -> Iterator[None]:
+def own_ways(device: torch.device, *, early_launches: bool) -> Iterator[None]:
     """While it is open, Inductor writes for a GPU what it would write otherwise."""
     with contextlib.ExitStack() as ways:
-        for way in () if device.type == "cpu" else (launches.early, wrapper.own_sums):
-            ways.enter_context(way())
+        if device.type != "cpu":
+            ways.enter_context(wrapper.own_sums())
+            ways.enter_context(launches.early() if early_launches else contextlib.nullcontext())
         yield
 
 

@@ -158,8 +158,9 @@ def why_not(device: torch.device) -> str:
 class Inductor:
     """Compiles segments, those that are alike once."""
 
-    def __init__(self, device: torch.device) -> None:
-        """`device`: that of the segments."""
+    def __init__(self, device: torch.device, *, early_launches: bool = False) -> None:
+        """`device`: that of the segments. `early_launches` as for `wholestep.Inductor`."""
+        self._early_launches = early_launches
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
@@ -197,7 +198,7 @@ class Inductor:
         likeness = segment.likeness
         if likeness not in self._compiled:
             self._ask()
-            self._compiled[likeness] = compiler.compiled(segment)
+            self._compiled[likeness] = compiler.compiled(segment, early_launches=self._early_launches)
         return self._loaded.get(likeness, self._compiled[likeness])
 
     def _ask(self) -> None:

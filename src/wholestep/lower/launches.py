@@ -2,7 +2,8 @@
 
 Programmatic dependent launch, of NVIDIA GPUs since Hopper: a kernel gets its multiprocessors while the one in front of
 it drains, and waits there until all that stands in front of it has been written. A step of many short kernels saves
-a part of the microsecond that is between two of them.
+a part of the microsecond that is between two of them. On the other hand Inductor's own launcher does not know it, and
+Triton's has to be compiled for every signature: it is the user's choice.
 
 [Note: where a kernel waits]
 Inductor knows the technique and leaves it off. With its option alone a kernel waits only if it reads what the node in

@@ -80,7 +80,8 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     if program.stage is Stage.SCHEDULED:
         return program
     graph, saved, count, fused = program.graph, 0, 0, 0
-    for node in graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
+    for found in graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
+        node = _write_cast_out(graph, found) if found.args[2] else found
         loss = _match(node)
         if loss is None:
             continue
@@ -101,8 +102,25 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     )
 
 
+def _write_cast_out(graph: fx.Graph, logs: fx.Node) -> fx.Node:
+    """Puts a cast to float32 and logarithms in the place of logarithms in float32 of logits in half precision, as
+    autocast has them on a GPU, and likewise for the gradient. The arithmetic is the same."""
+    logits, dim, _ = logs.args
+    with graph.inserting_before(logs):
+        wide = edit.emit(graph, _aten._to_copy.default, logits, dtype=torch.float32, like=logs)
+        new = edit.emit(graph, _aten._log_softmax.default, wide, dim, False, like=logs)
+    for user in list(logs.users):
+        if user.target is _aten._log_softmax_backward_data.default and user.args[1] is logs:
+            with graph.inserting_before(user):
+                given = edit.emit(graph, user.target, user.args[0], new, dim, torch.float32, like=user)
+                cast = edit.emit(graph, _aten._to_copy.default, given, dtype=user.args[3], like=user)
+            edit.replace_node(user, cast)
+    edit.replace_node(logs, new)
+    return new
+
+
 def _match(logs: fx.Node) -> _Loss | None:
-    logits, dim, is_cast = logs.args
+    logits, dim, _ = logs.args
     readers = {}
     for user in logs.users:
         if user.target in readers:
@@ -113,7 +131,7 @@ def _match(logs: fx.Node) -> _Loss | None:
     gradient = readers.pop(_aten._log_softmax_backward_data.default, None)
     if readers or forward is None or not isinstance(logits, fx.Node) or (backward is None) != (gradient is None):
         return None
-    if meta.tensor(logits).ndim != 2 or dim not in (1, -1) or is_cast or forward.args[2] is not None:
+    if meta.tensor(logits).ndim != 2 or dim not in (1, -1) or forward.args[2] is not None:
         return None
     if forward.args[3] not in (_MEAN, _SUM):
         return None

@@ -200,7 +200,7 @@ def text_of(segment: Segment, number: int) -> str:
     graph, inputs, mode = graph_of(segment, number)
     lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
     handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
-    ways = compiler.own_ways(torch.device("cuda", number))
+    ways = compiler.own_ways(torch.device("cuda", number), early_launches=True)
     with ways, mode, tracing(TracingContext(mode)), handlers[0], handlers[1], handlers[2]:
         lowering.run(*inputs)
         code, _ = lowering.codegen()
@@ -299,9 +299,9 @@ def counted(made: list[str]) -> Iterator[None]:
 
 
 def compiled(segment: Segment, number: int, early: bool) -> Any:
-    """A segment as Inductor compiles it: as for us, with kernels that are launched early, or as it does by itself."""
+    """A segment as Inductor compiles it: with kernels that are launched early, or not."""
     graph, inputs, mode = graph_of(segment, number)
-    ways = compiler.own_ways(torch.device("cuda", number)) if early else contextlib.nullcontext()
+    ways = compiler.own_ways(torch.device("cuda", number), early_launches=early)
     with ways, mode, tracing(TracingContext(mode)):
         return compile_fx_inner(graph, inputs)
 

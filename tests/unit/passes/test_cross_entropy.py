@@ -20,7 +20,7 @@ from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
-from wholestep.program import meta, ops, show
+from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
 
 ROWS, CLASSES = 6, 11
@@ -334,6 +334,41 @@ def fused(before: Program) -> Program:
     assert builders.count(after, *gone, aten._log_softmax_backward_data.default) == 0
     assert after.history[-1].notes[1] == "1 cross-entropies are one kernel with their gradient"
     return after
+
+
+def in_float32(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of logits in half precision, with all of it in float32."""
+    leaf = logits.detach().requires_grad_()
+    loss = F.cross_entropy(leaf.float(), target)
+    (grad,) = torch.autograd.grad(loss * 3, leaf)
+    return loss.detach(), grad
+
+
+def with_casts_inside(program: Program) -> Program:
+    """The same as a GPU has it under autocast: logarithms in float32 of logits in half precision. No CPU runs that."""
+    program = edit.copy(program)
+    (logs,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
+    (grad,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default)
+    wide, (narrow,) = logs.args[0], grad.users
+    assert (wide.target, narrow.target) == (aten._to_copy.default, aten._to_copy.default)
+    logs.args = (wide.args[0], logs.args[1], True)
+    grad.args = (*grad.args[:3], torch.bfloat16)
+    meta.set_value(grad, meta.value(narrow))
+    edit.replace_node(narrow, grad)
+    edit.remove_dead_code(program.graph)
+    return program
+
+
+@pytest.mark.parametrize("rewrite", [lean_cross_entropy, partial(lean_cross_entropy, fuses=lambda product: True)])
+def test_a_cast_may_be_a_part_of_the_logarithms(rewrite, kernel):
+    given = tensors(torch.bfloat16)
+    before, _ = lean(in_float32, given)
+    inside = with_casts_inside(before)
+    assert builders.count(inside, aten._to_copy.default) == 0
+    after = run_passes(inside, [rewrite])
+    assert builders.count(after, aten._log_softmax.default, aten._log_softmax_backward_data.default) == 0
+    wanted, found = (builders.execute(one, given) for one in (run_passes(before, [rewrite]), after))
+    assert builders.same(wanted[0], found[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
