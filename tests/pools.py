@@ -67,12 +67,8 @@ class Pool:
             self._workers = None
 
     def _start(self) -> Workers:
-        count = torch.cuda.device_count()
-        if self.backend == "nccl" and count == 0:
-            reason = 'This test needs GPUs and this machine shows none. Leave such tests out with -m "not gpu".'
-            pytest.fail(reason, pytrace=False)
-        if self.backend == "nccl" and count < self.nproc:
-            pytest.skip(f"needs {self.nproc} GPUs; this machine shows {count}")
+        if self.backend == "nccl":
+            needs_gpus(self.nproc)
         return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
 
     def _repair(self) -> None:
@@ -155,3 +151,13 @@ def ranks2(request: pytest.FixtureRequest) -> Pool:
 def ranks4(request: pytest.FixtureRequest) -> Pool:
     """Four ranks, on CPUs and on GPUs."""
     return request.getfixturevalue({"gloo": "pool4", "nccl": "nccl4"}[request.param])
+
+
+def needs_gpus(number: int) -> None:
+    """Skips the test on a machine with fewer GPUs, and fails it on one without any."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        reason = 'This test needs GPUs and this machine shows none. Leave such tests out with -m "not gpu".'
+        pytest.fail(reason, pytrace=False)
+    if count < number:
+        pytest.skip(f"needs {number} GPUs; this machine shows {count}")

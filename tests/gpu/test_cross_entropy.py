@@ -63,7 +63,7 @@ class Head(nn.Module):
 def train_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     model.zero_grad()
     with torch.autocast("cuda", torch.bfloat16):
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x).float(), y)  # without the cast autocast has logarithms in bfloat16
     loss.backward()
     return loss.detach()
 

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from tests.pools import needs_gpus
 from wholestep.program.program import InputKind
 
 pytestmark = pytest.mark.gpu
@@ -103,8 +104,7 @@ def _on_rank(optimizer: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_gpus_equal_eager_ddp(optimizer: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.fail("this test needs two GPUs")
+    needs_gpus(2)
     assert ws.run(_on_rank, 2, optimizer) == [{}, {}]
 
 

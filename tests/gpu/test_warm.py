@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.pools import needs_gpus
+
 pytestmark = pytest.mark.gpu
 
 
@@ -77,6 +79,7 @@ def test_what_inductor_found_in_its_cache_is_kept_too(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of a process with two ranks, in which nothing was before, and what it says."""
+    needs_gpus(2)
     folder = tmp_path_factory.mktemp("two ranks")
     return folder, process(2, folder / "steps", folder / "kernels")
 
@@ -114,6 +117,7 @@ def test_two_ranks_start_warm(two_ranks: tuple[Path, list[dict[str, Any]]]) -> N
 
 @pytest.mark.timeout(600)
 def test_it_is_as_if_both_had_compiled(tmp_path: Path) -> None:
+    needs_gpus(2)
     shared = process(2, tmp_path / "shared", tmp_path / "shared kernels", deterministic=True)
     second_compiles_nothing(shared)
     apart = process(2, tmp_path / "apart", tmp_path / "apart kernels", "ALONE", deterministic=True)
