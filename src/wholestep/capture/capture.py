@@ -18,7 +18,7 @@ from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
 from wholestep.capture.storage import Storages
 from wholestep.capture.ties import Captured, Held, Ties, tie
-from wholestep.capture.trace import Trace, Tracer
+from wholestep.capture.trace import Trace, Tracer, settle
 from wholestep.capture.version import keep_versions
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.program import edit, meta
@@ -78,6 +78,7 @@ class _Job:
         scene = self._scene
         tracer = Tracer(scene.state, scene.lifter, scene.user, scene.module_names(), scene.found.watches)
         self._storages = tracer.storages
+        settle()
         with environment_read() as self._environment, SideEffects(scene.found, scene.state) as effects:
             self.trace = tracer.run(self._call)
         if effects.changed:

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
 from torch.utils import _foreach_utils
 
 from wholestep.capture import blame, results, tree
@@ -83,6 +83,15 @@ class Trace:
     """The groups of this process, whose numbers are the last placeholders."""
     found: list[torch.Tensor] = field(default_factory=list)
     """Real tensors that the step used and nobody had found."""
+
+
+def settle() -> None:
+    """Has torch import what it imports where it first looks for a line of the user's: ``torch.export``, and networkx.
+
+    What modules read of the environment while they are imported (networkx: all of it) is nothing that a step depends
+    on, so it is to be read before that is watched.
+    """
+    uninteresting_files()
 
 
 class Tracer:
