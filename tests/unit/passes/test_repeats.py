@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import aten
-from wholestep.lower import inductor
+from wholestep.lower import compiler, inductor
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.repeats import Stretch, _ends, occurrences, stretch, unit, units_of
 from wholestep.passes.segments import form_segments
@@ -159,10 +159,10 @@ def test_pieces_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(inductor, "compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr(compiler, "compile_fx_inner", compile_fx_inner)
     program = cut(layers(6))
-    compiler = inductor.Inductor(torch.device("cpu"))
-    functions = [compiler.compile(one) for one in segments(program)]
+    backend = inductor.Inductor(torch.device("cpu"))
+    functions = [backend.compile(one) for one in segments(program)]
     assert len(compiled) == len(set(map(id, functions))) == different(program) < len(functions)
 
 
