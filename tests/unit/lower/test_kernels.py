@@ -311,3 +311,13 @@ def test_the_number_of_the_gpu_counts() -> None:
 
 def test_the_compiler_of_kernels_for_a_cpu_counts() -> None:
     assert dict(inductor.marks(torch.device("cpu")))["the C++ compiler"]
+
+
+def test_the_assembler_is_chosen_before_a_kernel_of_ours_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's keys hold its version, so another process finds kernels only if both choose it as early."""
+    chosen: list[str] = []
+    monkeypatch.setattr(inductor.compile_tasks, "_set_triton_ptxas_path", lambda: chosen.append("once"))
+    inductor.Inductor(torch.device("cpu"))
+    assert chosen == []
+    inductor.Inductor(torch.device("cuda", 0))
+    assert chosen == ["once"]

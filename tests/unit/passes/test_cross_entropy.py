@@ -249,18 +249,22 @@ def whole_step() -> tuple[Program, Program, list[Any]]:
     return before, run_passes(before, [lean_cross_entropy]), [*found.binding.inputs(batch)]
 
 
-def test_bfloat16_logits_under_autocast():
-    before, after, inputs = whole_step()
-    assert rewritten(after)
+def assert_close_in_bfloat16(before: Program, after: Program, inputs: list[Any]) -> None:
+    """The gradient of the logits goes through bfloat16: where the float32 values lie on two sides of a border between
+    two of its values, those are neighbours, 2 ** -8 apart; the product with the rate 0.1 takes that to the weights."""
     wanted, came = (builders.execute(program, inputs) for program in (before, after))
-    # The gradient of the logits goes through bfloat16: where the float32 values lie on two sides of a border between
-    # two of its values, those are neighbours, 2 ** -8 apart; the product with the rate 0.1 takes that to the weights.
     torch.testing.assert_close(came[0], wanted[0], rtol=0.0, atol=1e-5)
     for one, other, given in zip(wanted[1], came[1], inputs, strict=True):
         if one.is_floating_point():
             change = (one - given).abs().max().item()
             torch.testing.assert_close(other, one, rtol=0.0, atol=2.0**-7 * change)
             assert change > 0
+
+
+def test_bfloat16_logits_under_autocast():
+    before, after, inputs = whole_step()
+    assert rewritten(after)
+    assert_close_in_bfloat16(before, after, inputs)
 
 
 def kept(program: Program) -> list[fx.Node]:
@@ -427,14 +431,7 @@ def test_the_kernel_reads_and_writes_what_products_give_and_take(loss_of, kernel
         if one.numel() == ROWS * CLASSES and one.dtype is torch.float32
     ]  # fmt: skip
     assert not large
-    wanted, came = (builders.execute(program, inputs) for program in (before, after))
-    torch.testing.assert_close(came[0], wanted[0], rtol=0.0, atol=1e-5)
-    for one, other, given in zip(wanted[1], came[1], inputs, strict=True):
-        if one.is_floating_point():
-            # See `test_bfloat16_logits_under_autocast`.
-            change = (one - given).abs().max().item()
-            torch.testing.assert_close(other, one, rtol=0.0, atol=2.0**-7 * change)
-            assert change > 0
+    assert_close_in_bfloat16(before, after, inputs)
 
 
 def gradient_of_the_square(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
