@@ -7,6 +7,7 @@ the first call, for two reasons. A segment that Inductor found in its cache runs
 what has launched can be pickled only with its launchers taken off. And by then it is known which of several block
 sizes is the fastest: that one travels alone, so the other process measures nothing and computes the same bits. Other
 ranks of the same process group get a segment before its first call, with all its block sizes, and measure themselves.
+So does every process with kernels that are launched early, which Inductor does not bundle with their choice.
 
 [Note: another GPU]
 What was compiled on one GPU runs on another of the same kind once its number is replaced (`lower/moved.py`): in the
