@@ -28,7 +28,6 @@ import argparse
 import importlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -120,9 +119,10 @@ def _narrow(trainings: Any) -> Any:
 
 def started(options: argparse.Namespace, caches: Path, compilers: Path) -> Start:
     """A start in processes of its own, with caches below these folders. Raises RuntimeError where a rank fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # As torchrun does, this process keeps the store in which ranks meet.
+    store: Any = importlib.import_module("torch.distributed").TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     env = os.environ | {
         "XDG_CACHE_HOME": str(caches), "WHOLESTEP_CACHE": "1", "TORCHINDUCTOR_CACHE_DIR": str(compilers / "inductor"),
         "TRITON_CACHE_DIR": str(compilers / "triton"),
@@ -133,8 +133,9 @@ def started(options: argparse.Namespace, caches: Path, compilers: Path) -> Start
     ]  # fmt: skip
     ranks = []
     for rank in range(options.nproc):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.nproc, "MASTER_PORT": port}
-        own = {name: str(one) for name, one in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.nproc, "MASTER_PORT": store.port}
+        own = {name: str(one) for name, one in place.items()}
+        own |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         of_rank = env | own if options.nproc > 1 else env
         ranks.append(subprocess.Popen(command, env=of_rank, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     said = [rank.communicate() for rank in ranks]
@@ -161,7 +162,7 @@ def compared(options: argparse.Namespace) -> dict[str, Start]:
         }
         for number in range(options.runs):
             found["warm, compilers' caches full"].append(started(options, caches, full))
-            found["warm, they are empty"].append(started(options, caches, Path(folder) / f"compilers {number}"))
+            found["warm, they are empty"].append(started(options, caches, Path(folder) / f"compilers-{number}"))
     return {kind: middle(starts) for kind, starts in found.items()}
 
 

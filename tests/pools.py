@@ -22,8 +22,10 @@ repair) with `pytest.raises` inside of the function.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +45,8 @@ class Pool:
     def __init__(self, nproc: int, backend: str = "gloo") -> None:
         self.nproc = nproc
         self.backend = backend
+        # What the test that happens to be the first sets for itself is not for those behind it.
+        self._environment = dict(os.environ)
         self._workers: Workers | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, grace_s: float = 5.0) -> list[Any]:
@@ -69,7 +73,8 @@ class Pool:
     def _start(self) -> Workers:
         if self.backend == "nccl":
             needs_gpus(self.nproc)
-        return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
+        with patch.dict(os.environ, self._environment, clear=True):
+            return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
 
     def _repair(self) -> None:
         """New process groups when every rank has reported, else new processes at the next call."""

@@ -70,6 +70,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._autograd": "sets version counters; replaced while a step is traced",
         "torch._C.TensorBase": "the counter itself, where the attribute is replaced",
     },
+    "lower/ahead.py": {"torch._inductor": "the digests that its keys and Triton's are made of, found out in threads"},
     "lower/copies.py": {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },

@@ -156,10 +156,16 @@ class Inductor:
     early_launches: bool = False
     """Whether kernels are launched before those in front of them have ended, on NVIDIA GPUs since Hopper. Steps of many
     short kernels get shorter by 1 or 2 %, and first calls longer, since launches of this kind have to be compiled."""
+    tune_products: bool = True
+    """Whether products of matrices in half precision are timed in the first call on an NVIDIA GPU, by all algorithms
+    that cublasLt names, and the fastest is taken; False: torch's own choice. ``torch.use_deterministic_algorithms``
+    and ``torch._inductor.config.deterministic`` keep them with torch, too, since another process may find another one
+    the fastest, which rounds differently."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.early_launches, bool):
-            raise ConfigError(f"Inductor(early_launches=...) wants True or False, got {self.early_launches!r}.")
+        for name in ("early_launches", "tune_products"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"Inductor({name}=...) wants True or False, got {getattr(self, name)!r}.")
         for name in ("cuda_graph", "copy_engines"):
             chosen = getattr(self, name)
             if chosen is not False and chosen != "auto":

@@ -40,6 +40,7 @@ from wholestep.program.program import MeshAxis, Program, Stage
 from wholestep.program.show import plan_text
 from wholestep.report.explain import explain
 from wholestep.report.explanation import CacheInfo, Explanation
+from wholestep.run import connect
 from wholestep.run.collector import uncollected
 from wholestep.run.comm_state import CommState, Held
 from wholestep.run.costs import agreed_costs
@@ -162,12 +163,12 @@ class CompiledStep:
         """What there is of this step from earlier processes."""
         if not self._starts_warm:
             return Look(fingerprint=None, ready=None, why_not="the older surface captures in every process")
-        first = self._meetings if not self._entries else None
-        return self._warm.agreed(args, kwargs, self._setting(world), first)
+        return self._warm.agreed(args, kwargs, self._setting(world), None if self._entries else self._meetings)
 
     def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
         """What follows capture and plan, for a step that was saved."""
         self._meetings.recall(ready.choices)
+        connect.begin(data_axis(world, self._options.mesh), world.device)
         self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
         log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
         return self._lower(ready.captured, ready.programs, look.given(), world)
@@ -177,8 +178,9 @@ class CompiledStep:
         scheduled, lowering, comm = programs[Stage.SCHEDULED], self._lowering(world), self._comm
         try:
             held = comm.hold(scheduled) if comm is not None else None
-            # Rank 0 compiles before it meets the others, who find what it has made.
-            runner = lowering.lower(scheduled) if world.rank == 0 or not lowering.shares_kernels else None
+            # Rank 0 compiles before it meets the others, who find what it has made. What was loaded is compiled.
+            loaded = look.ready is not None and look.ready.programs is programs
+            runner = lowering.lower(scheduled) if loaded or world.rank == 0 or not lowering.shares_kernels else None
         except Exception as error:
             self._meetings.abandon(error, world)
             raise
@@ -231,9 +233,9 @@ class CompiledStep:
         axis, strategy = data_axis(world, self._options.mesh), self._strategy(world)
         if strategy is None or axis is None or axis.size == 1:
             return None
+        connect.wait()
         if strategy.sync_at_start:
-            synced = binding.synced(program)
-            fresh = [t for t in synced if id(t) not in self._equal and not is_freed(t)]
+            fresh = [t for t in binding.synced(program) if id(t) not in self._equal and not is_freed(t)]
             with named_failures(world, lambda: f"the first broadcast of {self._name}"):
                 make_equal(fresh, axis)
             self._equal.update({id(t): t for t in fresh})
@@ -243,8 +245,7 @@ class CompiledStep:
         if reason is None:
             return
         if len(self._reasons) >= self._options.max_retraces:
-            reasons = enumerate([*self._reasons, reason], 1)
-            listing = "\n".join(f"  {number}. {text}" for number, text in reasons)
+            listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self._reasons, reason], 1))
             raise RetraceLimitError(
                 f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used "
                 f"up. The reasons were:\n{listing}\n"

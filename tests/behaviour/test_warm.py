@@ -10,17 +10,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+import wholestep.step
 from wholestep.capture.trace import Tracer
 from wholestep.errors import ArtifactError
 from wholestep.lower import artifact
+from wholestep.lower.backend import Inductor
+from wholestep.run import connect
+from wholestep.run.meetings import Meetings
 from wholestep.run.world import init
 
 SCALE = 1.0
@@ -360,15 +366,21 @@ import sys, torch
 from tests.behaviour import test_warm as t
 import wholestep as ws
 from wholestep.capture.trace import Tracer
+from wholestep.lower import lists
+from wholestep.program.segment import Segment
+read = Segment.module
+def fail(*_): raise AssertionError("it was traced, or nodes of a segment were asked for")
 if sys.argv[1] == "warm":
-    def fail(*_): raise AssertionError("it was traced")
-    Tracer.run = fail
+    Tracer.run = lists.plan = fail
 for backend in ("eager", "inductor"):
     # A fused optimizer: its operator has a twin, made while the step is captured, which another process has to make.
     scene, step = t.things(fused=True) if backend == "eager" else t.few_things(), ws.compile(t.train, backend=backend)
+    Segment.module = property(fail) if sys.argv[1] == "warm" else read
     found = t.losses(step, scene)
+    Segment.module = read
     print(found, [float(x.double().sum()).hex() for x in t.state_of(scene)])
     assert bool(step.explain().loaded_from) == (sys.argv[1] == "warm")
+    assert any(isinstance(node.target, Segment) for node in step.graph.graph.nodes) == (backend == "inductor")
     print("loaded", step.cache_info().loaded)
 print(" ".join(name for name in t.COMPILER if name in sys.modules))
 """
@@ -407,18 +419,18 @@ def start(width: int) -> tuple[list[float], int, int]:
     return found, step.cache_info().traces, step.cache_info().loaded
 
 
+def own_cache(folder: str) -> Any:
+    """While it is open, a cache of this rank's is switched on."""
+    return patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/{init().rank}", "WHOLESTEP_CACHE": "1"})
+
+
 def start_twice(folder: str, spoilt: int | None = None) -> list[Any]:
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/{init().rank}"
-    before = os.environ.get("WHOLESTEP_CACHE")
-    os.environ["WHOLESTEP_CACHE"] = "1"
-    try:
+    with own_cache(folder):
         first = start(8)
         if spoilt == init().rank:
             for file in artifact.folder().iterdir():
                 file.unlink()
         return [first, start(8)]
-    finally:
-        os.environ["WHOLESTEP_CACHE"] = before or "0"
 
 
 def test_two_ranks_start_warm(pool2: Any, tmp_path: Path) -> None:
@@ -433,3 +445,49 @@ def test_a_rank_without_a_file_keeps_the_other_from_loading(pool2: Any, tmp_path
         assert cold[1:] == (1, 0)
         assert warm[1:] == (1, 0)
         assert cold[0] == warm[0]
+
+
+def waves(x: Tensor) -> Tensor:
+    return x.cos().sin().sum(0) * 5
+
+
+def order_of_two_starts(folder: str) -> list[list[str]]:
+    """What a first call does once there is a plan, in order: of a step that is captured, and of one that is loaded."""
+    done: list[tuple[Any, ...]] = []
+    watched = [
+        (connect, "begin"), (connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Meetings, "agree"),
+        (wholestep.step, "make_equal"),
+    ]  # fmt: skip
+
+    def noted(owner: Any, name: str) -> Any:
+        real = getattr(owner, name)
+
+        def noting(*args: Any) -> Any:
+            done.append((name, *args))
+            return real(*args)
+
+        return patch.object(owner, name, noting)
+
+    found = []
+    with own_cache(folder), ExitStack() as watch:
+        for one in watched:
+            watch.enter_context(noted(*one))
+        for loaded in (0, 1):
+            done.clear()
+            step = ws.compile(waves, backend="inductor", strategy=ws.DDP())
+            step(torch.ones(4, 3))
+            assert step.cache_info().loaded == loaded
+            # Meetings at which rank 0 makes a choice agree on something else.
+            found.append([name for name, *args in done if name != "agree" or step.plan in args])
+    return found
+
+
+def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: Path) -> None:
+    """On all of them, as each has its kernels. Else the others look behind the meeting for what rank 0 has compiled.
+
+    GPUs connect meanwhile, and have done so before anything is sent.
+    """
+    (first, warm), (second, also_warm) = pool2.run(order_of_two_starts, str(tmp_path))
+    assert first == ["lower", "agree", "wait", "make_equal"]
+    assert second == ["agree", "wait", "make_equal", "lower", "give"]
+    assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "make_equal"]

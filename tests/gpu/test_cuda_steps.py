@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from tests.gpu.switches import deterministic
 from tests.pools import needs_gpus
 from wholestep.program.program import InputKind
 
@@ -69,8 +70,11 @@ def batch(number: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 def train(optimizer: str, rank: int, device: torch.device, how: str, *, clip: bool = True) -> dict[str, Tensor]:
     """State and losses after a few steps: ``eager``, ``ddp`` (eager) or ``compiled``."""
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True), deterministic():
+        return _train(optimizer, rank, device, how, clip=clip)
+
+
+def _train(optimizer: str, rank: int, device: torch.device, how: str, *, clip: bool) -> dict[str, Tensor]:
     model, opt = build(optimizer, device)
     wrapped = DistributedDataParallel(model, device_ids=[device.index]) if how == "ddp" else model
     step = ws.compile(train_step, backend="eager") if how == "compiled" else train_step

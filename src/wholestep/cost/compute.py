@@ -94,10 +94,12 @@ def attention_flops(query: Shape, key: Shape, value: Shape, *, causal: bool, bac
 
 _PRODUCTS = {
     name: position
-    for position, names in enumerate(("mm bmm mv dot linear matmul _scaled_mm", "addmm baddbmm addmv addbmm"))
+    for position, names in enumerate((
+        "mm bmm mv dot linear matmul _scaled_mm product_gelu_backward", "addmm baddbmm addmv addbmm product_gelu"
+    ))
     for name in names.split()
-}
-"""Products of matrices -> position of the left matrix among the arguments."""
+}  # fmt: skip
+"""Products of matrices -> position of the left matrix among the arguments. An activation on the way costs nothing."""
 
 _CONVOLUTIONS = frozenset("convolution _convolution cudnn_convolution mkldnn_convolution".split())
 
@@ -188,7 +190,7 @@ def base_name(op: Any) -> str:
 
 
 def _product(node: fx.Node, left: int) -> Work:
-    a, (out,) = _values(node.args[left]), meta.tensors(node)
+    a, (out, *_) = _values(node.args[left]), meta.tensors(node)
     return Work(
         kind=Kind.MATMUL, amount=matmul_flops(_sizes(out), _sizes(a)[-1]), num_bytes=_moved_bytes(node), dtype=a.dtype
     )

@@ -17,8 +17,20 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import choice, column_sums, copies, cross_entropy, cudagraph, eager, inductor, lists
+from wholestep.lower import (
+    ahead,
+    choice,
+    column_sums,
+    copies,
+    cross_entropy,
+    cudagraph,
+    eager,
+    inductor,
+    lists,
+    products,
+)
 from wholestep.lower.later import later
+from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
@@ -84,7 +96,9 @@ class Inductor:
         self._shelf, self._had = shelf, set[str]()
         """The shelf, and keys of programs whose kernels need not travel any more."""
         self._by_copies = self._on_gpu and bool(options.copy_engines)
-        self._inductor = inductor.Inductor(device, early_launches=options.early_launches)
+        tunes = self._on_gpu and options.tune_products and inductor.may_measure()
+        self._instead = products.operators() if tunes else None
+        self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=tunes)
         self._lists = lists.Plans()
         self._pool = cudagraph.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
@@ -108,6 +122,7 @@ class Inductor:
         """See `Eager.passes`."""
         return [
             partial(lean_cross_entropy, fuses=_fuses),
+            *([partial(fuse_activations, fuses=products.activates)] if self._instead else []),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
@@ -172,7 +187,7 @@ class Inductor:
         log.info("this rank compiles for itself: %s", why)
 
     def _lowered(self, program: Program, wait: eager.Wait | None) -> Step:
-        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program))
+        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program), instead=self._instead)
         if self._on_gpu:
             self._lists.begin(program)
         if not self._on_gpu or wait is not None:
@@ -192,29 +207,39 @@ class Inductor:
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry is what all segments have in common; those of segments that are alike
         are one object, which a file holds once."""
-        written = functools.cache(lambda one: self._lists.written(one) or self._inductor.written(one))
+        written = functools.cache(self._written)
         first: dict[str, Segment] = {}
         segments = segments_of(program)
         return (self._inductor.found(), *(written(first.setdefault(one.likeness, one)) for one in segments))
+
+    def _written(self, segment: Segment) -> bytes | None:
+        """What was compiled of a segment, with a mark in front that says by whom."""
+        if (data := self._lists.written(segment)) is not None:
+            return _OVER_LISTS + data
+        data = self._inductor.written(segment)
+        return None if data is None else _BY_INDUCTOR + data
 
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
         segments = segments_of(program)
         if self._shelf is not None:
             self._had.add(inductor.key_of(segments, self._device))
+        if self._on_gpu:
+            ahead.wait_for_inductor()
         found, *rest = kernels
         given = [(segment, data) for segment, data in zip(segments, rest, strict=True) if data is not None]
         if found is not None and not self._on_gpu:
             self._inductor.take_found(found)
         for segment, data in given:
-            if not self._lists.has(segment):
-                self._inductor.take(segment, data)
+            if data.startswith(_BY_INDUCTOR):
+                self._lists.leave(segment)
+                self._inductor.take(segment, data.removeprefix(_BY_INDUCTOR))
         # Behind Inductor, which tells Triton where its cache is.
         if found is not None and self._on_gpu:
             self._inductor.take_found(found)
         for segment, data in given:
-            if self._lists.has(segment):
-                self._lists.take(segment, data)
+            if data.startswith(_OVER_LISTS):
+                self._lists.take(segment, data.removeprefix(_OVER_LISTS), self._device)
 
     def _compiled_of(self, program: Program) -> eager.Compile:
         """Compiles segments of a program, and tells how far it is."""
@@ -252,6 +277,7 @@ def segments_of(program: Program) -> list[Segment]:
 
 
 _COMPILED = b"inductor"
+_BY_INDUCTOR, _OVER_LISTS = b"I", b"L"
 
 
 class Auto:
@@ -358,6 +384,8 @@ def backend_for(
     shelf: Shelf | None = None,
 ) -> Backend:
     """The backend that `compile` was asked for, on this device. `cost`, `objection` and `shelf` as for `Auto`."""
+    if chosen != "eager" and device.type == "cuda":
+        ahead.begun()
     if isinstance(chosen, InductorOptions):
         return Inductor(chosen, device, shelf)
     if chosen == "inductor":

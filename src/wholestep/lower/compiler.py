@@ -53,10 +53,10 @@ def start_workers() -> None:
         async_compile.maybe_warm_pool()
 
 
-def compiled(segment: Segment, *, early_launches: bool) -> Callable[[list[Any]], Sequence[Any]]:
+def compiled(segment: Segment, *, early_launches: bool, own_products: bool) -> Callable[[list[Any]], Sequence[Any]]:
     """A function that does what the segment does: takes a list, which it empties, and gives a list.
 
-    `early_launches` as for `wholestep.Inductor`.
+    `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`.
     """
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -64,16 +64,19 @@ def compiled(segment: Segment, *, early_launches: bool) -> Callable[[list[Any]],
     graph = decomposed(segment, inputs, mode)
     device = inputs[0].device
     settings = inductor_config.patch(_SETTINGS[device.type])
-    with tracing(TracingContext(mode)), mode, settings, own_ways(device, early_launches=early_launches):
+    ways = own_ways(device, early_launches=early_launches, own_products=own_products)
+    with tracing(TracingContext(mode)), mode, settings, ways:
         return compile_fx_inner(graph, inputs)
 
 
 @contextlib.contextmanager
-def own_ways(device: torch.device, *, early_launches: bool) -> Iterator[None]:
+def own_ways(device: torch.device, *, early_launches: bool, own_products: bool) -> Iterator[None]:
     """While it is open, Inductor writes for a GPU what it would write otherwise."""
     with contextlib.ExitStack() as ways:
         if device.type != "cpu":
             ways.enter_context(wrapper.own_sums())
+            if own_products:
+                ways.enter_context(wrapper.own_products())
             if early_launches:
                 ways.enter_context(launches.early())
         yield

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -24,10 +26,17 @@ Wait = Callable[[Tensor], Tensor]
 Compile = Callable[[Segment], Callable[[list[Any]], Sequence[Any]]]
 
 
-def lower(program: Program, *, wait: Wait | None = None, compile_segment: Compile | None = None) -> Step:
+def lower(
+    program: Program,
+    *,
+    wait: Wait | None = None,
+    compile_segment: Compile | None = None,
+    instead: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
+) -> Step:
     """A function from inputs to results, in the order of the program's records.
 
-    `wait` stands in for ``wait_tensor``; what `compile_segment` makes of a segment stands in for running its nodes.
+    `wait` stands in for ``wait_tensor``; what `compile_segment` makes of a segment stands in for running its nodes;
+    `instead` has what stands in for other operators.
 
     Writes that are done, whose result is None, are left out at the end, where they stand in a scheduled program.
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
@@ -36,8 +45,11 @@ def lower(program: Program, *, wait: Wait | None = None, compile_segment: Compil
     rendered = show.render(program, short_names=True)
     filename = f"<wholestep step {next(_numbers)}>"
     namespace = dict(rendered.namespace)
+    functions = {operator._op: function for operator, function in (instead or {}).items()}
     if wait is not None:
-        namespace.update({name: wait for name, thing in namespace.items() if thing is ops.WAIT._op})
+        functions[ops.WAIT._op] = wait
+    calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}
+    namespace.update({name: functions[thing] for name, thing in calls.items() if thing in functions})
     if compile_segment is not None:
         segments = {name: thing for name, thing in namespace.items() if isinstance(thing, Segment)}
         namespace.update({name: compile_segment(segment) for name, segment in segments.items()})

@@ -9,14 +9,11 @@ uses, and takes from torch what is torch's.
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 _COMPILER = "torch._inductor."
 _PRODUCTS = "extern_kernels"
-_OPERATORS = re.compile(r"\btorch\.ops\b(?:\.(\w+))?")
-_NAMED_OPERATORS = re.compile(r"^(\w+) = torch\.ops\.(\w+)", re.MULTILINE)
 _THERE = ("aten", "wholestep")
 """Namespaces whose operators are there without a compiler."""
 
@@ -36,7 +33,7 @@ def lightened(text: str, is_torchs: Callable[[str], bool]) -> str:
     except SyntaxError:
         return text
     uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    if _may_need_operators(text, uses):
+    if _may_need_operators(tree, uses):
         return text
     lines = text.split("\n")
     for node in tree.body:
@@ -53,16 +50,42 @@ def lightened(text: str, is_torchs: Callable[[str], bool]) -> str:
 
 
 def _products(tree: ast.Module) -> set[str]:
-    """What is used of the namespace; a name that no module has, for a use of all of it."""
+    """What is used of the namespace; a name that no module has, for a use of all of it. `wholestep.lower.wrapper` has
+    it put into one of ours, which uses what the module does."""
+    own = {id(one) for node in tree.body if isinstance(node, ast.Assign) and _only_name(node) == _PRODUCTS
+           for one in ast.walk(node)}  # fmt: skip
     found = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return {
-        found.get(id(node), "") for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == _PRODUCTS
+        found.get(id(node), "") for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id == _PRODUCTS and id(node) not in own
     }  # fmt: skip
 
 
-def _may_need_operators(text: str, uses: Mapping[str, int]) -> bool:
-    """Whether a module uses operators that are not there without a compiler, or may."""
-    named = _NAMED_OPERATORS.findall(text)
-    if any(namespace not in _THERE and uses[name] > 1 for name, namespace in named):  # its definition is one use
-        return True
-    return any(namespace not in _THERE for namespace in _OPERATORS.findall(_NAMED_OPERATORS.sub("", text)))
+def _may_need_operators(tree: ast.Module, uses: Mapping[str, int]) -> bool:
+    """Whether a module uses operators that are not there without a compiler, or may. Comments, in which Inductor says
+    what a kernel was made of, use none."""
+    attributes = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named = {id(one.value): _only_name(one) for one in tree.body if isinstance(one, ast.Assign)}
+    for node in filter(_is_ops, ast.walk(tree)):
+        space = attributes.get(id(node))
+        if space is None:
+            return True  # all operators, for whatever
+        # ``name = torch.ops.space`` and ``name = torch.ops.space.operator``, which every module has for some.
+        name = named.get(id(space)) or named.get(id(attributes.get(id(space)))) or ""
+        if space.attr not in _THERE and uses[name] != 1:  # its definition is one use
+            return True
+    return False
+
+
+def _is_ops(node: ast.AST) -> bool:
+    """Whether this is ``torch.ops``."""
+    return (
+        isinstance(node, ast.Attribute) and node.attr == "ops"
+        and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    )  # fmt: skip
+
+
+def _only_name(node: ast.Assign) -> str:
+    """What an assignment to one name calls its value."""
+    target = node.targets[0]
+    return target.id if len(node.targets) == 1 and isinstance(target, ast.Name) else ""

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import logging
+import pickle
 import platform
 import re
 import threading
@@ -31,6 +32,7 @@ from wholestep.lower import (
     column_sums,  # noqa: F401  # an operator that compiled segments call
     instructions,
     kernels,
+    products,
 )
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.later import later
@@ -158,9 +160,9 @@ def why_not(device: torch.device) -> str:
 class Inductor:
     """Compiles segments, those that are alike once."""
 
-    def __init__(self, device: torch.device, *, early_launches: bool = False) -> None:
-        """`device`: that of the segments. `early_launches` as for `wholestep.Inductor`."""
-        self._early_launches = early_launches
+    def __init__(self, device: torch.device, *, early_launches: bool = False, tune_products: bool = False) -> None:
+        """`device`: that of the segments. The rest as for `wholestep.Inductor`."""
+        self._early_launches, self._tune_products = early_launches, tune_products
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
@@ -180,8 +182,10 @@ class Inductor:
 
     def found(self) -> bytes:
         """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
-        that have run on a GPU."""
-        return instructions.answers() if self._on_cpu else binaries.written(binaries.kept())
+        that have run on a GPU and algorithms of products."""
+        if self._on_cpu:
+            return instructions.answers()
+        return pickle.dumps((binaries.written(binaries.kept()), products.choices()))
 
     def take_found(self, found: bytes) -> None:
         """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
@@ -189,7 +193,10 @@ class Inductor:
             instructions.believe(found)
             return
         try:
-            binaries.take(found)
+            own, choices = pickle.loads(found)
+            if choices is not None:
+                products.take(choices)
+            binaries.take(own)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("kernels that segments share are built anew: %s", _said(error))
 
@@ -198,7 +205,9 @@ class Inductor:
         likeness = segment.likeness
         if likeness not in self._compiled:
             self._ask()
-            self._compiled[likeness] = compiler.compiled(segment, early_launches=self._early_launches)
+            self._compiled[likeness] = compiler.compiled(
+                segment, early_launches=self._early_launches, own_products=self._tune_products
+            )
         return self._loaded.get(likeness, self._compiled[likeness])
 
     def _ask(self) -> None:
@@ -245,6 +254,11 @@ def _choose_assembler() -> None:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def may_measure() -> bool:
+    """Whether bits may depend on what was measured to be the fastest: not if Inductor is told to be deterministic."""
+    return not inductor_config.deterministic
 
 
 def marks(device: torch.device) -> list[tuple[str, str]]:

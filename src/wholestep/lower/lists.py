@@ -33,11 +33,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import binaries, captures, copies, pointwise
+from wholestep.lower import ahead, binaries, captures, copies, pointwise
 from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.passes import sink
-from wholestep.program import edit, meta, ops
+from wholestep.program import edit, meta, ops, portable
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
@@ -57,11 +57,20 @@ class _Awaited:
     itemsize: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What another process needs."""
+
+    plan: Plan
+    binaries: bytes
+
+
 class Plans:
     """Finds kernels for segments, once each."""
 
     def __init__(self) -> None:
         self._plans: dict[Segment, Plan | str] = {}
+        """Why not, for what is not computed here; nothing where Inductor has compiled it in another process."""
         self._awaited: dict[Segment, _Awaited] = {}
         self._texts: dict[str, str] = {}
         self._building: threading.Thread | None = None
@@ -70,6 +79,8 @@ class Plans:
         """Begins to build the kernels of a program for a GPU, in a thread: there are other segments to compile."""
         plans = [one for segment in _segments(program) if isinstance(one := self._of(segment), Plan)]
         wanted = {kernel.text: one.device for one in plans for kernel in one.kernels}
+        for text in wanted:
+            _built(text)  # once: what two threads made would be two kernels, of which one is built
         if wanted:
             self._building = threading.Thread(target=_build, args=(wanted,), daemon=True)
             self._building.start()
@@ -78,30 +89,35 @@ class Plans:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
         found = self._of(segment)
         if isinstance(found, Plan):
-            if self._building is not None:
-                self._building.join()
-            return Lists(found, self._awaited.get(segment))
-        if any(map(takes, segment.calls)):
+            return Lists(found, self._awaited.get(segment), self._building)
+        if found and any(map(takes, segment.calls)):
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
 
     def written(self, segment: Segment) -> bytes | None:
-        """What Triton has made of the kernels of a segment, for another process; None for what was not built."""
+        """The plan of a segment and what Triton has made of its kernels, for another process; None for what was not
+        built."""
         found = self._of(segment)
-        texts = [kernel.text for kernel in found.kernels] if isinstance(found, Plan) else []
-        built = [_binaries[text] for text in texts if text in _binaries]
-        return binaries.written(built) if built and len(built) == len(texts) else None
+        if self._building is not None:
+            self._building.join()
+        if not isinstance(found, Plan) or not all(kernel.text in _binaries for kernel in found.kernels):
+            return None
+        built = binaries.written(_binaries[kernel.text] for kernel in found.kernels)
+        return portable.dumps(_Written(plan=found, binaries=built)) if found.kernels else None
 
-    def has(self, segment: Segment) -> bool:
-        """Whether the segment is one of kernels over lists."""
-        return isinstance(self._of(segment), Plan)
-
-    def take(self, segment: Segment, data: bytes) -> None:
-        """Puts what `written` gave where Triton looks for it. No GPU has its number in it."""
+    def take(self, segment: Segment, data: bytes, device: torch.device) -> None:
+        """Uses what `written` gave in another process, for this GPU or one of the same kind: it holds no number of
+        one but that of the plan."""
         try:
-            binaries.take(data)
+            found: _Written = portable.loads(data)
+            self._plans[segment] = replace(found.plan, device=device)
+            binaries.take(found.binaries)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
+
+    def leave(self, segment: Segment) -> None:
+        """Another process has had this segment compiled by Inductor. Nobody looks at what it does."""
+        self._plans[segment] = ""
 
     def _of(self, segment: Segment) -> Plan | str:
         if segment not in self._plans:
@@ -147,9 +163,9 @@ class Plans:
 class Lists:
     """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
 
-    def __init__(self, plan: Plan, awaited: _Awaited | None = None) -> None:
-        """Lays out the tables. Not to be called in a capture."""
-        self._plan, self._device, self._awaited = plan, plan.device, awaited
+    def __init__(self, plan: Plan, awaited: _Awaited | None = None, building: threading.Thread | None = None) -> None:
+        """Lays out the tables. Not to be called in a capture. `building` builds the kernels, until when calls wait."""
+        self._plan, self._device, self._awaited, self._building = plan, plan.device, awaited, building
         self._needs_bytes: list[int] = []
         """Of what is awaited, for each program of the first kernel, in order."""
         on_gpu = self._device.type == "cuda"
@@ -182,6 +198,9 @@ class Lists:
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """One run."""
+        if self._building is not None:
+            self._building.join()
+            self._building = None
         arriving: copies.Arriving | None = None
         if self._awaited is not None:
             arriving = arguments[self._awaited.argument]
@@ -272,6 +291,7 @@ def _segments(program: Program) -> list[Segment]:
 
 def _build(wanted: Mapping[str, torch.device]) -> None:
     """Has Triton compile modules' kernels for devices, as `Lists` launches them."""
+    ahead.wait_for_triton()
     for text, device in wanted.items():
         # What goes wrong here goes wrong again where the kernel is launched, and is told there.
         with contextlib.suppress(Exception), torch.cuda.device(device):

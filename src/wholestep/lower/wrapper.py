@@ -9,6 +9,9 @@ becomes::
 
     [buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)
 
+Products of matrices (`lower/products.py`): what Inductor calls them by is put into a namespace of ours, in which they
+are ours, behind its own imports.
+
 Lines of another form stay as they are. Code that calls us must not be found by a process that does not know us: it has
 keys of its own in Inductor's cache.
 """
@@ -21,12 +24,14 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.compiler.config
 from torch._inductor.codegen.simd import SIMDScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
 
 from wholestep.lower import column_sums  # noqa: F401  # the operator that is called
@@ -34,7 +39,9 @@ from wholestep.lower import column_sums  # noqa: F401  # the operator that is ca
 log = logging.getLogger("wholestep")
 
 _TAG = "wholestep::column_sums"
+_OWN_PRODUCTS = ("from wholestep.lower.products import Products", "extern_kernels = Products(extern_kernels)")
 _METHOD = "_codegen_mix_order_reduction"
+_HEADER = "write_header"
 
 # Sizes stand in brackets since torch 2.13, which views the sum besides. Another type is cast to behind it.
 _SUM = re.compile(
@@ -69,30 +76,53 @@ def joined(lines: Sequence[Any]) -> list[Any]:
     return found
 
 
-@contextlib.contextmanager
-def own_sums() -> Iterator[None]:
+def own_sums() -> AbstractContextManager[None]:
     """Meanwhile what this thread has Inductor compile for a GPU sums up workspaces by one kernel each."""
-    if not hasattr(SIMDScheduling, _METHOD):
-        _tell_once("sums of gradients of norms' weights are made in a way that is not known, and are left to ATen")
-        yield
-        return
-    write, thread = getattr(SIMDScheduling, _METHOD), threading.get_ident()
 
-    def write_joined(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def write_joined(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         lines = V.graph.wrapper_code.lines
         start = len(lines)
-        result = write(self, *args, **kwargs)
-        if threading.get_ident() == thread:
-            _join(lines, start)
+        result = write(*args, **kwargs)
+        _join(lines, start)
         return result
 
+    unknown = "sums of gradients of norms' weights are made in a way that is not known, and are left to ATen"
+    return _instead((SIMDScheduling, _METHOD), write_joined, tag=_TAG, unknown=unknown)
+
+
+def own_products() -> AbstractContextManager[None]:
+    """Meanwhile what this thread has Inductor compile takes products of matrices from `wholestep.lower.products`."""
+
+    def write_header(write: Callable[..., Any], module: Any) -> None:
+        write(module)
+        for line in _OWN_PRODUCTS:
+            module.imports.writeline(line)
+
+    unknown = "modules begin in a way that is not known, and their products are left to torch"
+    return _instead((PythonWrapperCodegen, _HEADER), write_header, tag="wholestep::products", unknown=unknown)
+
+
+@contextlib.contextmanager
+def _instead(where: tuple[type, str], method: Callable[..., Any], *, tag: str, unknown: str) -> Iterator[None]:
+    """Has this thread run `method` in the place of one of Inductor's, which it is given, with a tag in the keys of
+    Inductor's cache. Says `unknown` and changes nothing where there is no such method."""
+    owner, name = where
+    if not hasattr(owner, name):
+        _tell_once(unknown)
+        yield
+        return
+    before, thread = getattr(owner, name), threading.get_ident()
     config: Any = torch.compiler.config
-    setattr(SIMDScheduling, _METHOD, write_joined)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return method(before, *args, **kwargs) if threading.get_ident() == thread else before(*args, **kwargs)
+
+    setattr(owner, name, run)
     try:
-        with config.patch(cache_key_tag=f"{config.cache_key_tag} {_TAG}".strip()):
+        with config.patch(cache_key_tag=f"{config.cache_key_tag} {tag}".strip()):
             yield
     finally:
-        setattr(SIMDScheduling, _METHOD, write)
+        setattr(owner, name, before)
 
 
 def _join(lines: list[Any], start: int) -> None:

@@ -207,7 +207,8 @@ def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> Segment:
         inside[node] = inner.node_copy(node, inside.__getitem__)
     results = [node for node in run if isinstance(meta.value(node), torch.Tensor) and _is_read_outside(node, members)]
     inner.output(tuple(inside[node] for node in results))
-    segment = Segment(name=f"run_segment_{number}", module=module_of(root, inner))
+    module = module_of(root, inner)
+    segment = Segment(name=f"run_segment_{number}", read=lambda: module)
     _replace(graph, run, results, segment, arguments)
     return segment
 

@@ -78,7 +78,7 @@ def _widen(graph: fx.Graph, cast: _Cast) -> None:
         for view in reversed(views):
             new = edit.emit(graph, view.target, new, *view.args[1:], like=view, **view.kwargs)  # type: ignore[arg-type]
     edit.replace_node(cast.node, new)
-    _renew_views(new)
+    edit.renew_views(new)
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
@@ -87,14 +87,6 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
     while ops.is_view(node) and node.target is not WIDE:
         node = node.all_input_nodes[0]
         yield node
-
-
-def _renew_views(node: fx.Node) -> None:
-    """Lets the values of views be views of the node's value, so that one sees whose memory they are."""
-    for user in node.users:
-        if ops.is_view(user):
-            edit.evaluate(user)
-            _renew_views(user)
 
 
 def _is_cast_product(cast: fx.Node, product: fx.Node) -> bool:

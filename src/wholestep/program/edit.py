@@ -82,6 +82,14 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def renew_views(node: fx.Node) -> None:
+    """Lets the values of views be views of the node's value, so that one sees whose memory they are."""
+    for user in node.users:
+        if ops.is_view(user):
+            evaluate(user)
+            renew_views(user)
+
+
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """The place of each node in the order of the graph."""
     return {node: index for index, node in enumerate(graph.nodes)}

@@ -1,7 +1,8 @@
 """Programs as bytes: what another process needs to have the same program again, without tracing.
 
 Nodes are written as plain records, fake tensors as their layout and the number of their storage, so that what shared
-memory shares it again. Everything else is pickled: operators by name, functions by module and name.
+memory shares it again. Everything else is pickled: operators by name, functions by module and name. The nodes of a
+segment are bytes of their own, read when somebody asks for them: who has its kernels does not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from wholestep.errors import ArtifactError
 from wholestep.program import meta
 from wholestep.program.modules import module_of
+from wholestep.program.segment import Segment
 from wholestep.program.show import attribute
 
 _namespaces: dict[str, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {}
@@ -90,6 +92,8 @@ class _Writer(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, fx.GraphModule):
             return _graph_module, self._written(thing)
+        if isinstance(thing, Segment):
+            return _segment, (thing.name, dumps(thing.module), thing.does, thing.stored)
         if isinstance(thing, pytree.TreeSpec):
             return _structure, ((thing.type, thing.context, thing.children()) if thing.type is not None else ())
         return NotImplemented
@@ -169,6 +173,10 @@ class _Reader(pickle.Unpickler):
 
 def _structure(kind: Any = None, context: Any = None, children: list[pytree.TreeSpec] | None = None) -> Any:
     return pytree.tree_structure(0) if kind is None else pytree.TreeSpec(kind, context, children or [])
+
+
+def _segment(name: str, data: bytes, told: str, stored: tuple[tuple[int, int], ...]) -> Segment:
+    return Segment(name=name, read=functools.cache(functools.partial(loads, data)), told=told, stored=stored)
 
 
 def _op(namespace: str, name: str, overload: str) -> Any:

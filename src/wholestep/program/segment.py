@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.fx as fx
 from wholestep.program import meta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
     """The target of a call node that stands for many. Gives a list of results.
 
@@ -21,13 +22,20 @@ class Segment:
     """
 
     name: str
-    module: fx.GraphModule
-    """Functional; a placeholder per argument; returns a tuple of tensors, none of them a view of another."""
+    read: Callable[[], fx.GraphModule]
+    """Gives `module`, always the same. A process that runs what another one has compiled asks few segments for it."""
+    told: str = ""
+    """What `read` gives does, as `likeness` says it; empty where that is found out when it is asked for."""
     stored: tuple[tuple[int, int], ...] = ()
     """(argument, result) pairs: the result is written to the argument's memory, and None stands in its place."""
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """Functional; a placeholder per argument; returns a tuple of tensors, none of them a view of another."""
+        return self.read()
 
     @property
     def __name__(self) -> str:  # what the text of a program calls it
@@ -46,8 +54,15 @@ class Segment:
     @property
     def likeness(self) -> str:
         """The same text for segments that do the same with arguments of the same layout, wherever they stand."""
+        return f"{self.does}\n{self.stored}"
+
+    @functools.cached_property
+    def does(self) -> str:
+        """`likeness` without what is stored."""
+        if self.told:
+            return self.told
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}
-        return "\n".join([*(_line(node, numbers) for node in numbers), str(self.stored)])
+        return "\n".join(_line(node, numbers) for node in numbers)
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """Runs the nodes in order. Results that are stored are written behind the last of them.

@@ -1,6 +1,7 @@
 """Work of a node: formulas against hand-computed cases, and against torch's own counts where it has some."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit import builders
 from wholestep.capture.functional import functional_twin
 from wholestep.cost.compute import Kind, Work, attention_flops, base_name, num_listed, works
+from wholestep.passes.activations import PRODUCT_GELU, PRODUCT_GELU_BACKWARD
 from wholestep.program import ops
 
 aten = torch.ops.aten
@@ -41,6 +43,18 @@ def test_a_product_with_a_bias_and_one_of_batches() -> None:
     work = only(torch.addmm, torch.ones(7, dtype=torch.bfloat16), a, b)
     assert (work.amount, work.num_bytes, work.dtype) == (210, 2 * (7 + 15 + 35 + 21), torch.bfloat16)
     assert only(torch.bmm, torch.ones(2, 3, 5), torch.ones(2, 5, 7)).amount == 2 * 210
+
+
+def test_a_product_with_an_activation_takes_what_the_product_takes() -> None:
+    def step(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden, pre = PRODUCT_GELU(bias, a, b)
+        return hidden, pre, PRODUCT_GELU_BACKWARD(a, b, pre)
+
+    bias, a, b = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((7,), (3, 5), (5, 7)))
+    forward, backward = busy(step, bias, a, b)
+    product = Work(kind=Kind.MATMUL, amount=2 * 3 * 5 * 7, dtype=torch.bfloat16)
+    assert forward == replace(product, num_bytes=2 * (7 + 15 + 35 + 21 + 21))
+    assert backward == replace(product, num_bytes=2 * (15 + 35 + 21 + 21))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

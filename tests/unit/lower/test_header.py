@@ -43,6 +43,12 @@ def test_products_are_taken_from_torch() -> None:
     assert imports(body) == ["AsyncCompile", "import torch as extern_kernels"]
 
 
+def test_products_of_ours_use_what_the_module_does() -> None:
+    body = "extern_kernels = Products(extern_kernels)\n"
+    assert imports(body + "extern_kernels.mm(x)") == ["AsyncCompile", "import torch as extern_kernels"]
+    assert imports(body + "extern_kernels.bias_addmm(x)") == ["AsyncCompile", "extern_kernels"]
+
+
 @pytest.mark.parametrize("use", ["extern_kernels.bias_addmm(x)", "getattr(extern_kernels, x)(x)"])
 def test_a_product_that_is_not_torchs_keeps_them_all(use: str) -> None:
     assert imports(f"extern_kernels.mm(x)\n{use}") == ["AsyncCompile", "extern_kernels"]
@@ -56,8 +62,12 @@ def test_an_operator_that_an_import_may_register_keeps_everything(use: str) -> N
     assert imports(use) == ALL
 
 
-@pytest.mark.parametrize("use", ["torch.ops.aten.sort.default(x)", "aten.sort(x)"])
+COMMENT = "# %one : Tensor [num_users=1] = call_function[target=torch.ops.prims.convert_element_type.default](%x)"
+
+
+@pytest.mark.parametrize("use", ["torch.ops.aten.sort.default(x)", "aten.sort(x)", COMMENT, "'torch.ops.prims.iota'"])
 def test_operators_of_torch_need_nothing(use: str) -> None:
+    """Nor do those that a comment or a text names, as Inductor does where it says what a kernel is made of."""
     assert imports(use) == ["AsyncCompile"]
 
 

@@ -511,10 +511,15 @@ def test_kernels_are_built_in_a_thread_while_others_compile(counters_are_the_dev
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     plans: Any = lists.Plans()
     plans.begin(None)
+    compiled = plans.compile(None)
     assert not built
+    there = []
+    monkeypatch.setattr(lists.Lists, "_launch", lambda *launch: there.append(len(built)))
     threading.Timer(0.05, may_end.set).start()
-    plans.compile(None)  # needs them
+    compiled([*tensors, *(torch.tensor(float(place)) for place in range(2))])  # needs them
     assert built == [((torch.int64, torch.int32), 4)] * len({kernel.text for kernel in found.kernels})
+    assert there
+    assert set(there) == {len(built)}
     assert threading.main_thread() not in threads
 
 
@@ -526,7 +531,7 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
     tensors = [one for seed in range(4) for one in draw([(3,), (4,)], torch.float32, seed)]
     found = planned(adamw, [*tensors, *(torch.tensor(float(place)) for place in range(2))])
     assert isinstance(found, Plan)
-    monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(lists, "plan", lambda segment, texts: found)
     monkeypatch.setattr(lists, "_binaries", {})
     plans, segment = lists.Plans(), object()
     assert plans.written(segment) is None  # nothing is built yet
@@ -545,8 +550,15 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
     data = plans.written(segment)
     assert data is not None
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    plans.take(segment, data)
+    other = lists.Plans()
+    other.take(segment, data, torch.device("cuda", 3))
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
+    monkeypatch.setattr(lists, "plan", None)  # and whoever plans
+    taken = other._of(segment)
+    assert (taken.kernels, taken.num_results) == (found.kernels, found.num_results)
+    assert taken.device == torch.device("cuda", 3)
+    fresh = [[(number, like.stride(), like.dtype) for number, like in one.fresh] for one in (found, taken)]
+    assert fresh[0] == fresh[1]
     again = build()
     assert {text: one.asm["cubin"] for text, one in again.items()} == {
         text: one.asm["cubin"] for text, one in lists._binaries.items()
@@ -561,5 +573,7 @@ def test_binaries_that_cannot_be_read_are_told(counters_are_the_devices, monkeyp
     found = planned(adamw, [*draw([(3,), (4,)] * 4, torch.float32, 0), *(torch.tensor(0.0) for _ in range(2))])
     monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
     named: Any = type("Named", (), {"name": "segment_7"})
-    lists.Plans().take(named, b"no pickle")
+    plans = lists.Plans()
+    plans.take(named, b"no pickle", torch.device("cuda", 0))
+    assert plans._of(named) is found
     assert "segment_7 is built anew: UnpicklingError" in caplog.text

@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from wholestep.lower.header import lightened
 from wholestep.lower.moved import _COMMENT, CannotMove, anywhere, kernel_texts, moved
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for `generated`
 
 OLD, NEW = 0, 2
 SEGMENTS = (
-    "pointwise", "reduction", "mix_order_reduction", "combo_kernel", "product", "attention", "embedding_backward",
-    "mutation", "made_on_the_device",
+    "pointwise", "reduction", "mix_order_reduction", "combo_kernel", "product", "attention", "mixed_precision",
+    "embedding_backward", "mutation", "made_on_the_device",
 )  # fmt: skip
 SIGN = {
     "pointwise": "@triton_heuristics.pointwise(", "reduction": "@triton_heuristics.reduction(",
     "mix_order_reduction": "'RSPLIT_SIZE'", "combo_kernel": "'combo_grid_meta'", "product": "extern_kernels.mm(",
-    "attention": "_scaled_dot_product_flash_attention.default(", "embedding_backward": "tl.atomic_add(",
+    "attention": "_scaled_dot_product_flash_attention.default(",
+    "mixed_precision": "target=torch.ops.prims.convert_element_type.default](", "embedding_backward": "tl.atomic_add(",
     "mutation": "'mutated_arg_names': ['in_ptr0'", "made_on_the_device": "device=device(type='cuda', index=0)",
 }  # fmt: skip
 """What tells that a text is of its kind."""
@@ -55,6 +57,14 @@ def test_a_moved_module_is_the_one_that_would_have_been_written(generated: dict[
     assert len(kernel_texts(new)) == new.count("async_compile.triton(") > 0
 
 
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_a_module_that_travels_imports_no_compiler(generated: dict[str, Any], kind: str) -> None:
+    compilers = ("select_algorithm", "memory_planning", "torch._inductor.hooks")
+    assert all(name in generated["old"][kind] for name in compilers)
+    text = lightened(generated["old"][kind], ("mm", "addmm", "bmm").__contains__)
+    assert not [name for name in compilers if name in text]
+
+
 @pytest.mark.parametrize("kind", ["reduction, static", "reduction, early", "combo_kernel, early"])
 @pytest.mark.parametrize("origin", [0, 1], ids=["compiled", "from Inductor's cache"])
 def test_a_kernel_is_taken_over_with_its_binaries(generated: dict[str, Any], kind: str, origin: int) -> None:
@@ -74,8 +84,10 @@ def test_a_kernel_is_taken_over_with_its_binaries(generated: dict[str, Any], kin
     assert _COMMENT.sub("", taken["text"]) == _COMMENT.sub("", own["text"])
 
 
-def test_a_kernel_over_lists_names_no_gpu(generated: dict[str, Any]) -> None:
-    assert generated["lists"] == {"made by building": 1, "made by taking": 0, "same": True}
+def test_a_plan_and_a_kernel_over_lists_go_to_another_gpu(generated: dict[str, Any]) -> None:
+    assert generated["lists"] == {
+        "made by building": 1, "made by taking": 0, "same": True, "same plan": True, "device": NEW,
+    }  # fmt: skip
 
 
 def test_kernels_of_ours_are_built_as_they_are_launched(generated: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.simd import SIMDScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 from wholestep.lower import wrapper
 
@@ -101,33 +102,43 @@ def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture) ->
     assert [one.getMessage().endswith("left to ATen") for one in caplog.records] == [True]
 
 
-def test_inductor_has_the_method_and_gets_it_back() -> None:
-    before, config = getattr(SIMDScheduling, wrapper._METHOD), torch.compiler.config
+WAYS: dict[str, tuple[Any, type, str]] = {
+    "sums": (wrapper.own_sums, SIMDScheduling, wrapper._METHOD),
+    "products": (wrapper.own_products, PythonWrapperCodegen, wrapper._HEADER),
+}
+
+
+@pytest.mark.parametrize("what", WAYS)
+def test_inductor_has_the_method_and_gets_it_back(what: str) -> None:
+    way, owner, name = WAYS[what]
+    before, config = getattr(owner, name), torch.compiler.config
     tag = config.cache_key_tag
     seen = []
 
     def compile_badly() -> None:
-        with wrapper.own_sums():
-            seen.extend([getattr(SIMDScheduling, wrapper._METHOD), config.cache_key_tag])
+        with way():
+            seen.extend([getattr(owner, name), config.cache_key_tag])
             raise ValueError("on the way")
 
     with pytest.raises(ValueError, match="on the way"):
         compile_badly()
     assert seen[0] is not before
     assert seen[1] != tag  # what others find in a cache does not call us
-    assert getattr(SIMDScheduling, wrapper._METHOD) is before
+    assert getattr(owner, name) is before
     assert config.cache_key_tag == tag
 
 
-def test_a_torch_without_such_sums_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", WAYS)
+def test_a_torch_without_the_method_is_left_alone(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(SIMDScheduling, wrapper._METHOD)
+    way, owner, name = WAYS[what]
+    monkeypatch.delattr(owner, name)
     with caplog.at_level(logging.INFO, logger="wholestep"):
         for _ in range(2):
-            with wrapper.own_sums():
-                assert not hasattr(SIMDScheduling, wrapper._METHOD)
-    assert [one.getMessage().startswith("sums of gradients") for one in caplog.records] == [True]
+            with way():
+                assert not hasattr(owner, name)
+    assert [what in one.getMessage() for one in caplog.records] == [True]
 
 
 def test_the_option_that_makes_such_sums_exists() -> None:

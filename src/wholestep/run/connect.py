@@ -1,0 +1,47 @@
+"""NCCL's communicator, made beside other work.
+
+NCCL connects the GPUs of a group with its first collective, which takes a third of a second in which the host waits.
+Ranks that have all found the same saved step will need it, and have kernels to load meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+
+from wholestep.program.collectives import group_named
+from wholestep.program.program import MeshAxis
+
+_underway: list[threading.Thread] = []
+
+
+def begin(axis: MeshAxis | None, device: torch.device) -> None:
+    """Connects the ranks of an axis in a thread, if they are GPUs that nothing has connected yet.
+
+    To be called by all ranks or none, where no rank is likely to fail before `wait`, in front of which nobody may
+    communicate within the group.
+    """
+    if axis is None or axis.size == 1 or device.type != "cuda":
+        return
+    backend = group_named(axis.group)._get_backend(device)
+    # Private methods of torch (2.11 to 2.13): without them the first collective connects.
+    connects = getattr(backend, "eager_connect_single_device", None)
+    is_connected = getattr(backend, "_is_initialized", None)
+    if backend.name() != "nccl" or connects is None or is_connected is None or is_connected():
+        return
+
+    def connect() -> None:
+        # What fails here fails again with the first collective, and is told there.
+        with contextlib.suppress(Exception), torch.cuda.device(device):
+            connects(device)
+
+    _underway.append(threading.Thread(target=connect, daemon=True))
+    _underway[-1].start()
+
+
+def wait() -> None:
+    """Returns when what was begun is done."""
+    while _underway:
+        _underway.pop().join()

@@ -1,0 +1,112 @@
+"""Programs as bytes: the nodes of a segment are read when somebody asks for them, and not before."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit import builders
+from wholestep.lower import inductor
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.passes.segments import form_segments
+from wholestep.program import portable
+from wholestep.program.program import Program
+from wholestep.program.segment import Segment
+
+
+def step(x: Tensor, weight: Tensor) -> Tensor:
+    """Two products, and what a compiler may have in front of them, between them and behind."""
+    hidden = (x.sin() * 2) @ weight
+    total = (hidden.cos() + 1) @ weight
+    weight.mul_(0.5).add_(1.0)
+    return total.exp() / 3
+
+
+def tensors() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw) for shape in ((2, 4), (4, 4))]
+
+
+def with_segments() -> Program:
+    """Three segments; the last one writes to an input."""
+    compiles = partial(form_segments, compiles=lambda node: inductor.compiles(node) and not inductor.by_library(node))
+    program = builders.without_gradients(builders.capture(step, tensors()))
+    return run_passes(program, [compiles, partial(reinplace, hold_updates=True)])
+
+
+def segments_of(program: Program) -> list[Segment]:
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many nodes each graph has that is read, in order."""
+    found, make = list[int](), portable._graph_module
+
+    @functools.wraps(make)  # pickle finds it by its name
+    def noting(records: list[tuple[Any, ...]], attributes: dict[str, Any]) -> Any:
+        found.append(len(records))
+        return make(records, attributes)
+
+    monkeypatch.setattr(portable, "_graph_module", noting)
+    return found
+
+
+def test_a_program_is_read_without_its_segments(read: list[int]) -> None:
+    here = with_segments()
+    there = portable.loads(portable.dumps(here))
+    assert read == [len(here.graph.nodes)]
+    ours, theirs = segments_of(here), segments_of(there)
+    assert len(ours) == len(theirs) == 3
+    assert len({one.likeness for one in ours}) == 3
+    for one, other in zip(ours, theirs, strict=True):
+        assert (other.name, other.stored, other.likeness) == (one.name, one.stored, one.likeness)
+    assert [bool(one.stored) for one in theirs] == [False, False, True]
+    assert len(read) == 1, "what a segment does is told"
+
+
+def test_a_segment_is_read_once_when_somebody_asks(read: list[int]) -> None:
+    here = with_segments()
+    first, second, third = segments_of(portable.loads(portable.dumps(here)))
+    read.clear()
+    assert third.module is third.module
+    assert replace(third, stored=()).module is third.module, "the same nodes"
+    assert read == [len(segments_of(here)[2].graph.nodes)]
+    assert [call.target for call in third.calls] == [call.target for call in segments_of(here)[2].calls]
+    assert first.module is not second.module
+    assert len(read) == 3
+
+
+def test_what_is_told_is_what_the_nodes_say() -> None:
+    here = with_segments()
+    for one, other in zip(segments_of(here), segments_of(portable.loads(portable.dumps(here))), strict=True):
+        found = replace(other, told="")
+        assert "aten" in found.does
+        assert found.likeness == other.likeness == one.likeness
+
+
+def test_another_place_of_results_changes_the_likeness_in_that_alone(read: list[int]) -> None:
+    third = segments_of(portable.loads(portable.dumps(with_segments())))[2]
+    for stored in ((), ((0, 1),)):
+        other = replace(third, stored=stored)
+        assert other.does == third.does
+        assert third.likeness.removesuffix(f"\n{third.stored}") == other.likeness.removesuffix(f"\n{stored}")
+        assert other.likeness != third.likeness
+    assert len(read) == 1
+
+
+def test_a_program_that_was_read_runs_with_the_same_bits_and_can_be_written_again(read: list[int]) -> None:
+    here = with_segments()
+    there = portable.loads(portable.dumps(here))
+    again = portable.loads(portable.dumps(there))
+    results = [builders.execute(one, tensors()) for one in (here, there, again)]
+    assert builders.same(results[0], results[1])
+    assert builders.same(results[0], results[2])
+    assert len(read) == 2 * (1 + 3), "each graph of the two once"
