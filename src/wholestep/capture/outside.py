@@ -86,7 +86,7 @@ def _user_files() -> dict[str, str]:
     More than what the step runs; but whatever it runs is among them, wherever it was called from. What torch itself has
     written (kernels of Inductor) is no file of the user's; of compiled modules a graph holds calls, and no code.
     """
-    modules = [module for name, module in list(sys.modules.items()) if not name.startswith("torch.")]
+    modules = [module for name, module in _modules().items() if not name.startswith("torch.")]
     paths = {getattr(module, "__file__", None) for module in modules}
     return {path: _digest(path) for path in sorted(filter(None, paths)) if path.endswith(".py") and is_users_file(path)}
 
@@ -109,8 +109,15 @@ def _digest(path: str) -> str:
 def _imported() -> Iterable[str]:
     """Names of installed packages that are imported."""
     standard = sys.stdlib_module_names
-    names = {name.partition(".")[0] for name in list(sys.modules) if not name.startswith("_")}
-    return (name for name in sorted(names - standard) if _is_installed(sys.modules.get(name)))
+    modules = _modules()
+    names = {name.partition(".")[0] for name in modules if not name.startswith("_")}
+    return (name for name in sorted(names - standard) if _is_installed(modules.get(name)))
+
+
+def _modules() -> dict[str, Any]:
+    """What is imported at this moment. Other threads import meanwhile, and a list of the items is no one step: making
+    it may collect garbage, and so run Python code and let another thread go on."""
+    return sys.modules.copy()
 
 
 def _is_installed(module: Any) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
+import sys
+import types
 
 import pytest
 
-from wholestep.capture.outside import UNSET, environment_read
+from wholestep.capture.outside import UNSET, Outside, environment_read
 
 
 def test_variables_that_were_read_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +29,22 @@ def test_where_compilers_keep_what_they_made_does_not_count(name: str, monkeypat
     with environment_read() as read:
         assert os.environ[name] == "somewhere"
     assert read == {}
+
+
+def test_another_thread_may_import_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    numbers = itertools.count()
+
+    def imports(phase: str, info: dict[str, int]) -> None:
+        sys.modules[f"imported_meanwhile_{next(numbers)}"] = types.ModuleType("one")
+
+    often = gc.get_threshold()
+    gc.callbacks.append(imports)
+    gc.set_threshold(1)
+    try:
+        seen = Outside.seen({})
+    finally:
+        gc.set_threshold(*often)
+        gc.callbacks.remove(imports)
+    assert next(numbers) > 0
+    assert __file__ in seen.files
