@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import overlap_model
-from benchmarks.overlap_model import AS_PLACED, OURS, WORKLOADS, Row
+from benchmarks.overlap_model import AS_PLACED, COMPILED, OURS, WORKLOADS, Row
 from wholestep.cli.models import LanguageModel, LanguageModelSize
 
 TINY = LanguageModelSize(num_layers=1, width=64, num_heads=2, vocabulary=8192, length=32, rows=2)
@@ -31,10 +31,14 @@ def test_every_variant_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     told = json.loads(capsys.readouterr().out)
     assert status == bool(told["faults"])
     rows = told["rows"]
-    assert len(rows) == 2 * 4
-    for start in range(0, len(rows), 4):
-        by_variant = {row["variant"]: row for row in rows[start : start + 4]}
-        assert list(by_variant) == [OURS, "25 MB", "one bucket", AS_PLACED]
+    assert len(rows) == 2 * 5
+    for start in range(0, len(rows), 5):
+        by_variant = {row["variant"]: row for row in rows[start : start + 5]}
+        assert list(by_variant) == [OURS, "25 MB", "one bucket", AS_PLACED, COMPILED]
+        # Kernels that are one have one floor.
+        compiled = by_variant.pop(COMPILED)
+        assert compiled["num_collectives"] == by_variant[OURS]["num_collectives"]
+        assert compiled["step_us"] < 0.8 * by_variant[OURS]["step_us"]
         assert by_variant["one bucket"]["num_collectives"] == 1
         # The head alone is more than 1 MiB in the larger one, so it is the first bucket of the fixed rule.
         assert by_variant["25 MB"]["num_collectives"] == (2 if by_variant[OURS]["workload"] == "tiny" else 1)
@@ -58,5 +62,7 @@ def test_what_is_worse_is_told() -> None:
     assert overlap_model.faults([row(OURS), row("25 MB", exposed_us=5.0, step_us=1010.0)]) == exposes
     takes = overlap_model.faults([row(OURS), row("one bucket", step_us=980.0)])
     assert takes == ["W2, 4 ranks, nvlink: ours takes 1000 us, one bucket 980"]
+    # What is compiled computes less, and has less to hide its communication with.
+    assert overlap_model.faults([row(OURS), row(COMPILED, step_us=500.0, exposed_us=5.0)]) == []
     share = overlap_model.faults([row(OURS, exposed_us=30.0), row("25 MB", exposed_us=40.0)])
     assert share == ["W2, 4 ranks, nvlink: 3.0% of the step are exposed, 2% are allowed"]

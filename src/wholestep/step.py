@@ -28,8 +28,8 @@ from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError, RetraceLimitError
-from wholestep.lower.backend import Backend as Lowering
-from wholestep.lower.backend import backend_for
+from wholestep.lower.auto import Backend as Lowering
+from wholestep.lower.auto import backend_for
 from wholestep.options import Options, data_axis
 from wholestep.passes.assignment import Cuts
 from wholestep.passes.bucket import Choose
@@ -341,11 +341,11 @@ class CompiledStep:
 
     def explain(self) -> Explanation:
         """What the last signature used runs: collectives, buckets, reasons; predicted and measured times, memory."""
-        last = self._last()
+        last, lowering = self._last(), self._lowering(init())
         strategy = "DDP" if last.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
         return explain(
-            self.program(), step=self._name, strategy=strategy, backend=self._lowering(init()).name,
-            cost=self._cost(), measured=last.executable.measured,
+            self.program(), step=self._name, strategy=strategy, backend=lowering.name,
+            one_launch=lowering.is_one_launch, cost=self._cost(), measured=last.executable.measured,
             loaded_from=str(last.look.ready.path) if last.look.ready is not None else "",
         )  # fmt: skip
 

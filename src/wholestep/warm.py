@@ -33,7 +33,7 @@ from wholestep.cost import calibrate
 from wholestep.errors import ArtifactError, WholestepError
 from wholestep.lower import artifact
 from wholestep.lower.artifact import Fingerprint, Header, Line
-from wholestep.lower.backend import Backend
+from wholestep.lower.auto import Backend
 from wholestep.options import Options, data_axis
 from wholestep.program import portable
 from wholestep.program.program import Program, Stage

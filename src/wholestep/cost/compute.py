@@ -21,7 +21,6 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import meta, ops
-from wholestep.program.segment import Segment
 
 Shape = Sequence[int]
 
@@ -63,6 +62,8 @@ class Work:
     """Bytes read and written, each tensor once."""
     dtype: torch.dtype | None = None
     """What the arithmetic is in, where the ceiling depends on it."""
+    within: tuple[Work, ...] = ()
+    """Arithmetic of a kernel that a compiler has made of several, by kinds."""
 
 
 def matmul_flops(out: Shape, inner: int) -> float:
@@ -130,7 +131,7 @@ _REDUCTIONS = frozenset("""all amax amin any argmax argmin aminmax linalg_vector
 _ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
 """Operators that touch no memory."""
 
-_ROWS = frozenset("embedding index index_select gather nll_loss_forward take".split())
+ROWS = frozenset("embedding index index_select gather nll_loss_forward take".split())
 """Operators that read of their first tensor no more than they write."""
 
 _OVERWRITES = frozenset("copy fill zero zeros ones".split())
@@ -145,8 +146,6 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     """
     if node.op != "call_function" or ops.is_collective(node) or node.target is ops.WAIT:
         return ()
-    if isinstance(node.target, Segment):
-        return tuple(work for inner in node.target.calls for work in works(inner))
     if not ops.is_op(node):
         return (Work(kind=Kind.NUMBER),)
     name = base_name(node.target)
@@ -247,11 +246,11 @@ def _streamed(node: fx.Node, name: str) -> Iterator[Work]:
     kind = _ELEMENTWISE.get(name, Kind.REDUCTION if name in _REDUCTIONS else usual)
     for read, written in _pieces(node, name):
         num_bytes = _unique_bytes(read) + _unique_bytes(written)
-        if name in _ROWS and read and written:
-            num_bytes -= max(0, _bytes(read[0]) - _bytes(written[0]))
+        if name in ROWS and read and written:
+            num_bytes -= max(0, memory_bytes(read[0]) - memory_bytes(written[0]))
         amount = num_bytes
         if name in _ELEMENTWISE:
-            amount = max(map(_bytes, (*read, *written)), default=0) // 4
+            amount = max(map(memory_bytes, (*read, *written)), default=0) // 4
         yield Work(kind=kind, amount=amount, num_bytes=num_bytes)
 
 
@@ -302,7 +301,7 @@ def _moved_bytes(node: fx.Node) -> int:
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(_bytes(one) for one in {id(one): one for one in tensors}.values())
+    return sum(memory_bytes(one) for one in {id(one): one for one in tensors}.values())
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -310,7 +309,7 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else 0 for size in tensor.shape)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def memory_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the memory behind a tensor, where what is expanded is there once."""
     sizes = zip(_sizes(tensor), tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, stride in sizes if stride != 0 or size == 0)

@@ -38,10 +38,10 @@ class Device:
         call_us = self.calls_us.get(kernels[0].kind, self.calls_us[Kind.POINTWISE])
         return call_us + num_listed * self.us_per_listed_tensor
 
-    def device_us(self, kernels: Sequence[Work]) -> float:
-        """Time on the device for a node of these kernels."""
+    def device_us(self, kernels: Sequence[Work], *, apart: bool = False) -> float:
+        """Time on the device for a node of these kernels. `apart`: they are no list, which a GPU takes as one."""
         busy = [work for work in kernels if work.kind not in _HOST_ONLY]
-        if len(busy) < 2 or self.host_is_device:
+        if len(busy) < 2 or self.host_is_device or apart:
             return sum(map(self.kernel_us, busy))
         return self.kernel_us(
             replace(busy[0], amount=sum(w.amount for w in busy), num_bytes=sum(w.num_bytes for w in busy))
@@ -49,6 +49,9 @@ class Device:
 
     def kernel_us(self, work: Work) -> float:
         """Time of one kernel: the slower of its arithmetic and its memory (note *roofline*)."""
+        if work.within:
+            within_us = sum(self.curves[one.kind].us(one.amount) for one in work.within if one.kind in self.curves)
+            return max(within_us, self.kernel_us(replace(work, within=())))
         curve, amount = self.curves.get(work.kind), work.amount
         if work.dtype is not None and (curve := self.curves.get(f"{work.kind}/{dtype_name(work.dtype)}")) is None:
             # No ceiling of this dtype: that of float32, of which as many numbers fit into the same registers.

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from wholestep.cost import defaults
-from wholestep.cost.compute import Kind, num_listed, works
+from wholestep.cost.compute import Kind, num_listed
 from wholestep.cost.device import Device
+from wholestep.cost.fusion import kernels
 from wholestep.cost.links import Links
 from wholestep.errors import ConfigError
+from wholestep.program.segment import Segment
 
 _NOT_MEASURED = "not calibrated"
 
@@ -29,17 +31,24 @@ class CostModel:
     def node_us(self, node: fx.Node) -> float:
         """Time of one node from its fake values, in microseconds.
 
-        Where host and device are one thread (the CPU) that includes what the eager backend pays to call it. On other
-        devices views, picking a result and arithmetic of Python are 0.0. Collectives and waits are 0.0 everywhere: see
-        `collective_us` and `launch_us`.
+        Where host and device are one thread (the CPU) that includes what it costs to call it. On other devices views,
+        picking a result and arithmetic of Python are 0.0. Collectives and waits are 0.0 everywhere: see `collective_us`
+        and `launch_us`.
         """
-        found = works(node)
-        host_us = self.device.host_us(found, num_listed(node)) if self.device.host_is_device else 0.0
-        return self.device.device_us(found) + host_us
+        return self.device_us(node) + (self.host_us(node) if self.device.host_is_device else 0.0)
+
+    def device_us(self, node: fx.Node) -> float:
+        """Time of one node on the device, in microseconds, without what it costs to call it."""
+        return self.device.device_us(kernels(node), apart=isinstance(node.target, Segment))
 
     def host_us(self, node: fx.Node) -> float:
-        """Time of the eager backend on the host for one node, in microseconds: what bounds a step of small kernels."""
-        return self.device.host_us(works(node), num_listed(node))
+        """Time on the host for one node, in microseconds: what bounds a step of small kernels.
+
+        The eager backend's, but for a compiled segment, which pays for each kernel as eager code does.
+        """
+        if isinstance(node.target, Segment):
+            return sum(self.device.host_us([one]) for one in kernels(node))
+        return self.device.host_us(kernels(node), num_listed(node))
 
     def collective_us(self, op: str, num_bytes: int, ranks: int) -> float:
         """Time of a collective on `ranks` ranks from its start to its end, in microseconds; see `Links.us`.

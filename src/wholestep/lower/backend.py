@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +14,8 @@ import torch
 import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
-from wholestep.cost.model import CostModel
-from wholestep.errors import InternalError
 from wholestep.lower import (
     ahead,
-    choice,
     column_sums,
     copies,
     cross_entropy,
@@ -53,6 +49,9 @@ else:
 
 log = logging.getLogger("wholestep")
 
+_BY_INDUCTOR, _OVER_LISTS = b"I", b"L"
+"""Marks in front of what was compiled of a segment: by whom."""
+
 
 class Eager:
     """Runs the graph's own text, node by node."""
@@ -60,6 +59,8 @@ class Eager:
     name = "eager"
     shares_kernels = False
     """Whether ranks use what rank 0 has compiled: it lowers before it meets the others, who lower behind that."""
+    is_one_launch = False
+    """Whether the host launches the whole step at once."""
 
     def prepare(self) -> None:
         """Starts what takes a while and will be needed to compile, before anything is captured."""
@@ -109,9 +110,14 @@ class Inductor:
         """What runs, for people."""
         return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
 
+    @property
+    def is_one_launch(self) -> bool:
+        """See `Eager.is_one_launch`."""
+        return not self.why_no_graph
+
     def prepare(self) -> None:
         """See `Eager.prepare`."""
-        if _finds(self._shelf):
+        if finds(self._shelf):
             return
         if self._on_gpu:
             compiler.start_workers()
@@ -261,7 +267,7 @@ class Inductor:
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 
-def _finds(shelf: Shelf | None) -> bool:
+def finds(shelf: Shelf | None) -> bool:
     """Whether this rank will find what another one has compiled."""
     return shelf is not None and not shelf.is_filled_here
 
@@ -274,120 +280,3 @@ def _fuses(product: fx.Node) -> bool:
 def segments_of(program: Program) -> list[Segment]:
     """The segments of a program, in order."""
     return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
-
-
-_COMPILED = b"inductor"
-_BY_INDUCTOR, _OVER_LISTS = b"I", b"L"
-
-
-class Auto:
-    """Inductor where it can run and pays, else the eager backend. Decided once, at the first plan, alike on all ranks.
-
-    On a GPU it pays: kernels are few there, and one CUDA graph launches all of them. On a CPU the calibration of the
-    host says so (`wholestep.lower.choice`); without one the step runs as it is.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        cost: Callable[[], CostModel],
-        objection: Callable[[str], str],
-        shelf: Shelf | None = None,
-    ) -> None:
-        """`cost` gives what predictions are made from; `objection` takes why this rank objects to Inductor, if it does,
-        and gives what the first one says that does. Both give the same on every rank. `shelf` as for `Inductor`."""
-        self._device, self._cost, self._objection, self._shelf = device, cost, objection, shelf
-        self._chosen: Eager | Inductor | None = None
-        self._why = ""
-
-    @property
-    def _backend(self) -> Eager | Inductor:
-        if self._chosen is None:
-            raise InternalError("A backend was used before it was chosen, which happens when a step is planned.")
-        return self._chosen
-
-    @property
-    def name(self) -> str:
-        """What runs, for people, and why it was chosen."""
-        return f"{self._backend.name} (auto: {self._why})"
-
-    @property
-    def shares_kernels(self) -> bool:
-        """See `Eager.shares_kernels`."""
-        return self._backend.shares_kernels
-
-    def prepare(self) -> None:
-        """See `Eager.prepare`. On a GPU it is known what will be chosen."""
-        if self._device.type == "cuda" and not _finds(self._shelf):
-            compiler.start_workers()
-        elif self._chosen is not None:
-            self._chosen.prepare()
-
-    def passes(self, placed: Program) -> list[Pass]:
-        """See `Eager.passes`."""
-        if self._chosen is None:
-            self._chosen = self._choose(placed)
-            self._chosen.prepare()
-        return self._chosen.passes(placed)
-
-    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
-        """See `Eager.lower`."""
-        return self._backend.lower(program, wait)
-
-    def _choose(self, placed: Program) -> Eager | Inductor:
-        on_cpu = self._device.type == "cpu"
-        if on_cpu and not self._cost().is_calibrated:
-            self._why = "this host is not calibrated; `wholestep calibrate` shows whether compiled kernels pay"
-            return Eager()
-        cannot = inductor.why_not(self._device)
-        share = choice.saved_share(choice.calls_of(placed, self._cost(), compiles=_may_compile)) if on_cpu else 1.0
-        gain = f"compiled kernels would take {share:.0%} off the computation"
-        objection = self._objection(cannot or ("" if share >= choice.ENOUGH else gain))
-        if objection:
-            self._why = objection
-            log.log(logging.WARNING if cannot else logging.INFO, "the step runs uncompiled: %s", objection)
-            return Eager()
-        self._why = f"{gain}, as predicted" if on_cpu else "there is a GPU"
-        return Inductor(InductorOptions(), self._device, self._shelf)
-
-    def marks(self) -> list[tuple[str, str]]:
-        """See `Eager.marks`."""
-        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks(self._device)]
-
-    def kernels(self, program: Program) -> tuple[bytes | None, ...]:
-        """See `Eager.kernels`. The first entry says what was chosen."""
-        chosen = _COMPILED if isinstance(self._backend, Inductor) else b""
-        return (chosen, *self._backend.kernels(program))
-
-    def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
-        """See `Eager.give`. The choice is that of the process that compiled."""
-        chosen, *rest = kernels
-        if self._chosen is None:
-            compiled = chosen == _COMPILED
-            self._chosen = Inductor(InductorOptions(), self._device, self._shelf) if compiled else Eager()
-            self._why = "as in the process that saved it"
-        self._chosen.give(program, tuple(rest))
-
-
-def _may_compile(node: fx.Node) -> bool:
-    return inductor.compiles(node) or inductor.reads_packed(node)
-
-
-Backend = Eager | Inductor | Auto
-
-
-def backend_for(
-    chosen: str | InductorOptions,
-    device: torch.device,
-    cost: Callable[[], CostModel],
-    objection: Callable[[str], str],
-    shelf: Shelf | None = None,
-) -> Backend:
-    """The backend that `compile` was asked for, on this device. `cost`, `objection` and `shelf` as for `Auto`."""
-    if chosen != "eager" and device.type == "cuda":
-        ahead.begun()
-    if isinstance(chosen, InductorOptions):
-        return Inductor(chosen, device, shelf)
-    if chosen == "inductor":
-        return Inductor(InductorOptions(), device, shelf)
-    return Auto(device, cost, objection, shelf) if chosen == "auto" else Eager()

@@ -7,24 +7,19 @@ How long the compilation takes is no part of this: only the user knows how many 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from wholestep.cost.compute import Kind, works
+from wholestep.cost.compute import works
+from wholestep.cost.fusion import OF_LIBRARIES, OF_MEMORY, readers_of, source_of
 from wholestep.cost.model import CostModel
-from wholestep.program import meta, ops
+from wholestep.program import meta
 from wholestep.program.program import Program
 
 ENOUGH = 0.05
 """The share of the computation that has to go. The share itself is predicted to about as much."""
-
-_OF_LIBRARIES = (
-    Kind.MATMUL, Kind.CONVOLUTION, Kind.CONVOLUTION_BACKWARD, Kind.ATTENTION, Kind.ATTENTION_BACKWARD
-)  # fmt: skip
-_OF_MEMORY = (Kind.POINTWISE, Kind.IN_PLACE, Kind.REDUCTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,7 @@ def calls_of(program: Program, cost: CostModel, *, compiles: Callable[[fx.Node],
     return [
         Call(
             host_us=cost.host_us(node),
-            device_us=cost.device.device_us(works(node)),
+            device_us=cost.device_us(node),
             joins=node in joined,
             share=_share(node, joined),
         )
@@ -63,30 +58,14 @@ def calls_of(program: Program, cost: CostModel, *, compiles: Callable[[fx.Node],
 
 
 def _is_of_compiler(node: fx.Node) -> bool:
-    return not any(work.kind in _OF_LIBRARIES for work in works(node))
+    return not any(work.kind in OF_LIBRARIES for work in works(node))
 
 
 def _share(node: fx.Node, joined: set[fx.Node]) -> float:
     """The share of the bytes of a node that still travel: those from and to what is in no kernel with it."""
-    if not all(work.kind in _OF_MEMORY for work in works(node)):
+    if not all(work.kind in OF_MEMORY for work in works(node)):
         return 1.0  # its arithmetic takes the time
-    read = [(meta.num_bytes(arg), _source(arg) in joined) for arg in node.all_input_nodes]
-    moved = [*read, (meta.num_bytes(node), all(reader in joined for reader in _readers(node)))]
+    read = [(meta.num_bytes(arg), source_of(arg) in joined) for arg in node.all_input_nodes]
+    moved = [*read, (meta.num_bytes(node), all(reader in joined for reader in readers_of(node)))]
     whole = sum(count for count, _ in moved)
     return sum(count for count, is_inside in moved if not is_inside) / whole if whole else 1.0
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What a view, or an item of a list, is seen of."""
-    while node.op == "call_function" and (ops.is_view(node) or node.target is operator.getitem):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read a value, or a view or an item of it; a result of the step is read by the output."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        seen = user.op == "call_function" and (ops.is_view(user) or user.target is operator.getitem)
-        found += _readers(user) if seen else [user]
-    return found

@@ -26,6 +26,7 @@ def explain(
     strategy: str,
     backend: str,
     cost: CostModel,
+    one_launch: bool = False,
     measured: Measured | None = None,
     loaded_from: str = "",
 ) -> Explanation:
@@ -34,6 +35,7 @@ def explain(
     Args:
         step, strategy, backend: names.
         cost: what predictions are made from.
+        one_launch: the host launches the whole step at once, as one CUDA graph.
         measured: times of calls of this very program.
         loaded_from: the file that it comes from; empty if it was captured.
     """
@@ -44,7 +46,7 @@ def explain(
         for record, node in zip(program.inputs, program.placeholders, strict=True)
         if record.kind is InputKind.PARAM
     ]
-    predicted = predict(program, cost)
+    predicted = predict(program, cost, one_launch=one_launch)
     return Explanation(
         step=step,
         strategy=strategy,

@@ -110,8 +110,11 @@ class Predicted:
     peak: PeakMemory
 
 
-def predict(program: Program, cost: CostModel) -> Predicted:
-    """Runs the nodes of `program` in their order on the clock of `cost.timeline`; nothing is changed."""
+def predict(program: Program, cost: CostModel, *, one_launch: bool = False) -> Predicted:
+    """Runs the nodes of `program` in their order on the clock of `cost.timeline`; nothing is changed.
+
+    `one_launch`: the host launches the whole step at once, as one CUDA graph.
+    """
     found = tasks_of(program, cost)
     timeline = simulate(found.tasks, sharing=sharing(cost))
     compute_us = sum(task.us for task in found.tasks)
@@ -119,7 +122,7 @@ def predict(program: Program, cost: CostModel) -> Predicted:
         compute_us=compute_us,
         slowdown_us=timeline.total_us - timeline.total_exposed_us - compute_us,
         exposed_us=timeline.total_exposed_us,
-        host_us=0.0 if cost.device.host_is_device else _host_us(found, cost),
+        host_us=0.0 if cost.device.host_is_device else cost.launch_us if one_launch else _host_us(found, cost),
         cost_source=cost.source,
     )
     return Predicted(step=step, travels=_travels(found, timeline), peak=_peak(program, found))

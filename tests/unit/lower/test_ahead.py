@@ -11,7 +11,7 @@ import torch
 
 from wholestep.config import Inductor
 from wholestep.lower import ahead, inductor
-from wholestep.lower.backend import backend_for
+from wholestep.lower.auto import backend_for
 
 
 class Works:

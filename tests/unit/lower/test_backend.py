@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import wholestep as ws
+import wholestep.step
 from tests.unit.program.test_portable import segments_of, with_segments
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import ahead, inductor, lists
-from wholestep.lower.backend import Inductor
+from wholestep.lower.backend import Eager, Inductor
 from wholestep.program.segment import Segment
 
 GPU = torch.device("cuda", 1)
@@ -79,3 +81,18 @@ def test_only_what_did_not_come_is_looked_at(given: list[tuple[Any, ...]], monke
     there._lists.begin(program)
     assert there._lists.compile(first) is there._lists.compile(third) is None
     assert looked_at == [second]
+
+
+def test_a_step_that_one_cuda_graph_launches_costs_the_host_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = dict[str, Any]()
+    monkeypatch.setattr(wholestep.step, "explain", lambda program, **kwargs: told.update(kwargs))
+    step = ws.compile(lambda x: x + 1, backend="eager")
+    step(torch.ones(2))
+    for is_one in (False, True):
+        monkeypatch.setattr(Eager, "is_one_launch", is_one)
+        step.explain()
+        assert told["one_launch"] is is_one
+    graphed = backend()
+    assert graphed.is_one_launch
+    graphed.why_no_graph = "it was not asked for"
+    assert not graphed.is_one_launch

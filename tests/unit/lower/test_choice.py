@@ -13,8 +13,9 @@ from torch import Tensor
 import wholestep as ws
 from tests.unit import builders
 from wholestep.cost.model import CostModel
-from wholestep.lower import backend, compiler, inductor
-from wholestep.lower.backend import Auto, Eager, Inductor, backend_for
+from wholestep.lower import compiler, inductor
+from wholestep.lower.auto import Auto, backend_for
+from wholestep.lower.backend import Eager, Inductor
 from wholestep.lower.choice import Call, calls_of, saved_share
 from wholestep.run.shelf import Shelf
 from wholestep.run.store import HashStore
@@ -64,7 +65,7 @@ def test_what_is_read_and_written_inside_a_kernel_does_not_travel() -> None:
 
 def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", cannot: str = "") -> Auto:
     """Behind the plan of a step of many small calls. `others` is what another rank says."""
-    monkeypatch.setattr(backend.inductor, "why_not", lambda device: cannot)
+    monkeypatch.setattr(inductor, "why_not", lambda device: cannot)
     chosen = Auto(CPU, lambda: cost, lambda own: own or others)
     chosen.passes(builders.capture(many, [torch.empty(8, 8)]))
     return chosen

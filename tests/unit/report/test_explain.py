@@ -147,6 +147,9 @@ def test_a_driven_device_waits_for_its_host(scheduled: Program) -> None:
     assert step.host_us == pytest.approx(host_us)
     assert step.step_us == max(step.device_us, step.host_us)
     assert step.cost_source == gpu.source
+    graphed = explain(scheduled, step="train", strategy="DDP", backend="inductor", cost=gpu, one_launch=True).predicted
+    assert 0 < graphed.host_us == gpu.launch_us < step.host_us
+    assert graphed.device_us == step.device_us
 
 
 def test_categories_add_up_to_the_peak(said: Explanation, model: nn.Module) -> None:
