@@ -288,8 +288,8 @@ class CompiledStep:
         strategy = self._options.strategy or DDP()
         compress = comm.as_pass() if comm is not None else None
         return passes_of(
-            self._options.passes, cost=self._cost(), bucket_bytes=strategy.limit_bytes, compress=compress,
-            hold_updates=strategy.hold_updates, choose=choose, lowering=lowering,
+            self._options.passes, cost=self._lowering(init()).costs(self._cost()), bucket_bytes=strategy.limit_bytes,
+            compress=compress, hold_updates=strategy.hold_updates, choose=choose, lowering=lowering,
         )  # fmt: skip
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:

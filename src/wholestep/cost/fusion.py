@@ -11,12 +11,13 @@ Note: what becomes one kernel
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import torch.fx as fx
 
 from wholestep.cost.compute import ROWS, Kind, Work, base_name, memory_bytes, works
-from wholestep.program import edit, meta, ops
+from wholestep.program import meta, ops
 from wholestep.program.segment import Segment
 
 OF_LIBRARIES = frozenset({
@@ -29,9 +30,22 @@ OF_HOST = frozenset({Kind.VIEW, Kind.NUMBER})
 """Kinds of work that a device does not see."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A kernel, and the nodes that it is made of."""
+
+    work: Work
+    members: tuple[fx.Node, ...]
+
+
 def kernels(node: fx.Node) -> tuple[Work, ...]:
     """The kernels of a node: those of a segment as a compiler makes them, else as `wholestep.cost.compute.works`."""
     return tuple(_of_segment(node.target)) if isinstance(node.target, Segment) else works(node)
+
+
+def is_of_host(node: fx.Node) -> bool:
+    """Whether a node is work for the host alone."""
+    return all(work.kind in OF_HOST for work in works(node))
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -57,28 +71,41 @@ def _is_seen(node: fx.Node) -> bool:
 def _of_segment(segment: Segment) -> Iterator[Work]:
     results = list(segment.graph.output_node().args[0])  # type: ignore[arg-type]
     stored = {results[result] for _, result in segment.stored}
-    own: dict[fx.Node, tuple[Work, ...]] = {node: works(node) for node in segment.calls}
+    calls = list(segment.calls)
+    kernels_of = fused(calls, joins=lambda node: True, stored=stored)
+    alone = set(calls).difference(*(one.members for one in kernels_of))
+    yield from (work for node in calls if node in alone for work in works(node) if work.kind not in OF_HOST)
+    yield from (one.work for one in kernels_of)
+
+
+def fused(
+    nodes: Sequence[fx.Node], *, joins: Callable[[fx.Node], bool], stored: Set[fx.Node] = frozenset()
+) -> list[Fused]:
+    """The kernels that are made of nodes of a graph, in its order. Calls of libraries are in none.
+
+    `joins`: whether the compiler may have a node; `stored`: results that overwrite an argument.
+    """
+    own: dict[fx.Node, tuple[Work, ...]] = {node: works(node) for node in nodes}
     libraries = {node for node, found in own.items() if any(work.kind in OF_LIBRARIES for work in found)}
     joined = [
-        node for node, found in own.items() if node not in libraries and any(work.kind not in OF_HOST for work in found)
+        node
+        for node, found in own.items()
+        if node not in libraries and any(work.kind not in OF_HOST for work in found) and joins(node)
     ]
-    for node in own:
-        if node in libraries:
-            yield from own[node]
-    for group in _groups(joined, _levels(segment.graph, libraries)):
-        yield _kernel({node: own[node] for node in group}, stored)
+    groups = _groups(joined, _levels(nodes, libraries))
+    return [Fused(work=_kernel({node: own[node] for node in group}, stored), members=tuple(group)) for group in groups]
 
 
-def _levels(graph: fx.Graph, libraries: set[fx.Node]) -> dict[fx.Node, int]:
+def _levels(nodes: Iterable[fx.Node], libraries: Set[fx.Node]) -> dict[fx.Node, int]:
     """How many calls of libraries lie on the longest way to each node, itself among them."""
     levels: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        levels[node] = max((levels[arg] for arg in node.all_input_nodes), default=0) + (node in libraries)
+    for node in nodes:
+        levels[node] = max((levels.get(arg, 0) for arg in node.all_input_nodes), default=0) + (node in libraries)
     return levels
 
 
 def _groups(nodes: Iterable[fx.Node], levels: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Nodes of a level that are connected, in order."""
+    """Nodes of a level that are connected."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         mine = [node]
@@ -93,18 +120,19 @@ def _groups(nodes: Iterable[fx.Node], levels: Mapping[fx.Node, int]) -> list[lis
     return list({id(group): group for group in groups.values()}.values())
 
 
-def _kernel(members: Mapping[fx.Node, tuple[Work, ...]], stored: set[fx.Node]) -> Work:
-    """One kernel of these nodes with their work. `stored`: results that overwrite an argument."""
+def _kernel(members: Mapping[fx.Node, tuple[Work, ...]], stored: Set[fx.Node]) -> Work:
+    """One kernel of these nodes with their work."""
     read: dict[fx.Node, int] = {}
     written = {node for node in members if any(reader not in members for reader in readers_of(node))}
     for node in members:
         whole = sum(map(memory_bytes, meta.tensors(node)))
         for arg in node.all_input_nodes:
-            if (source := source_of(arg)) not in members:
+            if source_of(arg) not in members:
                 num_bytes = sum(map(memory_bytes, meta.tensors(arg)))
                 if _picks_rows(node) and arg is node.args[0]:
                     num_bytes = min(num_bytes, whole)
-                read[source] = max(num_bytes, read.get(source, 0))
+                value = _unviewed(arg)
+                read[value] = max(num_bytes, read.get(value, 0))
     num_bytes = sum(read.values()) + sum(sum(map(memory_bytes, meta.tensors(node))) for node in written)
     return Work(
         kind=Kind.IN_PLACE if written and written <= stored else Kind.POINTWISE,
@@ -119,5 +147,12 @@ def _kernel(members: Mapping[fx.Node, tuple[Work, ...]], stored: set[fx.Node]) -
     )
 
 
+def _unviewed(node: fx.Node) -> fx.Node:
+    """What a view is seen of; items of a list are different values."""
+    while ops.is_op(node) and ops.is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _picks_rows(node: fx.Node) -> bool:
-    return ops.is_op(node) and base_name(node.target) in ROWS and bool(list(edit.nodes_of(node.args[0])))
+    return ops.is_op(node) and base_name(node.target) in ROWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -9,7 +10,7 @@ import torch.fx as fx
 from wholestep.cost import defaults
 from wholestep.cost.compute import Kind, num_listed
 from wholestep.cost.device import Device
-from wholestep.cost.fusion import kernels
+from wholestep.cost.fusion import fused, is_of_host, kernels
 from wholestep.cost.links import Links
 from wholestep.errors import ConfigError
 from wholestep.program.segment import Segment
@@ -27,6 +28,8 @@ class CostModel:
     """Ceilings of compute."""
     links: Links
     """Times of collectives."""
+    compiles: Callable[[fx.Node], bool] | None = None
+    """Which nodes a compiler makes kernels of before the program runs; None: each is a call as it is."""
 
     def node_us(self, node: fx.Node) -> float:
         """Time of one node from its fake values, in microseconds.
@@ -40,6 +43,23 @@ class CostModel:
     def device_us(self, node: fx.Node) -> float:
         """Time of one node on the device, in microseconds, without what it costs to call it."""
         return self.device.device_us(kernels(node), apart=isinstance(node.target, Segment))
+
+    def times_us(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, float]:
+        """Times of the nodes of a graph, given in its order, in microseconds.
+
+        That is `node_us`, but for nodes of which `compiles` says that a compiler makes kernels: these share the time of
+        their kernel in proportion, and views are no calls any more.
+        """
+        times = {node: self.node_us(node) for node in nodes}
+        if self.compiles is None:
+            return times
+        times.update((node, 0.0) for node in nodes if is_of_host(node) and self.compiles(node))
+        for kernel in fused(nodes, joins=self.compiles):
+            apart_us = sum(times[node] for node in kernel.members)
+            call_us = self.device.host_us([kernel.work]) if self.device.host_is_device else 0.0
+            share = min(1.0, (self.device.kernel_us(kernel.work) + call_us) / apart_us)
+            times.update((node, share * times[node]) for node in kernel.members)
+        return times
 
     def host_us(self, node: fx.Node) -> float:
         """Time on the host for one node, in microseconds: what bounds a step of small kernels.

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
@@ -85,6 +84,10 @@ class Auto:
             self._chosen.prepare()
         return self._chosen.passes(placed)
 
+    def costs(self, cost: CostModel) -> CostModel:
+        """See `Eager.costs`. Before anything is chosen they are those of nodes one by one."""
+        return cost if self._chosen is None else self._chosen.costs(cost)
+
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`."""
         return self._backend.lower(program, wait)
@@ -95,7 +98,7 @@ class Auto:
             self._why = "this host is not calibrated; `wholestep calibrate` shows whether compiled kernels pay"
             return Eager()
         cannot = inductor.why_not(self._device)
-        share = choice.saved_share(choice.calls_of(placed, self._cost(), compiles=_may_compile)) if on_cpu else 1.0
+        share = choice.saved_share(placed, self._cost(), compiles=inductor.may_compile) if on_cpu else 1.0
         gain = f"compiled kernels would take {share:.0%} off the computation"
         objection = self._objection(cannot or ("" if share >= choice.ENOUGH else gain))
         if objection:
@@ -122,10 +125,6 @@ class Auto:
             self._chosen = Inductor(InductorOptions(), self._device, self._shelf) if compiled else Eager()
             self._why = "as in the process that saved it"
         self._chosen.give(program, tuple(rest))
-
-
-def _may_compile(node: fx.Node) -> bool:
-    return inductor.compiles(node) or inductor.reads_packed(node)
 
 
 Backend = Eager | Inductor | Auto

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import pickle
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
+from wholestep.cost.model import CostModel
 from wholestep.lower import (
     ahead,
     column_sums,
@@ -68,6 +70,10 @@ class Eager:
     def passes(self, placed: Program) -> list[Pass]:
         """Passes before the one that lets operators write in place, for this program."""
         return []
+
+    def costs(self, cost: CostModel) -> CostModel:
+        """Costs of nodes as they will run, from those of nodes that run one by one."""
+        return cost
 
     def marks(self) -> list[tuple[str, str]]:
         """What its compiled code depends on besides the program, and how that is."""
@@ -149,6 +155,10 @@ class Inductor:
             ),
             *([self._lists.tell_lists] if self._on_gpu else []),
         ]
+
+    def costs(self, cost: CostModel) -> CostModel:
+        """See `Eager.costs`."""
+        return replace(cost, compiles=inductor.may_compile)
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""

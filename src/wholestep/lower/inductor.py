@@ -82,6 +82,11 @@ def reads_packed(node: fx.Node) -> bool:
     return bool(numbers) and _is_known(node) and takes_numbers(node)
 
 
+def may_compile(node: fx.Node) -> bool:
+    """Whether Inductor will have a node, of a program whose numbers are not packed yet."""
+    return compiles(node) or reads_packed(node)
+
+
 def _is_known(node: fx.Node) -> bool:
     if not ops.is_op(node):
         return False

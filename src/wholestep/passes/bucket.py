@@ -127,19 +127,20 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
     starts = {one.start for one in reductions}
     scaled = {one.start.args[0] for one in reductions if one.scale is not None}
     num_calls = 1 if scaled else 0
+    times_us = cost.times_us(list(graph.nodes))
     for node in graph.nodes:
         if node in starts:
             ready_us.append(end_us)
         if node.op != "call_function":
             continue
         if joined(masks[node]) or meta.origin(node).region is meta.Region.OPTIMIZER:
-            update_us += cost.node_us(node)
+            update_us += times_us[node]
             num_calls += ops.is_indexwise(node.target)
             barrier |= masks[node] == everything and not ops.is_indexwise(node.target) and len(reductions) > 1
         elif node in scaled:  # one call for each gradient as placed, and for each bucket later
-            end_us += max(0.0, cost.node_us(node) - cost.call_us)
+            end_us += max(0.0, times_us[node] - cost.call_us)
         else:
-            end_us += cost.node_us(node)
+            end_us += times_us[node]
     total_bytes = sum(sizes_bytes) or 1
     ranks = {axis.group: axis.size for axis in program.mesh}
     one = reductions[0].start

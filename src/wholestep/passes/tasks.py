@@ -50,9 +50,10 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
     for before, after in (*_kept_orders(nodes), *_hazards(program, number_of, hold_updates=hold_updates)):
         if before < after:
             deps[after].add(before)
+    times_us = cost.times_us(nodes)
     tasks = tuple(
         Task(
-            us=_us(node, cost),
+            us=_us(node, cost, times_us[node]),
             deps=tuple(sorted(deps[number])),
             comm_us=comm_us(node, cost, ranks) if ops.is_collective(node) else None,
             link=str(node.args[-1]) if ops.is_collective(node) else "",
@@ -93,9 +94,9 @@ def comm_us(node: fx.Node, cost: CostModel, ranks: dict[str, int]) -> float:
     return cost.collective_us(kind, max(given, meta.num_bytes(node)), ranks.get(str(node.args[-1]), 2))
 
 
-def _us(node: fx.Node, cost: CostModel) -> float:
+def _us(node: fx.Node, cost: CostModel, us: float) -> float:
     """Time on the device, microseconds. Where the host is the device, it also pays for starting a collective."""
-    return cost.launch_us if cost.device.host_is_device and ops.is_collective(node) else cost.node_us(node)
+    return cost.launch_us if cost.device.host_is_device and ops.is_collective(node) else us
 
 
 def _waits_for(node: fx.Node, number_of: dict[fx.Node, int]) -> tuple[int, ...]:

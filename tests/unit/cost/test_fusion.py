@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,9 +19,12 @@ from wholestep.cost.compute import Kind, Work, works
 from wholestep.cost.device import Device
 from wholestep.cost.fusion import kernels
 from wholestep.cost.model import CostModel
+from wholestep.lower import inductor
+from wholestep.passes.segments import form_segments
+from wholestep.program import ops
 from wholestep.program.segment import Segment
 
-H200 = CostModel.default("h200+nvlink")
+H200, CPU = CostModel.default("h200+nvlink"), CostModel.default("cpu+gloo")
 
 
 def segment_of(fn: Callable[..., Any], *tensors: Tensor, stored: tuple[tuple[int, int], ...] = ()) -> fx.Node:
@@ -139,7 +143,7 @@ def test_a_segment_is_never_slower_than_its_nodes() -> None:
     tensors = torch.randn(512, 64), torch.randn(256, 64), torch.randn(256)
     node = segment_of(layer, *tensors)
     apart = builders.capture(layer, tensors).graph.nodes
-    for cost in (H200, CostModel.default("cpu+gloo")):
+    for cost in (H200, CPU):
         assert 0 < cost.node_us(node) < sum(map(cost.node_us, apart))
 
 
@@ -147,3 +151,74 @@ def test_other_nodes_have_the_kernels_that_they_have() -> None:
     program = builders.capture(lambda x: (x + 1).t().relu(), [torch.ones(2, 2)])
     for node in program.graph.nodes:
         assert kernels(node) == works(node)
+
+
+def test_items_of_a_list_are_values_of_their_own_and_views_of_one_are_not() -> None:
+    def items(x: Tensor) -> Tensor:
+        first, second = x.split(8)
+        return first + second
+
+    def views(x: Tensor) -> Tensor:
+        return x.t() + x
+
+    assert found(items, torch.ones(16)) == [of_memory(96)]
+    assert found(views, torch.ones(4, 4)) == [of_memory(128)]
+
+
+def planned(
+    fn: Callable[..., Any], *tensors: Tensor, without: str = "none"
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of the nodes of a program, as they are and where a compiler may have all but those of one name."""
+    nodes = list(builders.capture(fn, tensors).graph.nodes)
+    compiled = replace(CPU, compiles=lambda node: without not in str(node.target))
+    return [{node.name: us for node, us in cost.times_us(nodes).items()} for cost in (CPU, compiled)]
+
+
+def test_nodes_that_will_be_a_kernel_share_its_time_in_a_plan() -> None:
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).t() + 1) * 2
+
+    tensors = torch.ones(256, 256), torch.ones(256, 256)
+    apart, together = planned(block, *tensors)
+    kernel = of_memory(2 * 4 * 256 * 256)
+    call_us = CPU.device.calls_us["pointwise"]
+    assert together["mm"] == apart["mm"]
+    assert (apart["t"], together["t"]) == (CPU.device.calls_us["view"], 0)
+    assert together["add"] + together["mul"] == pytest.approx(CPU.device.kernel_us(kernel) + call_us)
+    assert together["add"] == together["mul"] < apart["add"]
+    # Nor does it take longer than apart: the floor of one kernel is none of a node that stays alone.
+    assert planned(lambda x: x + 1, torch.ones(2))[1] == planned(lambda x: x + 1, torch.ones(2))[0]
+
+
+def test_what_the_compiler_may_not_have_is_planned_as_it_is() -> None:
+    apart, together = planned(lambda x: (x + 1) * 2, torch.ones(8), without="aten.mul")
+    assert together == apart
+
+
+def test_a_plan_takes_as_long_as_the_segments_it_becomes() -> None:
+    """Of a step with everything: the times of its nodes and of the segments that are made of them agree."""
+    program = builders.place(builders.capture(training_step, PARAMETERS), group=builders.world_group())
+    nodes = list(program.graph.nodes)
+    apart_us, plan_us = (
+        sum(cost.times_us(nodes).values()) for cost in (H200, replace(H200, compiles=inductor.may_compile))
+    )
+    segments = form_segments(program, compiles=inductor.compiles)
+    assert any(isinstance(node.target, Segment) for node in segments.graph.nodes)
+    made_us = sum(H200.times_us(list(segments.graph.nodes)).values())
+    assert plan_us == pytest.approx(made_us, rel=0.15)
+    assert made_us < 0.7 * apart_us
+
+
+PARAMETERS = [torch.ones(64, 64) for _ in range(4)]
+
+
+def training_step(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Layers, a loss, gradients that are reduced, and an update."""
+    held = [weight.detach().requires_grad_() for weight in weights]
+    for weight in held:
+        x = F.layer_norm(F.gelu(x @ weight) + x, (64,))
+    grads = torch.autograd.grad(F.mse_loss(x, torch.zeros_like(x)), held)
+    return tuple(
+        weight - 0.1 * ops.GRADIENT(grad, str(number)) * 2
+        for number, (weight, grad) in enumerate(zip(weights, grads, strict=True))
+    )
