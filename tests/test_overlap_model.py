@@ -65,4 +65,6 @@ def test_what_is_worse_is_told() -> None:
     # What is compiled computes less, and has less to hide its communication with.
     assert overlap_model.faults([row(OURS), row(COMPILED, step_us=500.0, exposed_us=5.0)]) == []
     share = overlap_model.faults([row(OURS, exposed_us=30.0), row("25 MB", exposed_us=40.0)])
-    assert share == ["W2, 4 ranks, nvlink: 3.0% of the step are exposed, 2% are allowed"]
+    assert share == ["W2, 4 ranks, nvlink: 3.0% of the step are exposed (ours), 2% are allowed"]
+    compiled = overlap_model.faults([row(OURS), row(COMPILED, step_us=500.0)])
+    assert compiled == ["W2, 4 ranks, nvlink: 3.0% of the step are exposed (compiled), 2% are allowed"]
