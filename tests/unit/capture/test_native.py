@@ -619,6 +619,14 @@ def test_a_lock_that_was_left_behind_is_taken_over(cache: Path) -> None:
     assert not lock.exists()
 
 
+def test_a_build_for_another_torch_may_end_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is renamed between two looks at the folder."""
+    path, glob = native.library(), Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, what: [*glob(folder, what), path.with_name("look-other.7.tmp")])
+    native.build()
+    assert path.exists()
+
+
 def test_a_lock_that_is_held_is_respected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "BUILD_TIMEOUT_S", 0.3)
     lock = native.library().with_suffix(".lock")
@@ -683,6 +691,27 @@ def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": str(slow)}, timeout=50)
     assert time.monotonic() - start < 45
     assert list(native.library().parent.iterdir()) == []
+
+
+def test_a_process_that_ends_starts_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may be on the way there, and nobody would end what it starts."""
+    monkeypatch.setattr(native, "_ending", threading.Event())
+    native._give_up()
+    with pytest.raises(native.Unavailable, match="the program ends"):
+        native.build()
+    assert num_builds(cache) == 0
+    assert list(native.library().parent.iterdir()) == []
+
+
+def test_a_process_that_ends_waits_for_no_other_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_ending", threading.Event())
+    lock = native.library().with_suffix(".lock")
+    lock.parent.mkdir(mode=0o700, parents=True)
+    lock.touch()
+    assert native.module() is None
+    native._give_up()
+    assert native.why_not() == "the program ends"
+    assert lock.exists()
 
 
 class Blind:

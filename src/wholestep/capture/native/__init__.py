@@ -89,6 +89,10 @@ class _Build:
 
 _build = _Build()
 _compilers: set[subprocess.Popen[str]] = set()
+_ending = threading.Event()
+"""Set when the interpreter ends: no compiler is started any more, and none of another process waited for."""
+_starting = threading.Lock()
+"""Held while a compiler is started, so that none starts unseen by `_give_up`."""
 
 
 def module() -> ModuleType | None:
@@ -186,7 +190,8 @@ def _alone(lock: Path, path: Path) -> Iterator[None]:
             return
         if time.monotonic() > deadline:
             raise Unavailable(f"another process has held {lock} for {BUILD_TIMEOUT_S:.0f} s; remove it if it is dead")
-        time.sleep(0.2)
+        if _ending.wait(0.2):
+            raise Unavailable("the program ends")
     try:
         yield
     finally:
@@ -195,9 +200,10 @@ def _alone(lock: Path, path: Path) -> Iterator[None]:
 
 def _compile(compiler: list[str], path: Path) -> None:
     """Compiles next to `path` and renames: whoever looks sees a whole library or none."""
-    for left in path.parent.glob("*.tmp"):  # of a process that was killed
-        if time.time() - left.stat().st_mtime > STALE_S:
-            left.unlink(missing_ok=True)
+    for left in path.parent.glob("*.tmp"):  # of a process that was killed, or that builds for another torch
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                left.unlink()
     home = Path(torch.__file__).parent
     made = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     include = [home / "include", home / "include" / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
@@ -205,8 +211,7 @@ def _compile(compiler: list[str], path: Path) -> None:
     command += [*(str(one) for one in SOURCES if one.suffix == ".cpp"), "-o", str(made), f"-L{home / 'lib'}"]
     command += [f"-l{name}" for name in _LIBRARIES]
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        _compilers.add(process)
+        process = _started(command)
         try:
             said, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -221,6 +226,16 @@ def _compile(compiler: list[str], path: Path) -> None:
         os.replace(made, path)
     finally:
         made.unlink(missing_ok=True)
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    """A compiler that `_give_up` ends. Raises Unavailable where the interpreter ends already."""
+    with _starting:
+        if _ending.is_set():
+            raise Unavailable("the program ends")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        _compilers.add(process)
+        return process
 
 
 def _load(path: Path) -> ModuleType:
@@ -240,7 +255,10 @@ def _load(path: Path) -> ModuleType:
 
 def _give_up() -> None:
     """The interpreter ends: a compiler that still runs ends too, and its lock goes with it."""
-    for process in list(_compilers):
+    with _starting:
+        _ending.set()
+        running = list(_compilers)
+    for process in running:
         process.kill()
     _build.wait(5.0)
 
