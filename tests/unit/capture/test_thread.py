@@ -19,22 +19,28 @@ from wholestep.program.meta import Region
 
 
 class Waits(nn.Module):
-    """Stays in its forward until it may go on."""
+    """Stays in its forward, or in its backward, until it may go on."""
 
-    def __init__(self, inside: threading.Event, may_go_on: threading.Event) -> None:
+    def __init__(self, where: str, inside: threading.Event, may_go_on: threading.Event) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.inside, self.may_go_on = inside, may_go_on
+        self.where, self.inside, self.may_go_on = where, inside, may_go_on
+
+    def stay(self, where: str) -> None:
+        if self.where == where:
+            self.inside.set()
+            assert self.may_go_on.wait(30)
 
     def forward(self) -> Tensor:
-        self.inside.set()
-        assert self.may_go_on.wait(30)
-        return self.weight.sum()
+        self.stay("forward")
+        total = self.weight.sum()
+        total.register_hook(lambda grad: self.stay("backward"))
+        return total
 
 
-def train_another(*events: threading.Event) -> None:
+def train_another(where: str, *events: threading.Event) -> None:
     """What a thread may do that no step may, or that is recorded of one."""
-    model = Waits(*events)
+    model = Waits(where, *events)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     model().backward()
     opt.step()
@@ -45,15 +51,16 @@ def train_another(*events: threading.Event) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
+        self.where = where
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         with ThreadPoolExecutor(1) as threads:
             inside, may_go_on = threading.Event(), threading.Event()
-            done = threads.submit(train_another, inside, may_go_on)
+            done = threads.submit(train_another, self.where, inside, may_go_on)
             assert inside.wait(30)
             x = x * 2
             may_go_on.set()
@@ -69,8 +76,9 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
-def test_another_thread_trains_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model()
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_another_thread_trains_and_prints(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model(where)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         captured = capture(train, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3)), {})
