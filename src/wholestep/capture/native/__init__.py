@@ -12,6 +12,7 @@ switches it off. ``python -m wholestep.capture.native`` builds it now.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 import torch
 
@@ -40,7 +42,7 @@ _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 BUILD_TIMEOUT_S = 300.0
 STALE_S = 600.0
-"""Age at which a lock file counts as left behind by a build that died."""
+"""Age at which a half of a library counts as left behind by a build that died."""
 
 
 class Unavailable(Exception):
@@ -174,28 +176,36 @@ def _make_private(path: Path) -> None:
 
 @contextmanager
 def _alone(lock: Path, path: Path) -> Iterator[None]:
-    """Holds the lock file while `path` is built, or waits until another process has built it."""
+    """Holds the lock file while `path` is built, or waits until another process has built it.
+
+    The system lets go of it when a process dies, however that is. Where a file system has no locks, or a file is
+    unlinked that another process has opened, two build at the same time.
+    """
     deadline = time.monotonic() + BUILD_TIMEOUT_S
-    while True:
+    with lock.open("w") as file:
+        while _is_held(file):
+            if path.exists():
+                yield
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"another process has held {lock} for {BUILD_TIMEOUT_S:.0f} s")
+            if _ending.wait(0.2):
+                raise Unavailable("the program ends")
         try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            break
-        except FileExistsError:
-            with suppress(FileNotFoundError):
-                if time.time() - lock.stat().st_mtime > STALE_S:
-                    lock.unlink()
-                    continue
-        if path.exists():
             yield
-            return
-        if time.monotonic() > deadline:
-            raise Unavailable(f"another process has held {lock} for {BUILD_TIMEOUT_S:.0f} s; remove it if it is dead")
-        if _ending.wait(0.2):
-            raise Unavailable("the program ends")
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _is_held(file: IO[str]) -> bool:
+    """Whether another process holds a lock file; else this one does from here on."""
     try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # no locks
+    return False
 
 
 def _compile(compiler: list[str], path: Path) -> None:
