@@ -12,10 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from wholestep.capture import native
 
 pytest_plugins = ["tests.pools"]
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("wholestep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("wholestep")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -51,14 +51,19 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, grace_s: float = 5.0) -> list[Any]:
         """``fn(*args)`` on every rank; the results in rank order. Errors as in `wholestep.run.world.run`."""
-        if self._workers is None:
-            self._workers = self._start()
+        self.begin()
+        assert self._workers is not None
         try:
             task = functools.partial(from_a_clean_state, fn)
             return self._workers.call(task, args, timeout_s=timeout_s, grace_s=grace_s)
         except BaseException:
             self._repair()
             raise
+
+    def begin(self) -> None:
+        """Starts the workers if there are none: before a test that looks at the clock, as they import torch first."""
+        if self._workers is None:
+            self._workers = self._start()
 
     def renew(self) -> None:
         """New process groups, for tests to which it matters how many groups a rank has made before."""

@@ -46,7 +46,7 @@ COSTS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+et
 PARTS = 4
 """Of one property, so that several workers can have a part: those seeds that leave the part's number as a remainder."""
 draws = st.integers(0, 10**6)
-many = settings(max_examples=100 // PARTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=100 // PARTS, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def placed(step: RandomStep) -> tuple[Program, list[Any]]:

@@ -213,8 +213,7 @@ class Warm:
         if path.exists():
             artifact.check_private(path)
             return path
-        others = sorted(folder.glob(f"{artifact.prefix_of(self.name)}*"), key=lambda one: one.stat().st_mtime_ns)
-        for other in reversed(others):
+        for other in artifact.newest_first(folder.glob(f"{artifact.prefix_of(self.name)}*")):
             why_not = artifact.difference(artifact.read(other)[0].fingerprint, fingerprint)
             raise ArtifactError(f"{other} was saved for something else. {why_not}.")
         raise ArtifactError(f"{folder} holds no {self.name}.")

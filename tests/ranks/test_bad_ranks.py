@@ -228,6 +228,7 @@ def exits_before_the_first_step(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["leaves", "dies"])
 def test_a_rank_that_exits_before_the_first_step(pool2: Any, how: str) -> None:
+    pool2.begin()
     started = time.monotonic()
     with pytest.raises(ws.RankMissingError, match=r"[Rr]ank 1"):
         pool2.run(exits_before_the_first_step, how, grace_s=60)
@@ -284,6 +285,7 @@ def dies_in_the_middle_of_a_step(hold_updates: bool) -> None:
 @pytest.mark.parametrize("hold_updates", [True, False])
 def test_a_rank_that_dies_in_the_middle_of_a_step(pool2: Any, hold_updates: bool) -> None:
     """With updates held nothing has changed; without, the error says that something may have."""
+    pool2.begin()
     started = time.monotonic()
     with pytest.raises(ws.RankMissingError, match="Rank 1 of 2") as caught:
         pool2.run(dies_in_the_middle_of_a_step, hold_updates, grace_s=60)

@@ -14,7 +14,7 @@ from wholestep.report.explanation import Explanation
 
 pytestmark = pytest.mark.ranks
 
-LATE_S, CALLS = 0.2, 3
+LATE_S, CALLS = 0.5, 3
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Worlds made of real processes: start, barriers, errors that travel, deaths and hangs that are named."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def barriers():
         world.barrier("same name")
         quick_s.append(time.monotonic() - started)
     if world.rank == 0:
-        time.sleep(0.5)
+        time.sleep(1.5)
     started = time.monotonic()
     world.barrier("late")
     return min(quick_s), time.monotonic() - started  # the quickest: others may use the cores, too
@@ -87,21 +88,22 @@ def barriers():
 def test_a_barrier_waits_for_the_slowest_and_costs_little(pool2):
     (quick_0, waited_0), (quick_1, waited_1) = pool2.run(barriers)
     assert max(quick_0, quick_1) < 0.1
-    assert waited_1 > 0.4 > waited_0
+    assert waited_1 > 0.75 > waited_0
 
 
 def misses_a_barrier():
     world = init()
+    world.barrier("begin of epoch")
     if world.rank == 3:
         return ""
     with pytest.raises(RankMissingError) as caught:
-        world.barrier("end of epoch", timeout_s=0.5)
+        world.barrier("end of epoch", timeout_s=1.5)
     return str(caught.value)
 
 
 def test_a_barrier_names_who_did_not_come(pool4):
     messages = pool4.run(misses_a_barrier)
-    assert messages[0].startswith('Rank 3 of 4 did not come to the barrier "end of epoch" in 0.')
+    assert re.match(r'Rank 3 of 4 did not come to the barrier "end of epoch" in \d+\.\d s;', messages[0])
     assert messages[1] == messages[0] == messages[2]
 
 
@@ -214,6 +216,7 @@ def hangs():
 
 
 def test_a_rank_that_hangs_is_named_after_the_timeout(pool2, capfd):
+    pool2.begin()
     started = time.monotonic()
     with pytest.raises(RankMissingError, match=r"Rank 1 of 2 did not finish .* rank 0 did"):
         pool2.run(hangs, timeout_s=8)
@@ -287,7 +290,7 @@ def sleeps_midway():
     world = init()
     with named_failures(world, lambda: "train_step, call 0"):
         dist.all_reduce(torch.ones(1))
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     if world.rank == 1:
         time.sleep(4)
         return ""

@@ -20,7 +20,6 @@ A rank outside of a group gets torch's warning and no node.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -32,6 +31,7 @@ from torch.distributed import distributed_c10d
 
 from wholestep.capture import blame
 from wholestep.capture.ranks import ranks
+from wholestep.capture.thread import here
 from wholestep.errors import CaptureError
 from wholestep.program import ops
 
@@ -142,21 +142,18 @@ class Comm:
         """What to replace while the step is traced: `rules` by the name of the method of a process group."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        thread = threading.get_ident()
         own = {type(rank.group) for rank in ranks()}
         for kind in {dist.ProcessGroup, *own}:
             for name, rule in rules.items():
                 if name in vars(kind):
-                    yield patch.object(kind, name, self._method(vars(kind)[name], rule, thread))
-        yield patch.object(dist.Work, "wait", _outside(dist.Work.wait, thread))
-        yield patch.object(distributed_c10d, "_object_to_tensor", _refuse_object)
+                    yield _instead(kind, name, self._method(rule))
+        yield _instead(dist.Work, "wait", _refuse_work)
+        yield _instead(distributed_c10d, "_object_to_tensor", _refuse_object)
         for name in ("_new_group_with_tag", "split_group"):
-            yield patch.object(distributed_c10d, name, _refuse_group)
+            yield _instead(distributed_c10d, name, _refuse_group)
 
-    def _method(self, original: Any, rule: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def _method(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return original(group, *args, **kwargs)
             if (name := blame.calling_function("object")) is not None:
                 _refuse_object(name)
             return rule(self, group, *args, **kwargs)
@@ -200,6 +197,10 @@ class Comm:
             handle.wait()
 
 
+def _instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
+    return patch.object(owner, name, here(replacement, getattr(owner, name)))
+
+
 def _shaped(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`value` in the shape of `target`, which may fold its elements in another way. Never broadcast."""
     known = all(isinstance(size, int) for size in (*value.shape, *target.shape))
@@ -214,17 +215,12 @@ def _refuse_object(name: Any, *rest: Any) -> NoReturn:
     )
 
 
-def _outside(original: Any, thread: int) -> Callable[..., Any]:
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return original(work, *args, **kwargs)
-        raise CaptureError(
-            f"The step could not be captured at {blame.current_line()}\nThe step waits for a collective that was "
-            f"started outside of it, which would happen once, while the step is captured. Wait before the step, or "
-            f"start it with a functional collective and pass its result."
-        )
-
-    return wait
+def _refuse_work(*args: Any, **kwargs: Any) -> NoReturn:
+    raise CaptureError(
+        f"The step could not be captured at {blame.current_line()}\nThe step waits for a collective that was started "
+        f"outside of it, which would happen once, while the step is captured. Wait before the step, or start it with a "
+        f"functional collective and pass its result."
+    )
 
 
 def _refuse_group(*args: Any, **kwargs: Any) -> NoReturn:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wholestep.capture import blame
+from wholestep.capture.thread import here
 from wholestep.program import meta
 from wholestep.program.meta import Origin, Region
 
@@ -37,6 +38,10 @@ def node_hook(tag: Callable[[fx.Node], None]) -> Iterator[None]:
         yield
 
 
+def _ignore(*args: Any) -> None:
+    """What other threads run is not on record."""
+
+
 class OriginRecorder:
     """Keeps track of where the step is while it runs under the trace."""
 
@@ -53,14 +58,14 @@ class OriginRecorder:
         """Installs the hooks for the time of one trace."""
         with ExitStack() as stack:
             handles = (
-                register_module_forward_pre_hook(self._enter_module),
-                register_module_forward_hook(self._leave_module, always_call=True),
-                register_optimizer_step_pre_hook(self._enter_optimizer),
-                register_optimizer_step_post_hook(self._leave_optimizer),
+                register_module_forward_pre_hook(here(self._enter_module, _ignore)),
+                register_module_forward_hook(here(self._leave_module, _ignore), always_call=True),
+                register_optimizer_step_pre_hook(here(self._enter_optimizer, _ignore)),
+                register_optimizer_step_post_hook(here(self._leave_optimizer, _ignore)),
             )
             for handle in handles:
                 stack.callback(handle.remove)
-            stack.enter_context(node_hook(self._tag))
+            stack.enter_context(node_hook(here(self._tag, _ignore)))
             yield
 
     @contextmanager

@@ -214,7 +214,7 @@ class _Painter:
         if isinstance(thing, (list, tuple)):
             return self._each(thing)
         if isinstance(thing, (set, frozenset)):
-            return _clipped(str(sorted(self.paint(one) for one in thing)))
+            return _clipped(str(sorted(self.paint(one) for one in list(thing))))
         if isinstance(thing, Mapping):
             return _clipped(f"{{{', '.join(f'{self.paint(k)}: {self.paint(v)}' for k, v in list(thing.items()))}}}")
         if isinstance(thing, nn.Module):

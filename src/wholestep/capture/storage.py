@@ -28,6 +28,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.host import running_tracer
+from wholestep.capture.thread import here
 from wholestep.errors import CaptureError
 from wholestep.program import edit, meta, ops
 
@@ -109,15 +110,15 @@ class Storages:
 
     def _look(self, original: Callable[[Any], int]) -> Callable[[Any], int]:
         def look(storage: Any) -> int:
-            if not _is_internal(sys._getframe(1)):
+            if not _is_internal(sys._getframe(2)):
                 self._looked.add(storage._cdata)
             return original(storage)
 
-        return look
+        return here(look, original)
 
     def _resize(self, original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def resize(storage: Any, size: int) -> Any:
-            if _is_internal(sys._getframe(1)):
+            if _is_internal(sys._getframe(2)):
                 return original(storage, size)
             tracer = running_tracer()
             if tracer is None or storage.device.type != "meta":
@@ -130,7 +131,7 @@ class Storages:
                 tracer.create_node("call_function", ops.RESIZE_STORAGE_, (owner, size), {})
             return original(storage, size)
 
-        return resize
+        return here(resize, original)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Inputs whose size of storage a trace depends on, with that size, bytes."""

@@ -30,6 +30,7 @@ from wholestep.capture.ranks import Rank, RankSymbols
 from wholestep.capture.state import State
 from wholestep.capture.storage import Storages, check_places, place_of
 from wholestep.capture.swap import ENTRY_MARK, swapped
+from wholestep.capture.thread import here
 from wholestep.capture.version import Versions
 from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
@@ -234,7 +235,7 @@ class Tracer:
                         for grad, name in zip(result, leaves, strict=True)
                     )
 
-        return run
+        return here(run, original)
 
     def _note_step(self, opt: torch.optim.Optimizer) -> None:
         assert self._out is not None
@@ -366,9 +367,9 @@ def _warn_print(original: Callable[..., None]) -> Callable[..., None]:
             warnings.warn(
                 f"print() of a tensor at {blame.current_line()} ran once, while the step was captured, when the tensor "
                 f"had no value; it does not run again. Return the tensor and print it outside the step.",
-                stacklevel=2,
+                stacklevel=3,
             )
         else:
             original(*args, **kwargs)
 
-    return show
+    return here(show, original)

@@ -239,7 +239,7 @@ class Walker:
             return
         if isinstance(thing, list):
             self._watch(thing, name, None)
-        for index, item in enumerate(thing):
+        for index, item in enumerate(list(thing)):  # a thread may write to it meanwhile
             self.visit(f"{name}.{index}", item, depth + 1)
 
     def _module(self, name: str, module: nn.Module, depth: int) -> None:

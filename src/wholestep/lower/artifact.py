@@ -12,6 +12,7 @@ elsewhere is loaded only where the user says that it may be.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -185,8 +186,16 @@ def check_trusted(path: Path, *, trusted: bool) -> None:
         )
 
 
+def newest_first(files: Iterable[Path]) -> list[Path]:
+    """These files by age. Other processes forget files, too: one that is gone by now is left out."""
+    ages: dict[Path, int] = {}
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            ages[path] = path.stat().st_mtime_ns
+    return sorted(ages, key=ages.__getitem__, reverse=True)
+
+
 def forget_old(files: Iterable[Path]) -> None:
     """Removes all but the newest files of a step."""
-    by_age = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in by_age[_KEPT:]:
+    for path in newest_first(files)[_KEPT:]:
         path.unlink(missing_ok=True)

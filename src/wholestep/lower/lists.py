@@ -41,6 +41,7 @@ from wholestep.program import edit, meta, ops, portable
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
+from wholestep.run import beside
 
 log = logging.getLogger("wholestep")
 
@@ -82,8 +83,7 @@ class Plans:
         for text in wanted:
             _built(text)  # once: what two threads made would be two kernels, of which one is built
         if wanted:
-            self._building = threading.Thread(target=_build, args=(wanted,), daemon=True)
-            self._building.start()
+            self._building = beside.begun(functools.partial(_build, wanted))
 
     def compile(self, segment: Segment) -> Lists | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
@@ -293,6 +293,8 @@ def _build(wanted: Mapping[str, torch.device]) -> None:
     """Has Triton compile modules' kernels for devices, as `Lists` launches them."""
     ahead.wait_for_triton()
     for text, device in wanted.items():
+        if beside.is_ending():
+            return
         # What goes wrong here goes wrong again where the kernel is launched, and is told there.
         with contextlib.suppress(Exception), torch.cuda.device(device):
             _binaries[text] = _built(text).warmup(torch.int64, torch.int32, grid=(1,), num_warps=_WARPS)

@@ -6,13 +6,13 @@ Ranks that have all found the same saved step will need it, and have kernels to 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import torch
 
 from wholestep.program.collectives import group_named
 from wholestep.program.program import MeshAxis
+from wholestep.run import beside
 
 _underway: list[threading.Thread] = []
 
@@ -33,12 +33,10 @@ def begin(axis: MeshAxis | None, device: torch.device) -> None:
         return
 
     def connect() -> None:
-        # What fails here fails again with the first collective, and is told there.
-        with contextlib.suppress(Exception), torch.cuda.device(device):
+        with torch.cuda.device(device):
             connects(device)
 
-    _underway.append(threading.Thread(target=connect, daemon=True))
-    _underway[-1].start()
+    _underway.append(beside.begun(connect))
 
 
 def wait() -> None:

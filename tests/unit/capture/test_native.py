@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +16,7 @@ import time
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CellType, ModuleType, SimpleNamespace
 from typing import Any
@@ -575,6 +579,16 @@ def num_builds(cache: Path) -> int:
     return len(calls.read_text()) if calls.exists() else 0
 
 
+@contextmanager
+def held_lock() -> Iterator[Path]:
+    """The lock file, held as by another process that builds."""
+    lock = native.library().with_suffix(".lock")
+    lock.parent.mkdir(mode=0o700, parents=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield lock
+
+
 def test_the_first_call_does_not_wait(cache: Path) -> None:
     hold = cache / "hold"
     hold.touch()
@@ -604,14 +618,22 @@ def test_many_build_once(cache: Path) -> None:
     assert num_builds(cache) == 1
 
 
-def test_a_lock_that_was_left_behind_is_taken_over(cache: Path) -> None:
+KILLED = """
+import os, signal, sys
+from wholestep.capture import native
+native._compiler = lambda: ["sh", "-c", f"kill -9 {os.getpid()}"]
+native.build()
+"""
+
+
+def test_what_a_process_that_was_killed_left_behind_is_taken_over(cache: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED], check=False, timeout=120)
     lock = native.library().with_suffix(".lock")
-    lock.parent.mkdir(mode=0o700, parents=True)
-    lock.touch()
+    assert killed.returncode == -signal.SIGKILL
+    assert lock.exists()
     half = lock.with_suffix(".tmp")
     half.touch()
     old = time.time() - native.STALE_S - 1
-    os.utime(lock, (old, old))
     os.utime(half, (old, old))
     native.build()
     assert not half.exists()
@@ -619,12 +641,17 @@ def test_a_lock_that_was_left_behind_is_taken_over(cache: Path) -> None:
     assert not lock.exists()
 
 
+def test_a_build_for_another_torch_may_end_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is renamed between two looks at the folder."""
+    path, glob = native.library(), Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, what: [*glob(folder, what), path.with_name("look-other.7.tmp")])
+    native.build()
+    assert path.exists()
+
+
 def test_a_lock_that_is_held_is_respected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "BUILD_TIMEOUT_S", 0.3)
-    lock = native.library().with_suffix(".lock")
-    lock.parent.mkdir(mode=0o700, parents=True)
-    lock.touch()
-    with pytest.raises(native.Unavailable, match="another process has held"):
+    with held_lock() as lock, pytest.raises(native.Unavailable, match="another process has held"):
         native.build()
     assert num_builds(cache) == 0
     assert lock.exists()
@@ -683,6 +710,33 @@ def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": str(slow)}, timeout=50)
     assert time.monotonic() - start < 45
     assert list(native.library().parent.iterdir()) == []
+
+
+def test_a_process_that_ends_starts_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may be on the way there, and nobody would end what it starts."""
+    monkeypatch.setattr(native, "_ending", threading.Event())
+    native._give_up()
+    with pytest.raises(native.Unavailable, match="the program ends"):
+        native.build()
+    assert num_builds(cache) == 0
+    assert list(native.library().parent.iterdir()) == []
+
+
+def test_a_process_that_ends_waits_for_no_other_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_ending", threading.Event())
+    with held_lock() as lock:
+        assert native.module() is None
+        native._give_up()
+        assert native.why_not() == "the program ends"
+    assert lock.exists()
+
+
+def test_a_file_system_without_locks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    assert native.build().exists()
 
 
 class Blind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.capture import walk, whose
+from wholestep.capture.portrait import portrait
+from wholestep.capture.scene import Scene
 from wholestep.capture.walk import Found, Watch, find, same
 
 GLOBAL_MODEL = nn.Linear(2, 2)
@@ -240,3 +242,35 @@ def test_library_frames() -> None:
     assert whose.library_frame(walk.__file__)
     assert whose.library_frame("<string>")
     assert not whose.library_frame(__file__)
+
+
+NAMES: set[Any] = set()
+
+
+class Registers(functools.partial[None]):
+    """While it is looked at, another thread writes to the set that holds it."""
+
+    @property
+    def func(self) -> Any:  # type: ignore[override]
+        NAMES.add(f"worker {len(NAMES)}")
+        return print
+
+
+def look_at_names(x: Tensor) -> Tensor:
+    return x * bool(NAMES)
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    NAMES.update({Registers(print), Registers(print), "main"})
+    yield
+    NAMES.clear()
+
+
+def test_another_thread_may_write_to_a_set_meanwhile(names: None) -> None:
+    find(look_at_names, (torch.ones(2),), {})
+    assert "worker 3" in NAMES
+    with Scene(look_at_names, (torch.ones(2),), {}) as scene:
+        count = len(NAMES)
+        portrait(scene, {"names": NAMES})
+        assert len(NAMES) > count

@@ -142,3 +142,12 @@ def test_a_few_files_of_a_step_are_kept(tmp_path: Path) -> None:
         os.utime(path, ns=(number, number))
     artifact.forget_old(tmp_path.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{number}" for number in range(4, 12))
+
+
+def test_a_file_that_another_process_has_forgotten(tmp_path: Path) -> None:
+    """It was there when the folder was listed."""
+    kept = tmp_path / "step-0"
+    kept.touch()
+    assert artifact.newest_first([tmp_path / "step-1", kept]) == [kept]
+    artifact.forget_old([kept, *(tmp_path / f"step-{number}" for number in range(1, 12))])
+    assert kept.exists()

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
@@ -140,7 +140,6 @@ def costs(draw, max_items: int = 8, shares: tuple[float, ...] = (1.0,), calls: t
     return sizes, known
 
 
-@settings(deadline=None)
 @given(costs(max_items=40, shares=(1.0, 1.2, 1.5), calls=(0.0, 5.0)), st.integers(1, 400), st.integers(20, 200))
 def test_planned_buckets_expose_no_more_than_others_and_keep_the_cap(case, cap_bytes, limit_bytes):
     sizes, known = case
@@ -162,7 +161,6 @@ def test_planned_buckets_expose_no_more_than_others_and_keep_the_cap(case, cap_b
             assert found.total_us <= other.total_us + 1e-2
 
 
-@settings(deadline=None)
 @given(costs(max_items=30, shares=(1.0, 1.5), calls=(0.0, 5.0)))
 def test_no_single_cut_could_be_better(case):
     sizes, known = case
@@ -175,7 +173,6 @@ def test_no_single_cut_could_be_better(case):
         assert predict(pack(sizes, keys, dict.fromkeys(change, "")), known).total_us >= found_us - 1e-2
 
 
-@settings(deadline=None)
 @given(costs())
 def test_planned_buckets_are_about_the_best_there_are(case):
     """Against every way to cut, where nothing slows anything down: there the search is exact."""

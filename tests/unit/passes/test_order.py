@@ -165,7 +165,7 @@ def problems(draw) -> Problem:
     return Problem(tasks=tasks, late=late, usages=usages, pinned=pinned, sharing=sharing)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(problems(), st.floats(1.0, 1.5))
 def test_every_order_keeps_the_rules(case, slack):
     before = given_order(case)
@@ -184,7 +184,7 @@ def test_every_order_keeps_the_rules(case, slack):
     assert schedule(case, bound_bytes) == found
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)  # one in 150 keeps only the peak of the order given
+@settings(max_examples=1000, derandomize=True)  # one in 150 keeps only the peak of the order given
 @given(problems(), st.floats(0.0, 1.0))
 def test_a_bound_that_is_named_can_be_kept(case, share):
     bound_bytes = int(share * given_order(case).peak_bytes)
@@ -192,7 +192,7 @@ def test_a_bound_that_is_named_can_be_kept(case, share):
     assert schedule(case, named_bytes).peak_bytes <= named_bytes <= given_order(case).peak_bytes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems())
 def test_an_order_that_was_found_is_not_made_worse(case):
     """Scheduling what has been scheduled: at most as slow, in the same bound."""

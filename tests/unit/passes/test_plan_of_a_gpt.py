@@ -22,7 +22,7 @@ from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.tasks import Tasks, sharing, tasks_of
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops
+from wholestep.program import edit, meta, ops
 from wholestep.program.meta import Region
 from wholestep.program.program import MeshAxis, Program
 
@@ -186,6 +186,13 @@ def live_bytes(found: Tasks, until: int) -> int:
 
 
 def test_planning_is_quick(clipped):
-    start = time.process_time()
-    run_passes(clipped.placed, passes_of(cost=COST))
-    assert time.process_time() - start < 2.0
+    """Against copies of the graph, as a machine that is slow or busy is so with both."""
+
+    def spent_s(work):
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    copying_s = min(spent_s(lambda: edit.copy(clipped.placed)) for _ in range(5))
+    planning_s = min(spent_s(lambda: run_passes(clipped.placed, passes_of(cost=COST))) for _ in range(2))
+    assert planning_s < 60 * copying_s  # 15, and 24 where others use the cores

@@ -607,7 +607,7 @@ def step_of(kind: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, target
     return []
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(instructions, st.lists(st.integers(0, 40), max_size=3), st.integers(1, 3))
 def test_any_program_gives_the_same_bits(program, kept, num_inputs):
     generator = torch.Generator().manual_seed(0)

@@ -327,7 +327,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=6), st.floats(0.2, 1.0))
 def test_any_model(names, budget):
     def model() -> nn.Module:

@@ -104,15 +104,15 @@ def test_more_groups_than_are_shown(stores):
 def test_missing_ranks_are_named_after_the_timeout(stores, monkeypatch, missing):
     monkeypatch.setattr(module, "VERDICT_GRACE_S", 0.3)
     monkeypatch.setattr(module, "LINGER_S", 0.3)
-    acts = [stays_away if rank in missing else shows("x", size=3, timeout_s=0.5) for rank in range(3)]
+    acts = [stays_away if rank in missing else shows("x", size=3, timeout_s=1.0) for rank in range(3)]
     started = time.monotonic()
     outcomes = meet(stores(3), acts)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     errors = [outcomes[rank] for rank in range(3) if rank not in missing]
     assert {type(error) for error in errors} == {RankMissingError}
     assert len({str(error) for error in errors}) == 1
     names = "Rank 1 of 3" if missing == {1} else "Rank 0 of 3" if missing == {0} else "Ranks 0, 2 of 3"
-    assert str(errors[0]).startswith(f"{names} did not come to the plan agreement in 0.")
+    assert re.match(rf"{names} did not come to the plan agreement in \d+\.\d s", str(errors[0]))
     assert "still be compiling" in str(errors[0])
 
 
@@ -124,20 +124,22 @@ def test_a_rank_that_gave_up_is_named_at_once_with_its_reason(stores, quitter):
     acts = [gives_up if rank == quitter else shows("x", size=3, timeout_s=60) for rank in range(3)]
     started = time.monotonic()
     outcomes = meet(stores(3), acts)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     errors = [outcome for outcome in outcomes if outcome is not None]
     assert [type(error) for error in errors] == [RankMissingError] * 2
     assert f"Rank {quitter} gave up" in str(errors[0])
     assert "ValueError: train.py:12: loss.item()" in str(errors[0])
 
 
-def test_when_all_give_up_nobody_waits(stores):
+def test_when_all_give_up_nobody_waits(stores, monkeypatch):
+    monkeypatch.setattr(module, "LINGER_S", 60.0)
+
     def gives_up(store, rank):
         abandon("reason", store=store, rank=rank, key="k", size=3)
 
     started = time.monotonic()
     assert meet(stores(3), [gives_up] * 3) == [None] * 3
-    assert time.monotonic() - started < module.LINGER_S
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("ended", [0, 1])
@@ -146,7 +148,7 @@ def test_a_rank_known_to_have_ended_is_not_waited_for(stores, ended):
     acts = [stays_away if rank == ended else shows("x", size=3, timeout_s=60, peers=gone) for rank in range(3)]
     started = time.monotonic()
     errors = [outcome for outcome in meet(stores(3), acts) if outcome is not None]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert [type(error) for error in errors] == [RankMissingError] * 2
     assert f"rank {ended} ended its program" in str(errors[0])
 
@@ -158,7 +160,7 @@ def test_a_rank_that_waits_in_the_same_call_is_not_waited_for(stores, runs):
     acts = [stays_away if rank == runs else shows("x", **options) for rank in range(3)]
     started = time.monotonic()
     errors = [outcome for outcome in meet(stores(3), acts) if outcome is not None]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert [type(error) for error in errors] == [RankMissingError] * 2
     assert f"Rank {runs} needed no new plan for this call" in str(errors[0])
     assert f"Rank {runs} was last outside ({runs}.py:1)." in str(errors[0])
@@ -171,11 +173,11 @@ def test_a_rank_that_is_in_another_call_is_waited_for(stores):
 
 
 def waits_here(store, rank):
-    shows("x", size=4, timeout_s=0.5)(store, rank)
+    shows("x", size=4, timeout_s=1.0)(store, rank)
 
 
 def waits_there(store, rank):
-    agree("x", store=store, rank=rank, size=4, key="k", timeout_s=0.5)
+    agree("x", store=store, rank=rank, size=4, key="k", timeout_s=1.0)
 
 
 def test_the_lines_of_those_who_wait_are_told(stores):

@@ -26,6 +26,15 @@ def pulses(store):
             pulse.stop("the test is over")
 
 
+def awaited(pulse, is_it):
+    """The first beat of rank 1 that is such a one."""
+    deadline = time.monotonic() + 30
+    while not is_it(beat := pulse.beats([1])[1]):
+        assert time.monotonic() < deadline, beat
+        time.sleep(0.01)
+    return beat
+
+
 def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     ready, over = threading.Event(), threading.Event()
     made = []
@@ -37,17 +46,16 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
         pulse.start()
         made.append(pulse)
         ready.set()
-        over.wait(10)
+        over.wait(60)
 
     thread = threading.Thread(target=lives)
     thread.start()
     ready.wait(10)
-    time.sleep(0.2)
-    beat = Pulse(store, rank=0, size=2).beats([1])[1]
+    line = lives.__code__.co_firstlineno + 7
+    beat = awaited(Pulse(store, rank=0, size=2), lambda beat: beat.line == f"test_pulse.py:{line}")
     over.set()
     thread.join()
     made[0].stop("over")
-    line = lives.__code__.co_firstlineno + 7
     assert (beat.at, beat.line) == ("train_step, call 7", f"test_pulse.py:{line}")
     assert str(beat) == f"in train_step, call 7 (test_pulse.py:{line})"
 
@@ -60,10 +68,7 @@ def test_a_stack_that_cannot_be_read_stops_no_beat(pulses, monkeypatch):
     pulses[1].beat_every_s = 0.01
     pulses[1].start()
     first = pulses[0].beats([1])[1]
-    deadline = time.monotonic() + 30
-    while (beat := pulses[0].beats([1])[1]).count < first.count + 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    beat = awaited(pulses[0], lambda beat: beat.count >= first.count + 3)
     assert (beat.at, beat.line) == ("outside of any compiled step", "")
 
 
@@ -91,8 +96,8 @@ def test_a_rank_that_moves_is_not_stuck(pulses, monkeypatch):
     pulses[1].at = lambda: f"step, call {call}"
     pulses[1].start()
     assert pulses[0].stuck([1], "step, call 3") == {}
-    time.sleep(0.15)
+    time.sleep(0.3)
     call = 4
-    time.sleep(0.15)
+    awaited(pulses[0], lambda beat: beat.at == "step, call 4")
     assert pulses[0].stuck([1], "step, call 4") == {}
     assert pulses[0].stuck([1], "step, call 3") == {}

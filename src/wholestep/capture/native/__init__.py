@@ -12,6 +12,7 @@ switches it off. ``python -m wholestep.capture.native`` builds it now.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 import torch
 
@@ -40,7 +42,7 @@ _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 BUILD_TIMEOUT_S = 300.0
 STALE_S = 600.0
-"""Age at which a lock file counts as left behind by a build that died."""
+"""Age at which a half of a library counts as left behind by a build that died."""
 
 
 class Unavailable(Exception):
@@ -89,6 +91,10 @@ class _Build:
 
 _build = _Build()
 _compilers: set[subprocess.Popen[str]] = set()
+_ending = threading.Event()
+"""Set when the interpreter ends: no compiler is started any more, and none of another process waited for."""
+_starting = threading.Lock()
+"""Held while a compiler is started, so that none starts unseen by `_give_up`."""
 
 
 def module() -> ModuleType | None:
@@ -170,34 +176,44 @@ def _make_private(path: Path) -> None:
 
 @contextmanager
 def _alone(lock: Path, path: Path) -> Iterator[None]:
-    """Holds the lock file while `path` is built, or waits until another process has built it."""
+    """Holds the lock file while `path` is built, or waits until another process has built it.
+
+    The system lets go of it when a process dies, however that is. Where a file system has no locks, or a file is
+    unlinked that another process has opened, two build at the same time.
+    """
     deadline = time.monotonic() + BUILD_TIMEOUT_S
-    while True:
+    with lock.open("w") as file:
+        while _is_held(file):
+            if path.exists():
+                yield
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"another process has held {lock} for {BUILD_TIMEOUT_S:.0f} s")
+            if _ending.wait(0.2):
+                raise Unavailable("the program ends")
         try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            break
-        except FileExistsError:
-            with suppress(FileNotFoundError):
-                if time.time() - lock.stat().st_mtime > STALE_S:
-                    lock.unlink()
-                    continue
-        if path.exists():
             yield
-            return
-        if time.monotonic() > deadline:
-            raise Unavailable(f"another process has held {lock} for {BUILD_TIMEOUT_S:.0f} s; remove it if it is dead")
-        time.sleep(0.2)
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _is_held(file: IO[str]) -> bool:
+    """Whether another process holds a lock file; else this one does from here on."""
     try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # no locks
+    return False
 
 
 def _compile(compiler: list[str], path: Path) -> None:
     """Compiles next to `path` and renames: whoever looks sees a whole library or none."""
-    for left in path.parent.glob("*.tmp"):  # of a process that was killed
-        if time.time() - left.stat().st_mtime > STALE_S:
-            left.unlink(missing_ok=True)
+    for left in path.parent.glob("*.tmp"):  # of a process that was killed, or that builds for another torch
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                left.unlink()
     home = Path(torch.__file__).parent
     made = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     include = [home / "include", home / "include" / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
@@ -205,8 +221,7 @@ def _compile(compiler: list[str], path: Path) -> None:
     command += [*(str(one) for one in SOURCES if one.suffix == ".cpp"), "-o", str(made), f"-L{home / 'lib'}"]
     command += [f"-l{name}" for name in _LIBRARIES]
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        _compilers.add(process)
+        process = _started(command)
         try:
             said, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -221,6 +236,16 @@ def _compile(compiler: list[str], path: Path) -> None:
         os.replace(made, path)
     finally:
         made.unlink(missing_ok=True)
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    """A compiler that `_give_up` ends. Raises Unavailable where the interpreter ends already."""
+    with _starting:
+        if _ending.is_set():
+            raise Unavailable("the program ends")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        _compilers.add(process)
+        return process
 
 
 def _load(path: Path) -> ModuleType:
@@ -240,7 +265,10 @@ def _load(path: Path) -> ModuleType:
 
 def _give_up() -> None:
     """The interpreter ends: a compiler that still runs ends too, and its lock goes with it."""
-    for process in list(_compilers):
+    with _starting:
+        _ending.set()
+        running = list(_compilers)
+    for process in running:
         process.kill()
     _build.wait(5.0)
 

@@ -1,0 +1,20 @@
+"""Whose call it is: while a step is traced functions of torch are replaced, and other threads call them, too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`replacement` for the thread that asks for this function, `original` for all others.
+
+    What runs beside a capture (a thread that logs, saves or evaluates) is no part of it.
+    """
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return call
