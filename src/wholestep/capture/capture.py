@@ -10,6 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.capture.binding import output_slices
+from wholestep.capture.draws import check_made, kept_iterators
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.outside import environment_read
@@ -79,8 +80,10 @@ class _Job:
         tracer = Tracer(scene.state, scene.lifter, scene.user, scene.module_names(), scene.found.watches)
         self._storages = tracer.storages
         settle()
-        with environment_read() as self._environment, SideEffects(scene.found, scene.state) as effects:
+        effects, iterators = SideEffects(scene.found, scene.state), kept_iterators(scene.found.iterators)
+        with environment_read() as self._environment, effects, iterators:
             self.trace = tracer.run(self._call)
+        check_made(self.trace.module, scene.found.generators)
         if effects.changed:
             raise _Unsettled(effects, self.trace.module.code)
         if expected is not None and self.trace.module.code != expected:
