@@ -132,7 +132,8 @@ class _Job:
             graph, {id(h.box): placeholders[len(self._state.slots) + i] for i, h in enumerate(lifter.hypers)}
         )
         _numbers_as_inputs(placeholders, records)
-        results, outputs = functional.results, []
+        results: Any = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
+        outputs: list[Output] = []
         user_nodes = [r for r in results[: trace.num_results] if isinstance(r, fx.Node)]
         outputs += [Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(user_nodes))]
         outputs += [Output(kind=OutputKind.GRAD, name=records[slot].name, target=slot) for slot in trace.grads]
