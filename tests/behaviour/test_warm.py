@@ -151,6 +151,10 @@ def test_it_is_captured_again_where_its_guards_fail() -> None:
     assert "training" in step.cache_info().reasons[0]
 
 
+def within_a_weight(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    return model, opt, model[0].weight.detach()[: len(x)], y
+
+
 CHANGES: dict[str, tuple[Callable[[], ws.CompiledStep], str]] = {
     "shape of the batch": (lambda: run(scene=(*things()[:2], torch.randn(5, 4), torch.ones(5, dtype=torch.int64))),
                            "argument 2 was .*6, 4"),
@@ -158,6 +162,7 @@ CHANGES: dict[str, tuple[Callable[[], ws.CompiledStep], str]] = {
     "a flag of the optimizer": (lambda: run(scene=things(amsgrad=True)), "amsgrad was bool False, is bool True"),
     "a number that becomes a branch": (lambda: run(scene=things(weight_decay=0.0)), "he condition at .* was True"),
     "an option of the strategy": (lambda: run(strategy=ws.DDP(hold_updates=True)), "strategy was"),
+    "a batch that is a part of a weight": (lambda: run(scene=within_a_weight(*things())), r"share was \[\], is \[\("),
     "an option of the passes": (lambda: run(passes=ws.default_passes(memory_budget=0.9)), "passes was"),
 }  # fmt: skip
 

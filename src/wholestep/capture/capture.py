@@ -14,6 +14,7 @@ from wholestep.capture.draws import check_made, kept_iterators
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.outside import environment_read
+from wholestep.capture.overlap import check_writes
 from wholestep.capture.ranks import axes_of, rank_inputs
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
@@ -89,6 +90,7 @@ class _Job:
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
+        check_writes(self.trace.module.graph, tracer.names())
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         functional.writes = self._storages.exit_writes(functional.writes)
         program, kept = self._program(functional)
