@@ -103,17 +103,24 @@ def _same(a: Any, b: Any) -> bool:
 
 def check_made(module: fx.GraphModule, known: Mapping[int, tuple[str, Any]]) -> None:
     """Raises CaptureError where a traced graph draws from a generator that the step itself has made."""
+    there = {_behind(thing) for _, thing in known.values() if isinstance(thing, torch.Generator)}
+    there.add(_behind(torch.default_generator))
     for node in module.graph.nodes:
         made = node.kwargs.get("generator")
         if isinstance(made, fx.Node):  # a constant of the graph
             made = getattr(module, str(made.target), None)
-        if isinstance(made, torch.Generator) and id(made) not in known and made is not torch.default_generator:
+        if isinstance(made, torch.Generator) and _behind(made) not in there:
             raise CaptureError(
                 f"The step could not be captured at {meta.origin(node).source}\nit draws from a torch.Generator that "
                 f"it makes itself, or that wholestep could not find in its arguments, closure, globals or attributes. "
                 f"It would be made once, while capturing, and every call would draw on from it. Make it outside the "
                 f"step."
             )
+
+
+def _behind(generator: torch.Generator) -> int:
+    """What is behind a generator: a graph holds another Python object for the same one."""
+    return int(generator._cdata)  # type: ignore[attr-defined,unused-ignore]
 
 
 @contextmanager
