@@ -100,6 +100,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },
     "program/modules.py": {"torch.fx._lazy_graph_module": "modules that write their Python when it is needed"},
+    "program/plain.py": {"torch._C._DisableAutocast": "a graph holds all casts that are wanted"},
     "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
     "program/collectives.py": {
         "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",

@@ -192,6 +192,30 @@ def module_flag_changed(run: Run) -> Job:
     return changed(run, module, lambda opt: setattr(module, "squared", True))
 
 
+class Settings:
+    factor = 1.0
+
+
+@case(traces=(2,))
+def attribute_put_in_front_of_that_of_the_class(run: Run) -> Job:
+    """An object that had no attributes of its own gets one."""
+    settings, module = Settings(), mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y) * settings.factor
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def between(call: int) -> None:
+        settings.factor = 0.5
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt}, between=between)
+
+
 @case(traces=(2,))
 def dropout_rate_changed(run: Run) -> Job:
     module = mlp(dropout=0.5)

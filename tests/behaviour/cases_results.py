@@ -85,6 +85,26 @@ def returns_items_and_arithmetic(run: Run) -> Job:
     )
 
 
+@case()
+def returns_the_rate(run: Run) -> Job:
+    """A number of a parameter group, for a log: that of the call, not of the first one."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, float, float]:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss, opt.param_groups[0]["lr"], opt.param_groups[0]["lr"] * loss.item()
+
+    def between(call: int) -> None:
+        opt.param_groups[0]["lr"] *= 0.5
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt}, between=between)
+
+
 @case(traces=(2,))
 def evaluation_no_grad(run: Run) -> Job:
     """Training and evaluation are two compiled functions over one model; training is called first."""

@@ -44,6 +44,29 @@ def autocast_of_the_caller(run: Run) -> Job:
     return Job(step=caller, batches=job.batches, objects=job.objects)
 
 
+@case()
+def loss_without_the_autocast_of_the_caller(run: Run) -> Job:
+    """What a step keeps out of autocast stays out of it in every call, here the backward, too."""
+    module = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = model(x)
+        with torch.autocast("cpu", enabled=False):
+            loss = nn.functional.cross_entropy(hidden.float() @ hidden.float().t(), y)
+            loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def caller(*batch: object) -> object:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(*batch)
+
+    return Job(step=caller, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
 def cast_job(run: Run, module: nn.Module, dtype: torch.dtype) -> Job:
     job = usual_job(run, module.to(dtype))
     batches = [(x.to(dtype), y) for x, y in job.batches]  # type: ignore[attr-defined]

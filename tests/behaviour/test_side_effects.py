@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Trainer:
         self.opt = sgd(self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, step_size=1, gamma=0.5)
         self.calls, self.losses, self.log = 0, [], {"loss": None}  # type: ignore[var-annotated]
+        self.random, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator()
+        self.batches = iter([batch()])
 
     def update(self, x: Tensor, y: Tensor) -> Tensor:
         return finish(loss_of(self.model, x, y), self.opt)
@@ -74,11 +77,32 @@ class Trainer:
     def numpy_random(self, x: Tensor, y: Tensor) -> Tensor:
         return self.update(x * float(np.random.rand()), y)
 
+    def own_random(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(x * self.random.random(), y)
+
+    def own_numpy(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(x * float(self.numpy.random()), y)
+
+    def seed(self, x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return self.update(x + torch.randn(x.shape), y)
+
+    def own_seed(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(x + torch.randn(x.shape, generator=self.torch.manual_seed(3)), y)
+
+    def new_generator(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(x + torch.randn(x.shape, generator=torch.Generator().manual_seed(3)), y)
+
+    def next_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.update(*next(self.batches))
+
     def seen(self) -> Record:
         attributes = {name: value for name, value in vars(self).items() if name not in ("model", "opt", "scheduler")}
         schedule = {name: value for name, value in vars(self.scheduler).items() if name != "optimizer"}
         seen = everything(model=self.model, opt=self.opt, attributes=attributes)
         seen["schedule"] = repr(schedule)
+        seen["random"], seen["numpy"] = self.random.getstate(), repr(self.numpy.bit_generator.state)
+        seen["torch"], seen["batches left"] = self.torch.get_state().tolist(), length_hint(self.batches)
         return seen
 
 
@@ -92,6 +116,12 @@ SIDE_EFFECTS = {  # method -> what the message must name
     "module_switched_inside": "training|eval",
     "python_random": "random",
     "numpy_random": "numpy",
+    "own_random": r"draws from self\.random",
+    "own_numpy": r"draws from self\.numpy",
+    "seed": "seeds torch's own generator",
+    "own_seed": r"seeds self\.torch|Generator",
+    "new_generator": "Generator",
+    "next_batch": r"the next item of self\.batches, a list_iterator",
 }
 
 
@@ -105,6 +135,30 @@ def test_side_effect_is_refused_and_undone(name: str) -> None:
         step(x, y)
     assert HERE in str(raised.value)
     assert_untouched(before, trainer.seen())
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch traces no generator as an argument")
+def test_a_generator_that_was_there_goes_on_from_call_to_call() -> None:
+    def step(x: Tensor, generator: torch.Generator) -> Tensor:
+        return x + torch.randn(x.shape, generator=generator)
+
+    plain, compiled, run = torch.Generator(), torch.Generator(), ws.compile(step, backend="eager")
+    for _ in range(3):
+        assert torch.equal(step(torch.ones(3), plain), run(torch.ones(3), compiled))
+    assert torch.equal(plain.get_state(), compiled.get_state())
+    assert run.cache_info().traces == 1
+
+
+def test_iterators_that_the_step_makes_are_its_own() -> None:
+    module = net()
+    opt = sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        first = next(module.parameters())
+        return finish(loss_of(module, x.to(next(iter([first.dtype]))), y), opt)
+
+    x, y = batch()
+    ws.compile(step, backend="eager")(x, y)
 
 
 CALLS = 0

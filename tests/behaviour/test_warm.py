@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -151,6 +152,10 @@ def test_it_is_captured_again_where_its_guards_fail() -> None:
     assert "training" in step.cache_info().reasons[0]
 
 
+def within_a_weight(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    return model, opt, model[0].weight.detach()[: len(x)], y
+
+
 CHANGES: dict[str, tuple[Callable[[], ws.CompiledStep], str]] = {
     "shape of the batch": (lambda: run(scene=(*things()[:2], torch.randn(5, 4), torch.ones(5, dtype=torch.int64))),
                            "argument 2 was .*6, 4"),
@@ -158,6 +163,7 @@ CHANGES: dict[str, tuple[Callable[[], ws.CompiledStep], str]] = {
     "a flag of the optimizer": (lambda: run(scene=things(amsgrad=True)), "amsgrad was bool False, is bool True"),
     "a number that becomes a branch": (lambda: run(scene=things(weight_decay=0.0)), "he condition at .* was True"),
     "an option of the strategy": (lambda: run(strategy=ws.DDP(hold_updates=True)), "strategy was"),
+    "a batch that is a part of a weight": (lambda: run(scene=within_a_weight(*things())), r"share was \[\], is \[\("),
     "an option of the passes": (lambda: run(passes=ws.default_passes(memory_budget=0.9)), "passes was"),
 }  # fmt: skip
 
@@ -169,6 +175,35 @@ def test_what_has_changed_is_refused_by_name(what: str, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "wholestep"):
         told = refused(change(), caplog)
     assert re.search(reason, told), told
+
+
+FACTORS = np.ones(3, dtype=np.float32)
+GENERATOR = torch.Generator()
+
+
+def with_array(x: Tensor) -> Tensor:
+    return x * torch.from_numpy(FACTORS)
+
+
+def with_generator(x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=GENERATOR)
+
+
+@pytest.mark.parametrize("fn", [with_array, with_generator])
+def test_what_belongs_to_this_process_is_not_copied(fn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array that the caller writes to, and a generator that goes on."""
+    if fn is with_generator and torch.__version__ < "2.13":
+        pytest.skip("torch traces no generator as an argument")
+    monkeypatch.setattr(sys.modules[__name__], "FACTORS", FACTORS.copy())
+    for _ in range(2):
+        step, x = ws.compile(fn, backend="eager"), torch.ones(3)
+        for factor in (1.0, 2.0):
+            FACTORS[:] = factor
+            GENERATOR.manual_seed(3)
+            want = fn(x)
+            GENERATOR.manual_seed(3)
+            assert torch.equal(step(x), want)
+        FACTORS[:] = 1.0
 
 
 def test_a_global_constant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

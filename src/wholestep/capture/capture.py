@@ -10,9 +10,11 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.capture.binding import output_slices
+from wholestep.capture.draws import check_made, kept_iterators
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.outside import environment_read
+from wholestep.capture.overlap import check_writes
 from wholestep.capture.ranks import axes_of, rank_inputs
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
@@ -79,13 +81,16 @@ class _Job:
         tracer = Tracer(scene.state, scene.lifter, scene.user, scene.module_names(), scene.found.watches)
         self._storages = tracer.storages
         settle()
-        with environment_read() as self._environment, SideEffects(scene.found, scene.state) as effects:
+        effects, iterators = SideEffects(scene.found, scene.state), kept_iterators(scene.found.iterators)
+        with environment_read() as self._environment, effects, iterators:
             self.trace = tracer.run(self._call)
+        check_made(self.trace.module, scene.found.generators)
         if effects.changed:
             raise _Unsettled(effects, self.trace.module.code)
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
+        check_writes(self.trace.module.graph, tracer.names())
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         functional.writes = self._storages.exit_writes(functional.writes)
         program, kept = self._program(functional)
@@ -129,7 +134,8 @@ class _Job:
             graph, {id(h.box): placeholders[len(self._state.slots) + i] for i, h in enumerate(lifter.hypers)}
         )
         _numbers_as_inputs(placeholders, records)
-        results, outputs = functional.results, []
+        results: Any = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
+        outputs: list[Output] = []
         user_nodes = [r for r in results[: trace.num_results] if isinstance(r, fx.Node)]
         outputs += [Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(user_nodes))]
         outputs += [Output(kind=OutputKind.GRAD, name=records[slot].name, target=slot) for slot in trace.grads]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dis
-import random
 import re
-import sys
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from wholestep.capture.draws import Generators
 from wholestep.capture.state import State
 from wholestep.capture.walk import Found, Watch, same
 from wholestep.errors import CaptureError, HyperparameterError
@@ -25,12 +24,12 @@ class SideEffects:
     """Around one trace. Optimizer state is put back, since the graph returns it.
 
     After a failed trace everything is put back. After a successful one `changed` holds what is different; the
-    caller decides whether to `restore`. Draws from Python's generators are always put back and refused.
+    caller decides whether to `restore`. Random generators are always put back, and draws that no graph has are refused.
     """
 
     def __init__(self, found: Found, state: State) -> None:
         self._found, self._known = found, state.index.keys()
-        self._random, self._numpy = random.getstate(), _numpy_state()
+        self._generators = Generators(found.generators)
         self._states = [(name, opt, {p: dict(held) for p, held in opt.state.items()}) for name, opt in state.optimizers]
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
@@ -46,7 +45,7 @@ class SideEffects:
             if changes:
                 self.changed += changes
                 self._watches.append(watch)
-        drew = self._put_generators_back()
+        drew = self._generators.put_back()
         if kind is not None or problems or drew or any(map(self._is_new_tensor, self.changed)):
             self.restore()
         if kind is not None:
@@ -54,10 +53,7 @@ class SideEffects:
         if problems:
             raise HyperparameterError(problems[0])
         if drew:
-            raise CaptureError(
-                f"The step draws from Python's {drew} generator: one draw would be frozen in the graph. "
-                f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
-            )
+            raise CaptureError(drew)
         if any(map(self._is_new_tensor, self.changed)):
             raise CaptureError(self.sentence())
 
@@ -85,16 +81,6 @@ class SideEffects:
             f"The step changes Python state{where}: {path} was {was}, is {is_} after one run. That would happen once, "
             f"while capturing, and never again. {hint}"
         )
-
-    def _put_generators_back(self) -> str:
-        drew = ""
-        if random.getstate() != self._random:
-            random.setstate(self._random)
-            drew = "random"
-        if self._numpy is not None and _numpy_differs(self._numpy):
-            sys.modules["numpy"].random.set_state(self._numpy)
-            drew = "numpy.random"
-        return drew
 
 
 _WRITERS = frozenset({
@@ -147,13 +133,3 @@ def _put_back(name: str, opt: Optimizer, saved: dict[Any, dict[Any, Any]]) -> li
             held.clear()
             held.update(before)
     return problems
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def _numpy_differs(before: Any) -> bool:
-    now = _numpy_state()
-    return bool(now[2] != before[2] or (now[1] != before[1]).any())

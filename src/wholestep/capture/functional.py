@@ -26,6 +26,7 @@ from wholestep.capture.storage import fold_resizes
 from wholestep.errors import CaptureError
 from wholestep.program import edit, meta, ops, portable
 from wholestep.program.modules import unwritten
+from wholestep.program.plain import plainly
 
 _TWINS = torch.library.Library("wholestep_functional", "DEF")
 _known_twins: dict[Any, Any] = {}
@@ -62,7 +63,7 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
     branches = host_branches(lambda: host[0] if host else None)
-    with mode, torch.no_grad(), unwritten(), node_hook(interpreter.tag), branches:
+    with mode, plainly(), unwritten(), node_hook(interpreter.tag), branches:
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
     module = put_back(traced, part, functional, interpreter.made_for)
     for op in _REPLACED_BY_FUNCTORCH:

@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import guards as guarding
 from wholestep.capture import walk
+from wholestep.capture.overlap import overlaps
 from wholestep.capture.ranks import ranks
 from wholestep.capture.scene import Scene
 from wholestep.capture.storage import num_bytes
@@ -128,6 +129,8 @@ class _Painter:
         for slot in state.slots:
             text = f"{_tensor(slot.tensor)}, {self._number(slot.tensor)}"
             yield slot.name, f"{slot.kind.value} {text}, {'no memory' if num_bytes(slot.tensor) == 0 else 'memory'}"
+        tensors = [*(slot.tensor for slot in state.slots), *self._scene.user]
+        yield "memory that two tensors share", str(overlaps(tensors))
         for slot in state.params:
             held = (slot.tensor._backward_hooks, slot.tensor._post_accumulate_grad_hooks)
             if any(held):

@@ -15,6 +15,7 @@ from wholestep.capture.native.probe import PARAMETER, STATE, VERSIONED, WITH_GRA
 from wholestep.capture.trace import CAPTURING
 from wholestep.capture.views import CellView
 from wholestep.capture.walk import Watch
+from wholestep.program.plain import plainly
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
 
@@ -101,7 +102,7 @@ class Inputs(Protocol):
     """The flat inputs of calls."""
 
     def run(self, function: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-        """``function(inputs)`` with gradients off. Then nothing of the call lives on."""
+        """``function(inputs)`` with gradients and autocast off. Then nothing of the call lives on."""
 
 
 Number = tuple[int, dict[str, Any], str, int | None]
@@ -144,9 +145,9 @@ class PlainInputs:
         return flat
 
     def run(self, function: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-        """``function(inputs)`` with gradients off. Then nothing of the call lives on."""
+        """``function(inputs)`` with gradients and autocast off. Then nothing of the call lives on."""
         flat = self.filled(leaves)
-        with torch.no_grad():
+        with plainly():
             found = function(flat)
         for index, _ in (*self._user, *self._grads):
             flat[index] = None

@@ -329,12 +329,15 @@ class Tracer:
 
 
 def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:
-    """Real tensors in the graph other than constants that the step itself made (those are lifted afresh)."""
+    """Real tensors in the graph other than constants that the step itself made: those are lifted afresh, and their
+    memory is torch's. ``torch.from_numpy`` gives the memory of an array, which the user may write to."""
     found: list[torch.Tensor] = []
     for node in module.graph.find_nodes(op="get_attr"):
         held = getattr(module, node.target)
         lifted = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-        if isinstance(held, torch.Tensor) and not isinstance(held, FakeTensor) and not lifted:
+        if not isinstance(held, torch.Tensor) or isinstance(held, FakeTensor):
+            continue
+        if not lifted or not held.untyped_storage().resizable():
             found.append(held)
     return found
 

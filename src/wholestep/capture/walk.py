@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholestep.capture import tree
+from wholestep.capture import draws, tree
 from wholestep.capture.views import CellView, ClassView
 from wholestep.capture.whose import NO_STATE, is_user_code, is_users, is_users_file
 
@@ -143,6 +143,10 @@ class Found:
     tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
     watches: list[Watch] = field(default_factory=list)
+    generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    """Random generators, of torch and others."""
+    iterators: dict[int, str] = field(default_factory=dict)
+    """Names of what has a next item, by id."""
     codes: list[types.CodeType] = field(default_factory=list)
     """The user's code that the step can reach, hooks included."""
 
@@ -171,10 +175,14 @@ class Walker:
             self._classes[thing] = name
         if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
             return
+        if isinstance(thing, draws.KINDS):
+            self.found.generators[id(thing)] = (name, thing)
         if isinstance(thing, _OPAQUE) and not _is_users_module(thing):
             return
         self._seen.add(id(thing))
         self._keep.append(thing)
+        if hasattr(type(thing), "__next__"):
+            self.found.iterators[id(thing)] = name
         if isinstance(thing, torch.Tensor):
             self.found.tensors[id(thing)] = (name, thing)
             self._on_tensor(name, thing, depth)
@@ -209,9 +217,8 @@ class Walker:
                 looked[id(thing)] = len(self._names)
                 self._object(name, thing)
         for name, thing in self._later:
-            attributes = vars(thing) if hasattr(thing, "__dict__") else {}
-            if attributes:
-                self._watch(attributes, name, tuple(sorted(self._names)))
+            if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
+                self._watch(vars(thing), name, tuple(sorted(self._names)))
         self._finish_schedulers()
         self._finish_classes()
         return self.found

@@ -38,6 +38,7 @@ from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
 from wholestep.program.collectives import averages
+from wholestep.program.plain import plainly
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
@@ -160,6 +161,7 @@ class Inductor:
         """See `Eager.costs`."""
         return replace(cost, compiles=inductor.may_compile)
 
+    @plainly()
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
         if self._shelf is None:

@@ -62,7 +62,8 @@ def compiled(segment: Segment, *, early_launches: bool, own_products: bool) -> C
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
-    device = inputs[0].device
+    given: Any = segment.graph.output_node().args[0]
+    device = meta.tensor(given[0]).device  # there may be no input: a mask, positions
     settings = inductor_config.patch(_SETTINGS[device.type])
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
     with tracing(TracingContext(mode)), mode, settings, ways:

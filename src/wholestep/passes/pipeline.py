@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from wholestep.errors import InternalError
 from wholestep.program import edit
+from wholestep.program.plain import plainly
 from wholestep.program.program import PassRecord, Program
 from wholestep.program.spec import verify
 
@@ -18,6 +19,7 @@ Pass = Callable[[Program], Program]
 """Edits the graph it is given and returns the program; options are bound before: ``partial(bucket, cap_bytes=...)``."""
 
 
+@plainly()
 def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
     """Runs `passes` in order on a copy of `program`, which stays as it is.
 

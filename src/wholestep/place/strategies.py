@@ -16,6 +16,7 @@ from wholestep.place.rules import RULES
 from wholestep.program import meta, ops
 from wholestep.program.edit import remove_dead_code
 from wholestep.program.meta import Bucket
+from wholestep.program.plain import plainly
 from wholestep.program.program import Input, InputKind, MeshAxis, OutputKind, Program
 from wholestep.program.spec import verify
 
@@ -95,6 +96,7 @@ def _dtype_name(entry: tuple[Input, Any]) -> str:
     return str(entry[0].dtype)
 
 
+@plainly()
 def place(program: Program, config: DDP | None, axis: MeshAxis | None) -> Program:
     """Spreads a captured program over one mesh axis. `config` None, or no axis: one process.
 

@@ -85,6 +85,8 @@ class _Writer(pickle.Pickler):
             return ("number",)
         if isinstance(thing, torch.SymBool):
             return ("truth",)
+        if isinstance(thing, torch.Generator):
+            raise NotPortable("it draws from a torch.Generator, and a copy of that would not be the user's")
         if isinstance(thing, torch.SymInt):
             raise NotPortable(f"it holds {thing}, a number that depends on data or on the rank of a process")
         return None

@@ -399,6 +399,14 @@ def test_gradients_are_off_in_a_run_and_as_they_were_behind_it(inputs: Make, bef
         assert torch.is_grad_enabled() == before
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_autocast_is_off_in_a_run_and_as_it_was_behind_it(inputs: Make, before: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=before):
+        ran = inputs([torch.ones(2, 2)]).run(lambda flat: (flat[0] @ flat[0]).dtype, [])
+        assert torch.is_autocast_enabled("cpu") == before
+    assert ran is torch.float32
+
+
 def test_inputs_are_as_they_are_now(inputs: Make) -> None:
     parameter, lives = nn.Parameter(torch.zeros(2)), object()
     group: dict[str, Any] = {"lr": 0.5, "betas": (0.9, 0.99)}

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
 from tests.unit import builders
+from wholestep.lower.compiler import compiled
 from wholestep.lower.inductor import compiles
 from wholestep.program import meta
 from wholestep.program.segment import Segment
@@ -134,3 +136,15 @@ def test_look_ups_stay_with_aten_on_the_cpu(device):
 def test_what_the_compiler_may_have(fn, tensors, wanted):
     calls = [node for node in builders.capture(fn, tensors).graph.nodes if node.op == "call_function"]
     assert compiles(calls[-1]) is wanted
+
+
+def test_a_segment_of_constants_has_no_input():
+    """A causal mask and what it is multiplied by: they are made before anything is read."""
+    with FakeTensorMode():
+        made = make_fx(lambda: (torch.ones(3, 3).tril() * 2,))()
+    with FakeTensorMode() as mode:
+        for node in made.graph.nodes:
+            if node.op == "call_function":
+                meta.set_value(node, mode.from_tensor(torch.zeros(3, 3)))
+    run = compiled(Segment(name="mask", read=lambda: made), early_launches=False, own_products=False)
+    assert torch.equal(next(iter(run([]))), torch.ones(3, 3).tril() * 2)

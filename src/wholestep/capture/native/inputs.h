@@ -3,7 +3,9 @@
 
 #include <torch/csrc/python_headers.h>
 
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <stdexcept>
@@ -35,7 +37,7 @@ class Inputs {
     }
   }
 
-  // function(inputs) with gradients off, or null with an error set. Then None stands where the call's own tensors
+  // function(inputs) with gradients and autocast off, or null with an error set. Then None stands where the call's own tensors
   // were, so that nothing of the call lives on, and the list is free again.
   PyObject* run(PyObject* function, PyObject* leaves) {
     THPObjectPtr flat(take());
@@ -43,6 +45,7 @@ class Inputs {
     THPObjectPtr found;
     {
       const c10::AutoGradMode off(false);
+      const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
       found = PyObject_CallOneArg(function, flat.get());
     }
     if (found.get() == nullptr || !let_go(flat.get()) || PyList_Append(free_, flat.get()) != 0) return nullptr;

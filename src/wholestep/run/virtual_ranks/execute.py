@@ -30,6 +30,7 @@ from wholestep.errors import ConfigError, InternalError, VerificationError
 from wholestep.passes.alias import COPY_FIRST
 from wholestep.program import meta, ops, show
 from wholestep.program.collectives import BARRIER
+from wholestep.program.plain import plainly
 from wholestep.program.program import MeshAxis, Program
 from wholestep.run.virtual_ranks.across import RULES
 
@@ -142,7 +143,7 @@ def run(
     Raises:
         VerificationError: for a value that is used before its wait, with the node and the user's line.
     """
-    with torch.no_grad():
+    with plainly():
         return _Run(program, inputs, blocks, streams).run(watch)
 
 

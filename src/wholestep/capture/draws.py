@@ -1,0 +1,141 @@
+"""What gives another thing every time it is asked: random generators and iterators that a step reaches.
+
+A trace asks once, and what it was given would be frozen in the graph. Torch's draws are operators, with the generator
+that they draw from, so those come out right; to seed a generator, or to draw from one of Python's, is no operator.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.fx as fx
+
+from wholestep.capture import blame
+from wholestep.errors import CaptureError
+from wholestep.program import meta
+
+KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+"""Types of generators."""
+
+
+@dataclass(slots=True)
+class _Generator:
+    """A generator, and the state that it had."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    is_torchs: bool = False
+    held: Any = None
+
+    def __post_init__(self) -> None:
+        self.held = self.read()
+
+    def moved(self) -> bool:
+        """Whether it is in another state."""
+        return not _same(self.held, self.read())
+
+    def sentence(self) -> str:
+        """What the step did to it, and what to do instead."""
+        if self.is_torchs:
+            return (
+                f"The step seeds {self.name}. That would happen once, while capturing, and never again. Seed it "
+                f"outside the step. To draw the same numbers twice, read torch.get_rng_state() and set it again with "
+                f"torch.set_rng_state()."
+            )
+        return (
+            f"The step draws from {self.name}: one draw would be frozen in the graph. "
+            f"Draw with torch (torch.rand), or draw outside the step and pass the number as a tensor."
+        )
+
+
+class Generators:
+    """The generators that a step may draw from, as they are before it is traced."""
+
+    def __init__(self, found: Mapping[int, tuple[str, Any]]) -> None:
+        """`found`: those that the step reaches, with names, by id."""
+        own = [("torch's own generator", torch.default_generator)]
+        if torch.cuda.is_initialized():
+            own += [(f"the generator of cuda:{i}", one) for i, one in enumerate(torch.cuda.default_generators)]
+        self._held = [
+            _Generator("Python's random generator", random.getstate, random.setstate),
+            _Generator("Python's numpy.random generator", np.random.get_state, np.random.set_state),
+            *(_held(name, thing) for name, thing in (*own, *found.values())),
+        ]
+
+    def put_back(self) -> str:
+        """Gives all of them the state that they had. Says what the step did to one that had another; "" if none."""
+        moved = [one for one in self._held if one.moved()]
+        for one in moved:
+            one.write(one.held)
+        return moved[0].sentence() if moved else ""
+
+
+def _held(name: str, thing: Any) -> _Generator:
+    if isinstance(thing, torch.Generator):
+        return _Generator(name, thing.get_state, thing.set_state, is_torchs=True)
+    if isinstance(thing, np.random.RandomState):
+        return _Generator(name, thing.get_state, thing.set_state)
+    if isinstance(thing, np.random.Generator):
+        bits = thing.bit_generator
+        return _Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return _Generator(name, thing.getstate, thing.setstate)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two states of generators are equal, arrays in tuples and dicts among them."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
+
+
+def check_made(module: fx.GraphModule, known: Mapping[int, tuple[str, Any]]) -> None:
+    """Raises CaptureError where a traced graph draws from a generator that the step itself has made."""
+    there = {_behind(thing) for _, thing in known.values() if isinstance(thing, torch.Generator)}
+    there.add(_behind(torch.default_generator))
+    for node in module.graph.nodes:
+        made = node.kwargs.get("generator")
+        if isinstance(made, fx.Node):  # a constant of the graph
+            made = getattr(module, str(made.target), None)
+        if isinstance(made, torch.Generator) and _behind(made) not in there:
+            raise CaptureError(
+                f"The step could not be captured at {meta.origin(node).source}\nit draws from a torch.Generator that "
+                f"it makes itself, or that wholestep could not find in its arguments, closure, globals or attributes. "
+                f"It would be made once, while capturing, and every call would draw on from it. Make it outside the "
+                f"step."
+            )
+
+
+def _behind(generator: torch.Generator) -> int:
+    """What is behind a generator: a graph holds another Python object for the same one."""
+    return int(generator._cdata)  # type: ignore[attr-defined,unused-ignore]
+
+
+@contextmanager
+def kept_iterators(known: Mapping[int, str]) -> Iterator[None]:
+    """While open, ``next`` refuses iterators that were there before the step. `known`: their names, by id."""
+    original = builtins.next
+
+    def refusing(iterator: Any, *default: Any) -> Any:
+        if id(iterator) in known:
+            raise CaptureError(
+                f"The step could not be captured at {blame.current_line()}\nit takes the next item of "
+                f"{known[id(iterator)]}, a {type(iterator).__name__}. That would happen once, while capturing, and "
+                f"every call would use that item again. Take it outside the step and pass it as an argument."
+            )
+        return original(iterator, *default)
+
+    with patch.object(builtins, "next", refusing):
+        yield

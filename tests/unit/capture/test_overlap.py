@@ -1,0 +1,131 @@
+"""Inputs that share memory: which do, and what a step may do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.capture.overlap import overlaps
+from wholestep.errors import CaptureError
+
+
+def test_views_of_other_parts_have_nothing_in_common() -> None:
+    flat = torch.zeros(4, 6)
+    assert overlaps([flat[:2], flat[2:], torch.zeros(4, 6)]) == []
+    assert overlaps([flat[:, ::2], flat[:, 1::2]]) == []
+    assert overlaps([flat[:0], flat]) == []
+
+
+def test_pairs_are_told_once_each() -> None:
+    flat = torch.zeros(4, 6)
+    assert overlaps([flat[1], flat, flat[2], flat.t()]) == [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert overlaps([flat[:, ::2], flat[:, ::3]]) == [(0, 1)]
+    assert overlaps([flat.view(torch.uint8), flat]) == [(0, 1)]
+
+
+class Flat:
+    """A layer whose weight and gradient are parts of flat tensors."""
+
+    def __init__(self) -> None:
+        self.weights, self.gradients, self.average = torch.ones(6), torch.zeros(6), torch.zeros(6)
+        self.weight = nn.Parameter(self.weights[:4].view(2, 2))
+        self.opt = torch.optim.SGD([self.weight], lr=0.01)
+
+    def update(self, x: Tensor) -> Tensor:
+        loss = (x @ self.weight).square().sum()
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss
+
+    def reads_behind_a_write(self, x: Tensor) -> Tensor:
+        loss = self.update(x)
+        self.average.lerp_(self.weights, 0.1)  # <- here
+        return loss
+
+    def returns_a_part(self, x: Tensor) -> Tensor:
+        part = self.weights[:2]
+        self.update(x)
+        return part
+
+    def writes_to_both(self, x: Tensor) -> Tensor:
+        loss = self.update(x)
+        self.weights.mul_(0.9)  # <- here
+        return loss
+
+    def flat_gradients(self, x: Tensor) -> Tensor:
+        self.gradients.zero_()
+        loss = (x @ self.weight).square().sum()
+        loss.backward()  # <- here
+        self.opt.step()
+        return loss
+
+    def reads_before_the_write(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.weights.sum()
+        return before, self.update(x)
+
+
+def line_of(method: Callable[..., Any]) -> str:
+    """``file.py:12`` of the marked line."""
+    lines = Path(__file__).read_text().splitlines()
+    start = method.__code__.co_firstlineno
+    return f"{Path(__file__).name}:{next(n for n in range(start, len(lines)) if '# <- here' in lines[n - 1])}"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("reads_behind_a_write", "uses self.weights behind the write"),
+        ("returns_a_part", "the step returns self.weights behind the write"),
+        ("writes_to_both", "uses self.weights behind the write"),
+        ("flat_gradients", "uses self.weight.grad behind the write"),
+    ],
+)
+def test_what_a_graph_would_not_see_is_refused(name: str, told: str) -> None:
+    held = Flat()
+    if name == "flat_gradients":
+        held.weight.grad = held.gradients[:4].view(2, 2)
+    step, before = getattr(held, name), held.weights.clone()
+    with pytest.raises(CaptureError, match="share memory") as raised:
+        ws.compile(step, backend="eager")(torch.ones(3, 2))
+    assert told in str(raised.value)
+    assert name == "returns_a_part" or line_of(step) in str(raised.value)
+    assert torch.equal(held.weights, before)
+
+
+def test_what_is_read_before_the_write_is_what_eager_code_reads() -> None:
+    plain, compiled, x = Flat(), Flat(), torch.ones(3, 2)
+    step = ws.compile(compiled.reads_before_the_write, backend="eager")
+    for _ in range(3):
+        assert all(map(torch.equal, plain.reads_before_the_write(x), step(x)))
+        assert torch.equal(plain.weights, compiled.weights)
+
+
+def transposed_twins(x: Tensor, weight: nn.Parameter, twin: nn.Parameter, opt: torch.optim.Optimizer) -> None:
+    (x @ weight @ twin).square().sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_two_parameters_in_one_memory_are_refused(foreach: bool) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    twin = nn.Parameter(weight.detach().t())
+    opt = torch.optim.SGD([weight, twin], lr=0.1, foreach=foreach)
+    with pytest.raises(CaptureError, match="share memory"):
+        ws.compile(transposed_twins, backend="eager")(torch.ones(3, 2), weight, twin, opt)
+
+
+def test_writing_to_an_expanded_argument_is_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        x[0].mul_(2)
+        return x.sum()
+
+    with pytest.raises(CaptureError, match="an expanded tensor"):
+        ws.compile(step, backend="eager")(torch.ones(1, 3).expand(4, 3))
