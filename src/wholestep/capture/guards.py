@@ -43,8 +43,12 @@ def modes() -> tuple[tuple[str, Any], ...]:
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor a trace depends on: type, dtype, shape, strides, device, ``requires_grad``."""
-    return (type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad)
+    """What of a tensor a trace depends on: type, dtype, shape, strides, device, ``requires_grad``, and whether what it
+    stands for is conjugate or negative to what lies in memory."""
+    return (
+        type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
 def aliases_of(leaves: list[Any], is_data: list[bool]) -> list[int]:
@@ -54,9 +58,11 @@ def aliases_of(leaves: list[Any], is_data: list[bool]) -> list[int]:
 
 
 def _spell(description: tuple[Any, ...]) -> str:
-    kind, dtype, shape, stride, device, grad = description
+    kind, dtype, shape, stride, device, *flags = description
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-    return f"{text}, strides {list(stride)}, {kind.__name__}{', requires_grad' if grad else ''}"
+    names = ("requires_grad", "lazily conjugate", "lazily negative")
+    told = "".join(f", {name}" for name, flag in zip(names, flags, strict=True) if flag)
+    return f"{text}, strides {list(stride)}, {kind.__name__}{told}"
 
 
 def differ(what: str, then: tuple[Any, ...], now: tuple[Any, ...]) -> str:

@@ -291,8 +291,8 @@ def _is_set(cell: types.CellType) -> bool:
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    kind, dtype, shape, stride, device, grad = guarding.describe(tensor)
-    return f"{kind.__module__}.{kind.__qualname__} {dtype} {list(shape)} {list(stride)} {device} {grad}"
+    kind, dtype, shape, stride, *rest = guarding.describe(tensor)
+    return f"{kind.__module__}.{kind.__qualname__} {dtype} {list(shape)} {list(stride)} {' '.join(map(str, rest))}"
 
 
 def _array(array: np.ndarray[Any, Any]) -> str:

@@ -133,7 +133,8 @@ def _gives_tensors(node: fx.Node) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     sizes = all(isinstance(size, int) for size in tensor.shape)
-    return tensor.layout is torch.strided and not tensor.dtype.is_complex and sizes
+    # A kernel reads what lies in memory, which a negative view of a complex tensor does not stand for.
+    return tensor.layout is torch.strided and not tensor.dtype.is_complex and sizes and not tensor.is_neg()
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> bool:

@@ -509,6 +509,7 @@ OTHER_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "dtype": ((X.double(), [Y, 1]), {"k": 1.0}),
     "device": ((torch.zeros(2, 3, device="meta"), [Y, 1]), {"k": 1.0}),
     "requires_grad": ((torch.zeros(2, 3, requires_grad=True), [Y, 1]), {"k": 1.0}),
+    "negative": ((torch._neg_view(X), [Y, 1]), {"k": 1.0}),
     "class": ((nn.Parameter(X, requires_grad=False), [Y, 1]), {"k": 1.0}),
     "layout": ((X.to_sparse(), [Y, 1]), {"k": 1.0}),
     "no tensor": ((None, [Y, 1]), {"k": 1.0}),
@@ -531,6 +532,14 @@ def test_another_call_does_not_match(module: ModuleType, name: str) -> None:
     assert made is not None
     assert made.match(OTHER_CALLS[name]) is None
     assert made.match(((torch.ones(2, 3), [torch.ones(2, 3), 1]), {"k": 1.0})) is not None
+
+
+def test_a_conjugate_is_another_call(module: ModuleType) -> None:
+    z = torch.zeros(2, 3, dtype=torch.complex64)
+    made = matcher((z,), {})
+    assert made is not None
+    assert made.match(((z.conj(),), {})) is None
+    assert made.match(((z.clone(),), {})) is not None
 
 
 def test_order_of_names_and_tensors_given_twice(module: ModuleType) -> None:

@@ -148,3 +148,21 @@ def test_a_segment_of_constants_has_no_input():
                 meta.set_value(node, mode.from_tensor(torch.zeros(3, 3)))
     run = compiled(Segment(name="mask", read=lambda: made), early_launches=False, own_products=False)
     assert torch.equal(next(iter(run([]))), torch.ones(3, 3).tril() * 2)
+
+
+@pytest.mark.parametrize("first", ["plain", "negative"])
+def test_what_is_lazily_negative_is_what_it_stands_for(first):
+    """The imaginary part of a conjugate has the memory of that of the number itself."""
+    z = torch.randn(8, dtype=torch.complex64)
+    given = {"plain": z.imag, "negative": z.conj().imag}
+    assert given["negative"].is_neg()
+    assert given["negative"].data_ptr() == given["plain"].data_ptr()
+
+    def double(x):
+        return (x * 2).sin() + x
+
+    step = ws.compile(double, backend="inductor")
+    for name in sorted(given, key=lambda name: name != first):
+        torch.testing.assert_close(step(given[name]), double(given[name]))
+    assert step.cache_info().traces == 2
+    assert "lazily negative" in step.cache_info().reasons[-1]

@@ -17,14 +17,15 @@ struct ArgumentLayout {
   at::ScalarType dtype;
   c10::Device device;
   std::vector<int64_t> sizes, strides;
-  bool requires_grad;
+  bool requires_grad, conjugate, negative;
   size_t alias;  // the first argument that is the same tensor
 };
 
 class Call {
  public:
   // `structure`, that of (args, kwargs), is (None,), (tuple or list, structures) or (dict, structures, keys); `leaves` has
-  // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, alias) of data, or (thing,).
+  // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, conjugate, negative, alias) of
+  // data, or (thing,).
   Call(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
     if (PyTuple_GET_SIZE(structure) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(structure, 1)) ||
         PyTuple_GET_SIZE(PyTuple_GET_ITEM(structure, 1)) != 2)
@@ -54,14 +55,14 @@ class Call {
   std::unordered_set<PyObject*> state_;
 
   static ArgumentLayout read(PyObject* leaf) {
-    PyObject* item[7];
-    if (PyTuple_GET_SIZE(leaf) != 7) throw std::invalid_argument("a description has seven parts");
-    for (int i = 0; i < 7; ++i) item[i] = PyTuple_GET_ITEM(leaf, i);
+    PyObject* item[9];
+    if (PyTuple_GET_SIZE(leaf) != 9) throw std::invalid_argument("a description has nine parts");
+    for (int i = 0; i < 9; ++i) item[i] = PyTuple_GET_ITEM(leaf, i);
     if (!THPDtype_Check(item[1]) || !THPDevice_Check(item[4])) throw std::invalid_argument("no dtype or no device");
     return {
         reinterpret_cast<PyTypeObject*>(item[0]), reinterpret_cast<THPDtype*>(item[1])->scalar_type,
         reinterpret_cast<THPDevice*>(item[4])->device, numbers(item[2]), numbers(item[3]), item[5] == Py_True,
-        PyLong_AsSize_t(item[6])};
+        item[6] == Py_True, item[7] == Py_True, PyLong_AsSize_t(item[8])};
   }
 
   static std::vector<int64_t> numbers(PyObject* tuple) {
@@ -119,7 +120,7 @@ class Call {
   static bool fits(const c10::TensorImpl& impl, const ArgumentLayout& then) {
     return is_plain(impl) && impl.dtype() == c10::scalarTypeToTypeMeta(then.dtype) && impl.device() == then.device &&
         impl.sizes() == c10::IntArrayRef(then.sizes) && impl.strides() == c10::IntArrayRef(then.strides) &&
-        impl.requires_grad() == then.requires_grad;
+        impl.requires_grad() == then.requires_grad && impl.is_conj() == then.conjugate && impl.is_neg() == then.negative;
   }
 
   static bool same(PyObject* then, PyObject* now) {
