@@ -209,14 +209,19 @@ class Warm:
     def _cached(self, fingerprint: Fingerprint) -> Path:
         """The file of the cache with this fingerprint. Raises ArtifactError, with what the newest of others lacks."""
         folder = artifact.make_folder()
-        path = folder / artifact.key_of(self.name, fingerprint)
+        path = folder / artifact.key_of(self._name_in_cache(fingerprint), fingerprint)
         if path.exists():
             artifact.check_private(path)
             return path
-        for other in artifact.newest_first(folder.glob(f"{artifact.prefix_of(self.name)}*")):
+        prefix = artifact.prefix_of(self._name_in_cache(fingerprint))
+        for other in artifact.newest_first(folder.glob(f"{prefix}*")):
             why_not = artifact.difference(artifact.read(other)[0].fingerprint, fingerprint)
             raise ArtifactError(f"{other} was saved for something else. {why_not}.")
         raise ArtifactError(f"{folder} holds no {self.name}.")
+
+    def _name_in_cache(self, fingerprint: Fingerprint) -> str:
+        """What files of the cache are kept by: the step and the rank, so that ranks do not push out each other's."""
+        return f"{self.name} {dict(fingerprint['the mesh'])['the rank']}"
 
     def write(self, path: Path, entry: Saved, setting: Setting) -> None:
         """Writes a step to a file of the user's, one per rank. Raises ArtifactError."""
@@ -232,9 +237,9 @@ class Warm:
             return
         try:
             header, body = written(self.name, saved())
-            folder = artifact.make_folder()
-            artifact.write(folder / artifact.key_of(self.name, header.fingerprint), header, body)
-            artifact.forget_old(folder.glob(f"{artifact.prefix_of(self.name)}*"))
+            folder, name = artifact.make_folder(), self._name_in_cache(header.fingerprint)
+            artifact.write(folder / artifact.key_of(name, header.fingerprint), header, body)
+            artifact.forget_old(folder.glob(f"{artifact.prefix_of(name)}*"))
         except ArtifactError as error:
             log.info("%s is not kept for other processes: %s", self.name, error)
         except Exception as error:  # as above

@@ -482,6 +482,17 @@ def test_a_rank_without_a_file_keeps_the_other_from_loading(pool2: Any, tmp_path
         assert cold[0] == warm[0]
 
 
+def start_twice_with_room_for_one(folder: str) -> list[Any]:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "WHOLESTEP_CACHE": "1"}), patch.object(artifact, "_KEPT", 1):
+        return [start(8), start(8)]
+
+
+def test_ranks_do_not_push_each_other_out_of_the_cache(pool2: Any, tmp_path: Path) -> None:
+    """So many files are kept of each, however many ranks share a folder."""
+    assert [warm[1:] for _, warm in pool2.run(start_twice_with_room_for_one, str(tmp_path))] == [(0, 1)] * 2
+    assert len(list(tmp_path.glob("**/*train*"))) == 2
+
+
 def waves(x: Tensor) -> Tensor:
     return x.cos().sin().sum(0) * 5
 

@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture import blame
+from wholestep.capture.thread import here
 from wholestep.errors import CaptureError
 from wholestep.program import meta
 
@@ -137,5 +138,5 @@ def kept_iterators(known: Mapping[int, str]) -> Iterator[None]:
             )
         return original(iterator, *default)
 
-    with patch.object(builtins, "next", refusing):
+    with patch.object(builtins, "next", here(refusing, original)):
         yield

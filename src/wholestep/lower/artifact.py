@@ -26,7 +26,7 @@ from typing import Any
 from wholestep.errors import ArtifactError
 
 MAGIC = b"wholestep step, format 1\n"
-_KEPT = 8  # files per step in the cache
+_KEPT = 8  # files per step and rank in the cache
 
 Line = tuple[str, str]
 """What has to be the same, and how it is."""
@@ -52,7 +52,7 @@ def key_of(step: str, fingerprint: Fingerprint) -> str:
 
 
 def prefix_of(step: str) -> str:
-    """What the names of all files of a step begin with."""
+    """What the names of all files of a step, or of a rank's, begin with."""
     name = "".join(letter if letter.isalnum() or letter == "_" else "." for letter in step.rpartition(":")[2])
     return f"{name[-60:]}-{_digest(step)[:12]}-"
 

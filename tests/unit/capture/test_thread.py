@@ -108,3 +108,15 @@ def test_another_thread_sends_objects_and_makes_groups(group: Any) -> None:
         return model(x)
 
     capture(step, (nn.Linear(3, 3), torch.ones(2, 3)), {})
+
+
+def test_another_thread_takes_the_next_batch() -> None:
+    batches = iter([1, 2])
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(next, batches).result() == 1
+            assert pool.submit(lambda: next(batches)).result() == 2
+        return model(x)
+
+    capture(step, (nn.Linear(3, 3), torch.ones(2, 3)), {})
