@@ -22,6 +22,7 @@ from wholestep.capture.storage import Storages
 from wholestep.capture.ties import Captured, Held, Ties, tie
 from wholestep.capture.trace import Trace, Tracer, settle
 from wholestep.capture.version import keep_versions
+from wholestep.capture.views import ContentView
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.program import edit, meta
 from wholestep.program.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
@@ -90,6 +91,9 @@ class _Job:
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
+        for watch in scene.found.watches:  # a tensor on an array's memory sees what is written to it
+            if isinstance(watch.container, ContentView) and any(map(watch.container.shares_memory, self.trace.found)):
+                watch.guard = False
         check_writes(self.trace.module.graph, tracer.names())
         functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
         functional.writes = self._storages.exit_writes(functional.writes)

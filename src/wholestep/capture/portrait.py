@@ -22,6 +22,7 @@ import re
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -41,7 +42,7 @@ from wholestep.capture.overlap import overlaps
 from wholestep.capture.ranks import ranks
 from wholestep.capture.scene import Scene
 from wholestep.capture.storage import num_bytes
-from wholestep.capture.views import ClassView
+from wholestep.capture.views import BUFFERS, ClassView, ContentView, SlotsView, slots
 from wholestep.capture.whose import is_users
 
 Line = tuple[str, str]
@@ -96,7 +97,8 @@ def portrait(scene: Scene, options: Mapping[str, Any]) -> list[Line]:
         lines += painter.watch(watch)
     lines += painter.state()
     for watch in scene.found.watches:
-        if watch.guard or isinstance(watch.container, ClassView):
+        painted = isinstance(watch.container, (ContentView, SlotsView))  # where the thing itself comes up
+        if not painted and (watch.guard or isinstance(watch.container, ClassView)):
             lines += painter.watch(watch)
     return [*lines, *((name, painter.named(name, thing)) for name, thing in options.items())]
 
@@ -205,6 +207,8 @@ class _Painter:
             return _tensor(thing)
         if isinstance(thing, np.ndarray):
             return _array(thing)
+        if isinstance(thing, BUFFERS):
+            return hashlib.sha256(bytes(thing)).hexdigest()
         if isinstance(thing, (types.FunctionType, types.MethodType, functools.partial)):
             return self._function(thing)
         if isinstance(thing, (staticmethod, classmethod)):
@@ -214,7 +218,7 @@ class _Painter:
         if isinstance(thing, (property, functools.cached_property)):
             parts = (thing.fget, thing.fset, thing.fdel) if isinstance(thing, property) else (thing.func,)
             return self._each(parts)
-        if isinstance(thing, (list, tuple)):
+        if isinstance(thing, (list, tuple, deque)):
             return self._each(thing)
         if isinstance(thing, (set, frozenset)):
             return _clipped(str(sorted(self.paint(one) for one in list(thing))))
@@ -241,12 +245,12 @@ class _Painter:
     def _object(self, thing: Any) -> str:
         kind = type(thing)
         attributes = getattr(thing, "__dict__", None)
-        slots = {name: getattr(thing, name) for name in walk.slots(kind) if hasattr(thing, name)}
-        if attributes is None and not slots and kind is not object and "__slots__" not in vars(kind):
+        held = {name: getattr(thing, name) for name in slots(kind) if hasattr(thing, name)}
+        if attributes is None and not held and kind is not object and "__slots__" not in vars(kind):
             raise NotComparable(f"a {kind.__qualname__}, of which nothing can be seen")
         if attributes is not None and id(attributes) in self._watched and is_users(kind):
             attributes = {}  # a watch of its own
-        return self._each([*(attributes or {}).items(), *slots.items()])
+        return self._each([*(attributes or {}).items(), *held.items()])
 
     def _each(self, things: Iterable[Any]) -> str:
         return _clipped(f"({', '.join(self.paint(one) for one in list(things))})")

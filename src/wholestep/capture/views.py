@@ -1,9 +1,19 @@
-"""Things that are no dict and look like one, so that they can be watched and restored: closure cells and classes."""
+"""Things that are no dict and look like one, so that they can be watched and restored: closure cells, classes, slots,
+and what holds values without names."""
 
 from __future__ import annotations
 
+import array
 import types
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+import torch
+
+BUFFERS = (bytearray, memoryview, array.array, np.ndarray)
+"""What holds numbers without objects of Python around them."""
 
 
 class CellView(dict[str, Any]):
@@ -43,3 +53,75 @@ class ClassView(dict[str, Any]):
         for key, item in held.items():
             if vars(self._kind).get(key) is not item:
                 setattr(self._kind, key, item)
+
+
+class SlotsView(dict[str, Any]):
+    """The attributes that an object holds outside of its ``__dict__``."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__()
+        self._thing = thing
+
+    def __contains__(self, key: object) -> bool:
+        return hasattr(self._thing, str(key))
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self._thing, key)
+
+    def __delitem__(self, key: str) -> None:
+        delattr(self._thing, key)
+
+    def update(self, held: Any) -> None:  # type: ignore[override]
+        for key, item in held.items():
+            if getattr(self._thing, key, None) is not item:
+                setattr(self._thing, key, item)
+
+
+class ContentView(dict[Any, Any]):
+    """What a set, a deque, a buffer or a view of a dict holds, by place or by key; see `content`."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__()
+        self._thing = thing
+
+    def content(self) -> dict[Any, Any]:
+        """All of it at this moment. The places of a set are those in which a step would meet its items."""
+        thing = self._thing
+        if isinstance(thing, types.MappingProxyType):
+            return dict(thing)
+        if isinstance(thing, np.ndarray):
+            layout = {"dtype": thing.dtype.str, "shape": thing.shape}
+            return {**layout, **(dict(enumerate(thing.flat)) if thing.dtype.hasobject else {"data": thing.tobytes()})}
+        return {"data": bytes(thing)} if isinstance(thing, BUFFERS) else dict(enumerate(list(thing)))
+
+    def update(self, held: Any) -> None:  # type: ignore[override]
+        """Puts back what `content` gave. Only who has the dict behind a view can write to it."""
+        thing = self._thing
+        if isinstance(thing, (set, deque)):
+            thing.clear()
+            (thing.update if isinstance(thing, set) else thing.extend)(held.values())
+        elif isinstance(thing, np.ndarray):
+            items = [one for key, one in held.items() if isinstance(key, int)]
+            whole = np.array(items, thing.dtype) if thing.dtype.hasobject else np.frombuffer(held["data"], thing.dtype)
+            thing[...] = whole.reshape(thing.shape)
+        elif isinstance(thing, array.array):
+            thing[:] = array.array(thing.typecode, held["data"])
+        elif isinstance(thing, BUFFERS):
+            thing[:] = held["data"]
+
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor reads what is written here, as ``torch.from_numpy`` gives it."""
+        if not isinstance(self._thing, BUFFERS):
+            return False
+        own = self._thing if isinstance(self._thing, np.ndarray) else np.frombuffer(self._thing, np.uint8)
+        try:
+            return bool(np.may_share_memory(own, tensor.detach().numpy()))
+        except (TypeError, RuntimeError):  # a tensor that no array can be
+            return False
+
+
+def slots(kind: type) -> Iterator[str]:
+    """Names of the attributes that objects of a class hold outside of their ``__dict__``."""
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names

@@ -4,8 +4,8 @@
 Tracing runs the step's Python once. Every Python value it read is frozen in the graph, so each must be
 looked at again before the graph is used again. Roots are the arguments, ``self``, closure cells and the
 globals that the step's code names, followed through user functions, modules, containers and objects.
-- A *watch* holds one dict or list with what it held while tracing. It serves twice: after the trace it
-  shows side effects (refused), before each call it shows what changed (retraced).
+- A *watch* holds one dict or list (or set, deque, array) with what it held while tracing. It serves twice: after the
+  trace it shows side effects (refused), before each call it shows what changed (retraced).
 - Attributes of modules are watched whole. Other objects, the files of Python that the user has written among them,
   are watched only in the attributes whose names occur in code that the step can reach, so a counter that the training
   loop moves does not retrace.
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +28,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import draws, tree
-from wholestep.capture.views import CellView, ClassView
+from wholestep.capture.views import BUFFERS, CellView, ClassView, ContentView, SlotsView, slots
 from wholestep.capture.whose import NO_STATE, is_user_code, is_users, is_users_file
+
+log = logging.getLogger("wholestep")
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
+_MOST_BYTES = 1 << 20  # of numbers that every call compares
+_BEHIND = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
 _HOOKS = (
@@ -64,6 +70,8 @@ class Watch:
         """What the container holds at this moment."""
         if isinstance(self.container, list):
             return list(self.container)
+        if isinstance(self.container, ContentView):
+            return self.container.content()
         if self.keys is None:
             return dict(self.container)
         return {key: self.container[key] for key in self.keys if key in self.container}
@@ -89,8 +97,10 @@ class Watch:
         items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
         for key, item in list(items):
             if item is new:
-                if isinstance(self.container, (CellView, ClassView)):
+                if isinstance(self.container, (CellView, ClassView, SlotsView)):
                     self.container.update({key: old})
+                elif isinstance(self.container, ContentView):
+                    self.container.update({**self.now(), key: old})
                 else:
                     self.container[key] = old
 
@@ -99,7 +109,8 @@ class Watch:
         if isinstance(self.container, list):
             self.container[:] = self.held
             return
-        for key in set(self.now()) - set(self.held):
+        extra = () if isinstance(self.container, ContentView) else set(self.now()) - set(self.held)
+        for key in extra:
             del self.container[key]
         self.container.update(self.held)
 
@@ -197,14 +208,18 @@ class Walker:
             self.visit(name + ".optimizer", thing.optimizer, depth + 1)
         elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(name, thing, depth)
-        elif isinstance(thing, (list, tuple, set, frozenset)):
+        elif isinstance(thing, (list, tuple, set, frozenset, deque)):
             self._sequence(name, thing, depth)
-        elif isinstance(thing, dict):
-            self._watch(thing, name, None)
+        elif isinstance(thing, BUFFERS):
+            self._buffer(name, thing)
+        elif isinstance(thing, (dict, types.MappingProxyType)):
+            self._watch(thing if isinstance(thing, dict) else ContentView(thing), name, None)
             for key, item in list(thing.items()):
                 self.visit(f"{name}[{key!r}]", item, depth + 1)
         elif isinstance(thing, types.ModuleType) or not type(thing).__module__.startswith(NO_STATE):
             self._later.append((name, thing))
+            for inside in (inside for kind, inside in _BEHIND if isinstance(thing, kind)):
+                self.visit(f"{name}.{inside}", getattr(thing, inside), depth + 1)
 
     def finish(self) -> Found:
         """Walks the plain objects, whose attributes are looked at only by names that code uses."""
@@ -219,6 +234,8 @@ class Walker:
         for name, thing in self._later:
             if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
                 self._watch(vars(thing), name, tuple(sorted(self._names)))
+            if own := self._names.intersection(slots(type(thing))):
+                self._watch(SlotsView(thing), name, tuple(sorted(own)))
         self._finish_schedulers()
         self._finish_classes()
         return self.found
@@ -242,12 +259,22 @@ class Walker:
         self.found.watches.append(watch)
 
     def _sequence(self, name: str, thing: Any, depth: int) -> None:
+        if isinstance(thing, (list, set, deque)):
+            self._watch(thing if isinstance(thing, list) else ContentView(thing), name, None)
         if len(thing) > _MAX_ITEMS:
             return
-        if isinstance(thing, list):
-            self._watch(thing, name, None)
         for index, item in enumerate(list(thing)):  # a thread may write to it meanwhile
             self.visit(f"{name}.{index}", item, depth + 1)
+
+    def _buffer(self, name: str, thing: Any) -> None:
+        num_bytes = thing.nbytes if hasattr(thing, "nbytes") else len(bytes(thing))
+        if num_bytes > _MOST_BYTES:
+            log.warning(
+                "%s holds %s bytes: what is written to it between calls is not seen where the step reads it as numbers",
+                name, f"{num_bytes:,}",
+            )  # fmt: skip
+            return
+        self._watch(ContentView(thing), name, None)
 
     def _module(self, name: str, module: nn.Module, depth: int) -> None:
         self.found.modules[id(module)] = (name, module)
@@ -340,13 +367,6 @@ class Walker:
 def _is_users_module(thing: Any) -> bool:
     """Whether a thing is a file of Python that the user has written: a constant in it is like a global."""
     return isinstance(thing, types.ModuleType) and is_users_file(getattr(thing, "__file__", None) or "")
-
-
-def slots(kind: type) -> Iterator[str]:
-    """Names of the attributes that objects of a class hold outside of their ``__dict__``."""
-    for base in kind.__mro__:
-        names = base.__dict__.get("__slots__", ())
-        yield from (names,) if isinstance(names, str) else names
 
 
 def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
