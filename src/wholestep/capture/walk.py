@@ -34,7 +34,7 @@ from wholestep.capture.whose import NO_STATE, is_user_code, is_users, is_users_f
 log = logging.getLogger("wholestep")
 
 _MAX_DEPTH = 12
-_MAX_ITEMS = 4096  # a longer list of plain numbers is data, not structure
+_MAX_ITEMS = 4096  # what a longer list holds is data, not structure
 _MOST_BYTES = 1 << 20  # of numbers that every call compares
 _BEHIND = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
