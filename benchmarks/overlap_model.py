@@ -41,7 +41,8 @@ from wholestep.cli.models import REFERENCE, LanguageModel, LanguageModelSize
 from wholestep.cli.suite.trainings import autocast_step
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
-from wholestep.lower import inductor, lists
+from wholestep.lower import inductor
+from wholestep.lower.backend import forms_segments
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.assignment import Cuts, fixed_cuts
 from wholestep.passes.average import average_on_the_way
@@ -53,7 +54,6 @@ from wholestep.passes.order import ABOUT_AS_FAST
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
 from wholestep.place.strategies import place
@@ -98,14 +98,7 @@ def lowering() -> list[Pass]:
         partial(widen_products, widens=can),
         partial(pack_scalars, reads=inductor.reads_packed),
         delay_waits,
-        partial(
-            form_segments,
-            compiles=inductor.compiles,
-            apart=lists.takes,
-            postpones=inductor.follows,
-            pays_alone=inductor.pays_alone,
-            by_library=inductor.by_library,
-        ),
+        forms_segments(on_gpu=True),
     ]
 
 

@@ -144,16 +144,7 @@ class Inductor:
             partial(pack_scalars, reads=inductor.reads_packed),
             # A segment ends where a wait stands.
             delay_waits,
-            partial(
-                form_segments,
-                compiles=inductor.compiles,
-                apart=lists.takes,
-                postpones=inductor.follows,
-                pays_alone=inductor.pays_alone,
-                # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a
-                # segment once anyway, and its different ones side by side.
-                by_library=inductor.by_library if self._on_gpu else None,
-            ),
+            forms_segments(on_gpu=self._on_gpu),
             *([self._lists.tell_lists] if self._on_gpu else []),
         ]
 
@@ -277,6 +268,20 @@ class Inductor:
     def _has_failed(self, reason: str) -> None:
         self.why_no_graph = f"its capture failed: {reason}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
+
+
+def forms_segments(*, on_gpu: bool) -> Pass:
+    """The pass that gives Inductor its segments."""
+    return partial(
+        form_segments,
+        compiles=inductor.compiles,
+        apart=lists.takes,
+        postpones=inductor.follows,
+        pays_alone=inductor.pays_alone,
+        # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a segment
+        # once anyway, and its different ones side by side.
+        by_library=inductor.by_library if on_gpu else None,
+    )
 
 
 def finds(shelf: Shelf | None) -> bool:
