@@ -26,6 +26,7 @@ from wholestep.lower import (
     inductor,
     lists,
     products,
+    row_sums,
 )
 from wholestep.lower.later import later
 from wholestep.passes.activations import fuse_activations
@@ -183,6 +184,7 @@ class Inductor:
                     cross_entropy.build(node)
             for text in self._inductor.texts() if self._on_gpu else ():
                 column_sums.build(text)
+                row_sums.build(text)
 
     def _take(self, program: Program, shelf: Shelf, key: str) -> None:
         """Takes from the shelf what rank 0 has compiled of a program, if it has the same one."""

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import launches, wrapper
+from wholestep.lower import launches, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
 from wholestep.program import meta
 from wholestep.program.modules import unwritten
@@ -109,6 +109,7 @@ def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMod
     with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
         made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
+    row_sums.gather_sums(made.graph)
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
     end.meta["user_visible_output_idxs"] = given
     end.meta["original_output_strides"] = [

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.lower import captures
+from wholestep.lower import captures, memsets
 from wholestep.program import edit, meta, ops
 from wholestep.program.modules import module_of
 from wholestep.program.numbers import pack
@@ -200,14 +200,23 @@ class Pool:
         with torch.cuda.device(self._device), uncollected():
             if self._keeper is None:
                 self._renew()
-            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
             try:
                 with captures.settled(), self._capturing(graph):
                     results = body()
+                memsets.as_kernels(graph, self._captured, self._device)
+                graph.instantiate()
             except BaseException:
                 self._mend(graph, before)
                 raise
             return graph, results
+
+    def _captured(self, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """What `body` does, to be read and not to be run."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with self._capturing(graph):
+            body()
+        return graph
 
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Any:
         # The threads of NCCL go on with their own calls meanwhile.

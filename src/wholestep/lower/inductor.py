@@ -33,6 +33,7 @@ from wholestep.lower import (
     instructions,
     kernels,
     products,
+    row_sums,  # noqa: F401  # likewise
 )
 from wholestep.lower.fused import is_written_out
 from wholestep.lower.later import later

@@ -49,7 +49,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
 from tests.unit.lower import test_lists
-from wholestep.lower import binaries, column_sums, compiler, cross_entropy, fused, kernels, lists
+from wholestep.lower import binaries, column_sums, compiler, cross_entropy, fused, kernels, lists, row_sums
 from wholestep.lower.header import lightened
 from wholestep.passes.cross_entropy import CROSS_ENTROPY
 from wholestep.program import meta
@@ -117,9 +117,17 @@ def made_on_the_device(make: Make) -> list[Tensor]:
     ]  # fmt: skip
 
 
+def bias_gradients(make: Make) -> list[Tensor]:
+    """The backward of two linear layers: sums over the rows of what products read."""
+    grads = [make(1, 1024, size, dtype=torch.bfloat16).view(1024, size) for size in (768, 3072)]
+    weights = [make(size, 768, dtype=torch.bfloat16) for size in (768, 3072)]
+    sums = [torch.sum(grad, [0], keepdim=True).view(grad.shape[1]).float() for grad in grads]
+    return [*(grad @ weight for grad, weight in zip(grads, weights, strict=True)), *sums]
+
+
 SEGMENTS: tuple[Segment, ...] = (
     pointwise, reduction, mix_order_reduction, combo_kernel, product, attention, mixed_precision, embedding_backward,
-    mutation, made_on_the_device,
+    mutation, made_on_the_device, bias_gradients,
 )  # fmt: skip
 
 
@@ -197,6 +205,7 @@ def graph_of(segment: Segment, number: int) -> tuple[fx.GraphModule, list[Tensor
         graph = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
     if segment is mutation:
         _store(graph)
+    row_sums.gather_sums(graph.graph)
     return graph, inputs, mode
 
 
@@ -281,14 +290,19 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
     with counted(made), gpu(old), fresh_cache():
         cross_entropy.build(call)
         column_sums.build("[buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)\n")
+        row_sums.build(
+            "buf5 = torch.ops.wholestep.sum_rows.default([buf1, buf3], 512, [768, 64], torch.bfloat16, torch.float32)\n"
+        )
         data = binaries.written(binaries.kept())
     made_by_building = len(made)
-    for kernel in (cross_entropy._kernel, column_sums._kernel):
+    for kernel in (cross_entropy._kernel, column_sums._kernel, row_sums._rows_kernel, row_sums._parts_kernel):
         kernel.device_caches.clear()  # as in another process
     with counted(made), gpu(new) as loader, fresh_cache():
         binaries.take(data)
         cross_entropy.cross_entropy(*tensors, -100)
         column_sums.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
+        matrices = [torch.zeros(512, size, dtype=torch.bfloat16) for size in (768, 64)]
+        row_sums.sum_rows(matrices, 512, [768, 64], torch.bfloat16, torch.float32)
     return {"made by building": made_by_building, "made by launching": len(made) - made_by_building,
             "loaded": loader.loaded}  # fmt: skip
 

@@ -315,11 +315,14 @@ class FakeCuda:
             told = partial(lambda what, *args: self.log.append(f"{what} {args}"), name)
             monkeypatch.setattr(torch._C, name, told, raising=False)
 
-    def make_CUDAGraph(self) -> Any:
+    def make_CUDAGraph(self, keep_graph: bool = False) -> Any:
         fake, name = self, f"graph {next(self.numbers)}"
         self.alive.add(name)
 
         class Graph:
+            def instantiate(self) -> None:
+                assert keep_graph
+
             def capture_end(self) -> None:
                 fake.log.append(f"end of {name}")
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for `generated`
 OLD, NEW = 0, 2
 SEGMENTS = (
     "pointwise", "reduction", "mix_order_reduction", "combo_kernel", "product", "attention", "mixed_precision",
-    "embedding_backward", "mutation", "made_on_the_device",
+    "embedding_backward", "mutation", "made_on_the_device", "bias_gradients",
 )  # fmt: skip
 SIGN = {
     "pointwise": "@triton_heuristics.pointwise(", "reduction": "@triton_heuristics.reduction(",
@@ -28,6 +28,7 @@ SIGN = {
     "attention": "_scaled_dot_product_flash_attention.default(",
     "mixed_precision": "target=torch.ops.prims.convert_element_type.default](", "embedding_backward": "tl.atomic_add(",
     "mutation": "'mutated_arg_names': ['in_ptr0'", "made_on_the_device": "device=device(type='cuda', index=0)",
+    "bias_gradients": "torch.ops.wholestep.sum_rows.default(",
 }  # fmt: skip
 """What tells that a text is of its kind."""
 
@@ -93,7 +94,8 @@ def test_a_plan_and_a_kernel_over_lists_go_to_another_gpu(generated: dict[str, A
 def test_kernels_of_ours_are_built_as_they_are_launched(generated: dict[str, Any]) -> None:
     """Before a first call, from what is known of it; a GPU of another number finds them."""
     assert generated["own"] == {
-        "made by building": 2, "made by launching": 0, "loaded": [["_cross_entropy", NEW], ["_sum_columns", NEW]],
+        "made by building": 4, "made by launching": 0,
+        "loaded": [[name, NEW] for name in ("_cross_entropy", "_sum_columns", "_add_rows", "_add_parts")],
     }  # fmt: skip
 
 
