@@ -92,6 +92,9 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/launches.py": {
         "torch._inductor": "where the kernels that it writes wait for the ones in front of them, and that they may",
     },
+    "lower/memsets.py": {
+        "torch._C._construct_storage_from_data_pointer": "memory of a captured graph as a tensor, to be filled",
+    },
     "lower/rows.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },

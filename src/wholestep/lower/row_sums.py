@@ -91,8 +91,9 @@ def _add_rows(matrices, parts, size, columns, block: tl.constexpr):  # type: ign
     tl.store(parts + part * all_columns + place + column, tl.sum(total, 0), mask=inside)
 
 
-def _add_parts(parts, results, like, size, columns, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_parts(parts, results, size, columns, block: tl.constexpr):  # type: ignore[no-untyped-def]
     count, all_columns = size
+    like = results[len(columns)]  # what sums are rounded to is what it points to
     height: tl.constexpr = block[0]
     width: tl.constexpr = block[1]
     number = tl.program_id(0)
@@ -176,7 +177,7 @@ def sum_rows(
     (of_rows, of_parts), (every, last) = layout.sizes, layout.grids
     add_rows, add_parts, cut = _rows_kernel[every], _parts_kernel[last], layout.cut
     binaries.keep(add_rows(tuple(matrices), parts, of_rows, layout.columns, cut.block, num_warps=cut.warps))
-    binaries.keep(add_parts(parts, results, matrices[0], of_parts, layout.columns, _END, num_warps=_END_WARPS))
+    binaries.keep(add_parts(parts, (*results, matrices[0]), of_parts, layout.columns, _END, num_warps=_END_WARPS))
     return list(results)
 
 
@@ -191,7 +192,7 @@ def build(module: str) -> None:
         matrices, results = (binaries.addresses([one] * len(columns)) for one in (dtype, result))
         add_rows, add_parts = (partial(kernel.warmup, grid=(1,)) for kernel in (_rows_kernel, _parts_kernel))
         binaries.keep(add_rows(matrices, parts, of_rows, columns, cut.block, num_warps=cut.warps))
-        binaries.keep(add_parts(parts, results, matrices[0], of_parts, columns, _END, num_warps=_END_WARPS))
+        binaries.keep(add_parts(parts, (*results, matrices[0]), of_parts, columns, _END, num_warps=_END_WARPS))
 
 
 ops.LIBRARY.define(

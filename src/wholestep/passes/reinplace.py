@@ -142,9 +142,10 @@ class _Reinplace:
     def _targets(self) -> dict[fx.Node, fx.Node]:
         """The input that a value is written to, where it is written to one and no more."""
         found: dict[fx.Node, list[fx.Node]] = {}
+        inputs = self.program.placeholders
         for output, value in zip(self.program.outputs, self.program.results, strict=True):
             if output.kind is OutputKind.WRITE and output.target is not None and isinstance(value, fx.Node):
-                found.setdefault(value, []).append(self.program.placeholders[output.target])
+                found.setdefault(value, []).append(inputs[output.target])
         return {value: targets[0] for value, targets in found.items() if len(targets) == 1}
 
     def _may_overwrite(self, node: fx.Node, change: _Change, arguments: dict[int, list[_Argument]]) -> bool:

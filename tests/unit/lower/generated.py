@@ -122,7 +122,7 @@ def bias_gradients(make: Make) -> list[Tensor]:
     grads = [make(1, 1024, size, dtype=torch.bfloat16).view(1024, size) for size in (768, 3072)]
     weights = [make(size, 768, dtype=torch.bfloat16) for size in (768, 3072)]
     sums = [torch.sum(grad, [0], keepdim=True).view(grad.shape[1]).float() for grad in grads]
-    return [*(grad @ weight for grad, weight in zip(grads, weights, strict=True)), *sums]
+    return [*(torch.relu(grad @ weight) for grad, weight in zip(grads, weights, strict=True)), *sums]
 
 
 SEGMENTS: tuple[Segment, ...] = (

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ class Captured:
     """A graph of nodes: what is known of each, and who waits for whom."""
 
     numbers = itertools.count(1)
-    by_number: dict[int, Captured] = {}
+    by_number: ClassVar[dict[int, Captured]] = {}
 
     def __init__(self) -> None:
         self.nodes: dict[int, Any] = {}
