@@ -15,10 +15,11 @@ from wholestep.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """Between two points logarithms are interpolated; below the first one its time is the floor; beyond the last one
-    the time grows with the slope from the first point to the last.
+    the time grows with the slope that leads to it.
 
-    Never falls as the amount grows. A slope wants two points, and it is that of the outermost ones because these differ
-    the most: the last two may differ by noise alone. One point would leave proportion, which takes latency for work.
+    Never falls as the amount grows. The slope is taken over a factor of 8 at least where there is one, as the last two
+    points may differ by noise alone. A slope wants two points: one would leave proportion, which takes latency for
+    work.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -48,8 +49,8 @@ class Curve:
         if index < len(self.points):
             b, t = self.points[index]
             return s * math.pow(t / s, math.log(amount / a) / math.log(b / a))
-        first, least = self.points[0]
-        return s + (amount - a) * (s - least) / (a - first)
+        before, was = self.points[max(0, bisect_right(amounts, a / 8) - 1)]
+        return s + (amount - a) * (s - was) / (a - before)
 
     def less(self, us: float) -> Curve:
         """The curve of what is left when a part of `us` that every call pays is counted elsewhere."""

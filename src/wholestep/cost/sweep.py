@@ -24,10 +24,10 @@ from wholestep.cost.curve import Curve, fitted
 REPEATS = 3
 """How often what is in doubt is measured again."""
 LATENCY_FACTOR = 50.0
-"""In doubt: the smallest message takes so many times what the defaults say. It is 30 where ranks outnumber cores."""
+"""In doubt: the smallest message takes so many times what the defaults say. Where ranks outnumber cores it is 30."""
 GROWTH_FACTOR = 4.0
 """In doubt: a message takes so many times what the smaller one does in proportion. Where a cache ends it is 2.5."""
-FALL_FACTOR = 2.0
+FALL_FACTOR = 3.0
 """In doubt: a message takes so many times what the next larger one does."""
 LONGEST_US = 2e5
 """No larger message is measured once one takes this long."""
@@ -51,8 +51,6 @@ def sweep(
     for _ in range(1 + REPEATS):
         for op, points in found.items():
             doubtful = in_doubt(points, usual_us[op])
-            if points and not doubtful:
-                continue
             for size in sizes:
                 if size not in points or size in doubtful:
                     points[size] = min(measure(op, size), points.get(size, math.inf))
