@@ -65,13 +65,17 @@ def calibrate(
     """Measures the device and the process group called `group`; every rank of it must call. Some seconds.
 
     All ranks compute at once, as they do in a step. Without a group the links are those of the defaults. By default
-    the probes have the sizes that suit the device; `tell` is called with the name of what is measured next.
+    the probes have the sizes that suit the device; `tell` is called with the name of what is measured next. What looks
+    like a stall of the machine however often it is measured is kept, and `CostModel.source` says so (note *stalls*).
     """
     sizes = sizes or sizes_for(device)
-    default = CostModel.default(default_class(device))
-    links = default.links if group is None else probe_links(group, device, sizes.messages_bytes, tell)
+    links, doubt = CostModel.default(default_class(device)).links, ""
+    if group is not None:
+        links, doubt = probe_links(group, device, sizes.messages_bytes, usual=links, tell=tell)
     place = f"{marks['device']}, {marks['backend']}, {marks['ranks']} rank{'s' if marks['ranks'] != 1 else ''}"
     source = f"calibrated on this host at {datetime.now():%Y-%m-%d %H:%M} ({place})"
+    if doubt:
+        source += f", in doubt: {doubt}"
     return CostModel(source=source, device=probe_device(device, sizes, tell), links=links)
 
 

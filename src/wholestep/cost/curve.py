@@ -15,18 +15,22 @@ from wholestep.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """Between two points logarithms are interpolated; below the first one its time is the floor; beyond the last one
-    the time grows with the slope of the last two points, or in proportion where there is one point only.
+    the time grows with the slope that leads to it.
 
-    Never falls as the amount grows.
+    Never falls as the amount grows. The slope is taken over a factor of 8 at least where there is one, as the last two
+    points may differ by noise alone. A slope wants two points: one would leave proportion, which takes latency for
+    work.
     """
 
     points: tuple[tuple[float, float], ...]
-    """(amount, us), amounts rising, times never falling, all positive and finite. At least one."""
+    """(amount, us), amounts rising, times never falling, all positive and finite. At least two."""
 
     def __post_init__(self) -> None:
         numbers = [number for point in self.points for number in point]
-        if not self.points or not all(math.isfinite(number) and number > 0 for number in numbers):
-            raise ConfigError(f"A curve wants points (amount, us) of positive finite numbers, got {self.points!r}.")
+        if len(self.points) < 2 or not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise ConfigError(
+                f"A curve wants at least two points (amount, us) of positive finite numbers, got {self.points!r}."
+            )
         if any(a >= b or s > t for (a, s), (b, t) in pairwise(self.points)):
             raise ConfigError(f"A curve wants amounts that rise and times that never fall, got {self.points!r}.")
 
@@ -45,7 +49,7 @@ class Curve:
         if index < len(self.points):
             b, t = self.points[index]
             return s * math.pow(t / s, math.log(amount / a) / math.log(b / a))
-        before, was = self.points[index - 2] if index > 1 else (0.0, 0.0)
+        before, was = self.points[max(0, bisect_right(amounts, a / 8) - 1)]
         return s + (amount - a) * (s - was) / (a - before)
 
     def less(self, us: float) -> Curve:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from wholestep.cost.curve import Curve, fitted
 from wholestep.cost.links import OPS, Links
+from wholestep.cost.sweep import LATENCY_FACTOR, Points, curve_of, in_doubt, quickest, shows_rate, sweep
 from wholestep.errors import ConfigError
 from wholestep.program.collectives import group_named
+from wholestep.program.show import bytes_text
 
 c10d = torch.ops._c10d_functional
+log = logging.getLogger("wholestep")
 
-LONGEST_US = 2e5
-"""No larger message is measured once one takes this long."""
 BUDGET_US = 6e4
 """What the calls of one operation at one size may take together."""
-MOST_CALLS = 30
+FEWEST_CALLS, MOST_CALLS = 3, 30
+"""Of one operation at one size; of three the median leaves out one that was disturbed."""
 OVERLAP_BYTES = {"cpu": 2**24, "cuda": 2**28}
 """Message of the probe of compute and communication at the same time: large beside what ranks start apart."""
 ROUNDS, BETWEEN, PRODUCTS_BETWEEN = 9, 8, 6
 """How often the price of a collective is measured, over how many, and the products from one to the next."""
+LARGEST_SLOWDOWN = 10.0
+"""Compute and a collective that share a machine take turns at worst; beyond this something else has had it."""
+_BESIDE = (
+    "the start of a collective took {:,.0f} us",
+    "compute beside a collective took {:.1f} times as long",
+    "a collective beside compute took {:.1f} times as long",
+)
+"""What is measured of compute and communication at the same time, in words."""
 BLOCKING_PRODUCTS = 20
 """Products that keep a GPU busy until the host has launched all that is to be timed."""
 
@@ -32,15 +43,24 @@ Call = Callable[[], torch.Tensor]
 
 
 def probe_links(
-    group: str, device: torch.device, sizes_bytes: Sequence[int], tell: Callable[[str], None] = lambda what: None
-) -> Links:
+    group: str,
+    device: torch.device,
+    sizes_bytes: Sequence[int],
+    *,
+    usual: Links,
+    tell: Callable[[str], None] = lambda what: None,
+) -> tuple[Links, str]:
     """Measures the process group of that name; every rank of it must call. All ranks get the same numbers.
 
     Args:
         group: the name of the group, as functional collectives write it.
         device: where the messages are.
         sizes_bytes: sizes of messages, rising; fewer are taken on a slow link.
+        usual: what such links take by the defaults; what takes many times that is measured again.
         tell: called with the name of what is measured next.
+
+    Returns:
+        The links, and in words what of them is in doubt, if anything (note *stalls*); it is in the log of rank 0, too.
 
     Raises:
         ConfigError: the group has one rank only, which has nobody to talk to.
@@ -49,20 +69,42 @@ def probe_links(
     if ranks < 2:
         raise ConfigError("Links are measured between at least 2 ranks, and this group has one.")
     clock = _Clock(group, device)
-    tables: dict[str, dict[int, Curve]] = {}
-    for op in OPS:
-        tell(op)
-        points = []
-        for num_bytes in sizes_bytes:
-            us = clock.us(_call(op, num_bytes, group, device))
-            points.append((float(num_bytes), us))
-            if us > LONGEST_US:
-                break
-        tables[op] = {ranks: fitted(points)}
-    tell("communication beside compute")
-    compute, collective = _slowdowns(clock, min(OVERLAP_BYTES[device.type], 4 * sizes_bytes[-1]))
-    launch_us = _launch_us(clock, _call("all_reduce", sizes_bytes[0], group, device))
-    return Links(tables=tables, launch_us=launch_us, compute_slowdown=compute, collective_slowdown=collective)
+
+    def measure(op: str, num_bytes: int) -> float:
+        tell(f"{op}, {bytes_text(num_bytes)}")
+        return clock.us(_call(op, num_bytes, group, device))
+
+    def beside() -> Sequence[float]:
+        tell("communication beside compute")
+        small = _call("all_reduce", sizes_bytes[0], group, device)
+        return _launch_us(clock, small), *_slowdowns(clock, min(OVERLAP_BYTES[device.type], 4 * sizes_bytes[-1]))
+
+    latencies_us = {op: usual.us(op, sizes_bytes[0], ranks) for op in OPS}
+    found = sweep(measure, sizes_bytes, latencies_us)
+    limits = (LATENCY_FACTOR * usual.launch_us, LARGEST_SLOWDOWN, LARGEST_SLOWDOWN)
+    launch_us, compute, collective = numbers = quickest(beside, limits)
+    tables = {op: {ranks: curve_of(points, partial(usual.us, op, ranks=ranks))} for op, points in found.items()}
+    links = Links(tables=tables, launch_us=launch_us, compute_slowdown=compute, collective_slowdown=collective)
+    doubts = [text.format(one) for text, one, limit in zip(_BESIDE, numbers, limits, strict=True) if one > limit]
+    doubt = _in_one_line([*_doubts(found, latencies_us), *doubts])
+    if doubt and dist.get_rank(group_named(group)) == 0:
+        log.warning("the calibration of links is in doubt: %s", doubt)
+    return links, doubt
+
+
+def _doubts(found: Mapping[str, Points], latencies_us: Mapping[str, float]) -> Iterator[str]:
+    """What is in doubt about the times of the operations, in words."""
+    for op, points in found.items():
+        for size in in_doubt(points, latencies_us[op]):
+            yield f"{op} of {bytes_text(size)} took {points[size]:,.0f} us"
+        if not shows_rate(points):
+            yield f"{op} of more than {bytes_text(max(points))} is as the defaults say"
+
+
+def _in_one_line(doubts: Sequence[str]) -> str:
+    """The first of the doubts, and what to do about them; empty where there are none."""
+    more = f" and {len(doubts) - 1} more like it" if len(doubts) > 1 else ""
+    return f"{doubts[0]}{more}; calibrate again when nothing else runs" if doubts else ""
 
 
 def _call(op: str, num_bytes: int, group: str, device: torch.device) -> Call:
@@ -94,7 +136,7 @@ class _Clock:
         """Time of one collective from its start to its end, typical of several."""
         self._each_us(call, 1)  # connections are made, buffers registered
         first_us = self.slowest(self._each_us(call, 1))
-        return self.slowest(self._each_us(call, max(2, min(MOST_CALLS, int(BUDGET_US / first_us)))))
+        return self.slowest(self._each_us(call, max(FEWEST_CALLS, min(MOST_CALLS, int(BUDGET_US / first_us)))))
 
     def slowest(self, us: float) -> float:
         """The largest of what the ranks measured. Behind it all ranks go on at once."""

@@ -1,6 +1,7 @@
 """`wholestep calibrate`: what it prints and keeps; once on two real ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_the_report_shows_kernels_links_and_a_plot() -> None:
     assert "a all_reduce" in text
     assert "links were not measured" in shown(report(1))
     assert "Collectives on" not in shown(report(1))
+
+
+def test_numbers_in_doubt_say_so_on_one_line() -> None:
+    made = report(2)
+    source = "calibrated (2 ranks), in doubt: all_reduce of 1.0 KiB took 210,000 us; calibrate again"
+    assert source in shown(replace(made, model=replace(made.model, source=source))).splitlines()
 
 
 def test_the_plot_rises_from_corner_to_corner() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,8 @@ MODEL = replace(CostModel.default("cpu+gloo"), source="calibrated here")
 TINY = Sizes(
     elements=(64, 4096),
     products=((8, 8, 8), (64, 64, 64)),
-    convolutions=((2, 4, 4, 8),),
-    attentions=((1, 1, 16, 8),),
+    convolutions=((2, 4, 4, 8), (4, 4, 4, 8)),
+    attentions=((1, 1, 16, 8), (2, 2, 16, 8)),
     dtypes=(torch.float32,),
     pool_bytes=2**18,
     messages_bytes=(2**10, 2**16),
@@ -67,8 +68,9 @@ def test_another_host_does_not_use_it(change: dict[str, object]) -> None:
         lambda text: text.replace('"all_reduce"', '"all_produce"'),
         lambda text: text.replace('"calls_us"', '"calls_ms"'),
         lambda text: text.replace('"ranks": 2', '"ranks": 4'),
+        lambda text: re.sub(r'"all_reduce": {"2": \[(\[.*?\]).*?\]\]', r'"all_reduce": {"2": [\1]', text),
     ],
-    ids=["cut off", "no object", "version", "no all-reduce", "no such field", "moved here from elsewhere"],
+    ids=["cut off", "no object", "version", "no all-reduce", "no such field", "moved here from elsewhere", "one point"],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_a_line(damage: object, caplog: pytest.LogCaptureFixture) -> None:
     path = calibrate.save(MODEL, marks())
@@ -101,6 +103,17 @@ def test_a_device_is_probed() -> None:
     matmul = device.curves["matmul/float32"]
     assert matmul.points[-1][1] > matmul.points[0][1]
     assert [amount for amount, _ in matmul.points] == [2 * 8.0**3, 2 * 64.0**3]
+
+
+def test_numbers_that_are_in_doubt_say_so_wherever_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubt = "all_reduce of 1.0 KiB took 210,000 us; calibrate again when nothing else runs"
+    monkeypatch.setattr(calibrate, "probe_links", lambda *args, **kwargs: (MODEL.links, doubt))
+    monkeypatch.setattr(calibrate, "probe_device", lambda *args: MODEL.device)
+    model = calibrate.calibrate(CPU, "group", marks())
+    assert model.source.endswith(f"gloo, 2 ranks), in doubt: {doubt}")
+    assert model.is_calibrated
+    calibrate.save(model, marks())
+    assert calibrate.find(CPU, marks()).source == model.source
 
 
 def test_probing_leaves_the_random_numbers_as_they_were() -> None:

@@ -11,7 +11,7 @@ from wholestep.cost.curve import Curve, fitted, straight
 from wholestep.errors import ConfigError
 
 amounts = st.floats(1.0, 1e10)
-measurements = st.lists(st.tuples(amounts, st.floats(1e-3, 1e7)), min_size=1, max_size=12, unique_by=lambda p: p[0])
+measurements = st.lists(st.tuples(amounts, st.floats(1e-3, 1e7)), min_size=2, max_size=12, unique_by=lambda p: p[0])
 
 
 @given(measurements, amounts, amounts)
@@ -43,7 +43,11 @@ def test_between_points_logarithms_are_interpolated_and_beyond_them_it_is_straig
     assert curve.us(100) == pytest.approx(2.0)
     assert curve.us(1000) == 4.0
     assert curve.us(1000 + 990) == pytest.approx(7.0)
-    assert Curve(points=((10.0, 5.0),)).us(30) == pytest.approx(15.0)
+
+
+def test_noise_between_the_last_points_is_no_slope_and_neither_is_what_small_amounts_take() -> None:
+    curve = Curve(points=((1e3, 1e5), (1e5, 2e5), (4e5, 2.2e5), (1e6, 2.2e5)))
+    assert curve.us(2e6) == pytest.approx(2.2e5 + 1e6 * 2e4 / 9e5)
 
 
 def test_a_straight_curve_is_floor_and_rate() -> None:
@@ -57,7 +61,16 @@ def test_what_is_counted_elsewhere_is_taken_off_and_nothing_gets_negative() -> N
 
 
 @pytest.mark.parametrize(
-    "points", [(), ((1.0, 0.0),), ((1.0, math.inf),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0))], ids=str
+    "points",
+    [
+        (),
+        ((1.0, 1.0),),
+        ((1.0, 0.0), (2.0, 1.0)),
+        ((1.0, 1.0), (2.0, math.inf)),
+        ((2.0, 1.0), (1.0, 2.0)),
+        ((1.0, 2.0), (2.0, 1.0)),
+    ],
+    ids=str,
 )
 def test_points_that_make_no_curve_are_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ConfigError, match="curve wants"):

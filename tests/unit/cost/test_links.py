@@ -55,7 +55,7 @@ def test_a_hand_computed_ring() -> None:
 
 
 def test_the_closest_measurement_counts() -> None:
-    two, sixteen = fitted([(1, 10.0)]), fitted([(1, 100.0)])
+    two, sixteen = fitted([(1, 10.0), (2, 20.0)]), fitted([(1, 100.0), (2, 200.0)])
     links = Links(tables={"all_reduce": {2: two, 16: sixteen}}, launch_us=0.0)
     assert links.us("all_reduce", 1, 2) == 10.0
     assert links.us("all_reduce", 1, 16) == 100.0
@@ -78,6 +78,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="all_reduce"):
         Links(tables={}, launch_us=1.0)
     with pytest.raises(ConfigError, match="2 ranks"):
-        Links(tables={"all_reduce": {1: fitted([(1, 1)])}}, launch_us=1.0)
+        Links(tables={"all_reduce": {1: fitted([(1, 1), (2, 2)])}}, launch_us=1.0)
     with pytest.raises(ConfigError, match="slowdowns"):
         Links(tables=LINK.tables, launch_us=1.0, compute_slowdown=0.5)
