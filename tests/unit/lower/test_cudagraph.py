@@ -303,6 +303,8 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.stream = "users"
+        self.full = False
+        """Whether there is no memory for another graph."""
         self.numbers = itertools.count(1)
         self.alive: set[str] = set()
         for name in ("graph", "CUDAGraph", "device", "Stream", "stream"):
@@ -322,6 +324,8 @@ class FakeCuda:
         class Graph:
             def instantiate(self) -> None:
                 assert keep_graph
+                if fake.full:
+                    raise RuntimeError("out of memory")
 
             def capture_end(self) -> None:
                 fake.log.append(f"end of {name}")
@@ -420,6 +424,21 @@ def test_torch_is_mended_after_a_capture_that_failed(cuda: FakeCuda) -> None:
     assert rest[2] != begun
     pool.capture(lambda: ())
     assert cuda.log[-1] == rest[2]
+
+
+def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> None:
+    pool = Pool(torch.device("cpu"))
+    pool.capture(lambda: ())
+    del cuda.log[:]
+    cuda.full = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pool.capture(lambda: ())
+    assert cuda.stream == "users"
+    assert [line.split()[0] for line in cuda.log] == [
+        "capture", "end", "reset", "_cuda_endAllocateToPool", "_cuda_releasePool", "capture",
+    ]  # fmt: skip
+    cuda.full = False
+    assert pool.capture(lambda: ("result",))[1] == ("result",)
 
 
 def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
