@@ -4,6 +4,7 @@ and what holds values without names."""
 from __future__ import annotations
 
 import array
+import gc
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -34,17 +35,18 @@ class CellView(dict[str, Any]):
 
 
 class ClassView(dict[str, Any]):
-    """The attributes that a class has itself, not those of its bases."""
+    """What a class itself has under some names, without its bases, and its special methods; see `content`."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, names: frozenset[str]) -> None:
         super().__init__()
-        self._kind = kind
+        self._kind, self._names = kind, names
+        self.behind: dict[str, Any] = gc.get_referents(vars(kind))[0]
+        """The dict that the class keeps its attributes in, and shows as a view only."""
 
-    def __contains__(self, key: object) -> bool:
-        return key in vars(self._kind)
-
-    def __getitem__(self, key: str) -> Any:
-        return vars(self._kind)[key]
+    def content(self) -> dict[str, Any]:
+        """All of it at this moment."""
+        items = list(vars(self._kind).items())
+        return {key: item for key, item in items if key in self._names or is_special_method(key, item)}
 
     def __delitem__(self, key: str) -> None:
         delattr(self._kind, key)
@@ -53,6 +55,15 @@ class ClassView(dict[str, Any]):
         for key, item in held.items():
             if vars(self._kind).get(key) is not item:
                 setattr(self._kind, key, item)
+
+
+def is_special_method(key: str, item: Any) -> bool:
+    """Whether an attribute of a class is a method that Python calls by itself, such as ``__mul__``."""
+    return is_dunder(key) and isinstance(item, (types.FunctionType, staticmethod, classmethod, property))
+
+
+def is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 class SlotsView(dict[str, Any]):

@@ -27,6 +27,12 @@ def is_users(kind: type) -> bool:
     return not kind.__module__.startswith(NO_STATE) and "site-packages" not in file
 
 
+def is_torchs_or_pythons(kind: type) -> bool:
+    """Whether a class is torch's or comes with Python, or is one of the libraries that are not looked into."""
+    root = str(kind.__module__).partition(".")[0]
+    return root in NO_STATE or root in sys.stdlib_module_names
+
+
 def is_users_file(path: str) -> bool:
     """Whether a source file belongs neither to Python, nor to an installed library, nor to wholestep."""
     if not path or path.startswith("<"):
