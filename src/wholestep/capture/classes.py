@@ -52,8 +52,8 @@ class Classes:
         """What lies behind attributes with these names, each given once, with its path."""
         for kind, whole in list(self._met.items()):
             foreign = is_torchs_or_pythons(kind)
-            for key, item in list(vars(kind).items()):
-                functions = _functions(item)
+            for key, item in vars(kind).copy().items():
+                functions = functions_in(item)
                 named = key in names or key == "__call__"
                 called = is_special_method(key, item) and key not in _NOT_IN_A_STEP
                 value = whole and not functions and not is_dunder(key)
@@ -65,7 +65,7 @@ class Classes:
 
     def views(self, names: set[str]) -> Iterator[tuple[str, ClassView]]:
         """What is watched, by the name of the class."""
-        of_modules = {key for kind, whole in self._met.items() if whole for key in vars(kind)}
+        of_modules = {key for kind, whole in self._met.items() if whole for key in vars(kind).copy()}
         plain = {key for key in of_modules if not is_dunder(key) and not key.startswith("_abc_")}
         by_name, all_names = frozenset(names), frozenset(names | plain)
         for kind, whole in self._met.items():
@@ -73,7 +73,7 @@ class Classes:
                 yield kind.__name__, ClassView(kind, all_names if whole else by_name)
 
 
-def _functions(item: Any) -> tuple[Any, ...]:
+def functions_in(item: Any) -> tuple[Any, ...]:
     """The functions in an attribute of a class; none if it holds something else."""
     if isinstance(item, types.FunctionType):
         return (item,)

@@ -39,22 +39,28 @@ class ClassView(dict[str, Any]):
 
     def __init__(self, kind: type, names: frozenset[str]) -> None:
         super().__init__()
-        self._kind, self._names = kind, names
-        self.behind: dict[str, Any] = gc.get_referents(vars(kind))[0]
-        """The dict that the class keeps its attributes in, and shows as a view only."""
+        self.kind, self._names = kind, names
+        self.behind = behind(kind)
 
     def content(self) -> dict[str, Any]:
         """All of it at this moment."""
-        items = list(vars(self._kind).items())
+        items = vars(self.kind).copy().items()
         return {key: item for key, item in items if key in self._names or is_special_method(key, item)}
 
     def __delitem__(self, key: str) -> None:
-        delattr(self._kind, key)
+        delattr(self.kind, key)
 
     def update(self, held: Any) -> None:  # type: ignore[override]
         for key, item in held.items():
-            if vars(self._kind).get(key) is not item:
-                setattr(self._kind, key, item)
+            if vars(self.kind).get(key) is not item:
+                setattr(self.kind, key, item)
+
+
+def behind(kind: type) -> dict[str, Any]:
+    """The dict in which a class keeps its attributes: ``vars`` gives a view of it, which has no version."""
+    (found,) = gc.get_referents(vars(kind))
+    assert isinstance(found, dict)
+    return found
 
 
 def is_special_method(key: str, item: Any) -> bool:
