@@ -65,6 +65,10 @@ class Helper:
         return x * 2
 
 
+Made = abc.ABCMeta("Made", (), {"factor": 2.0})
+"""A class of which Python says that it is one of the module ``abc``."""
+
+
 class Scaled(torch.autograd.Function):
     factor = 2.0
 
@@ -145,6 +149,7 @@ READS: dict[str, tuple[Callable[[Net, Tensor], Any], Change, str]] = {
     "number of a class": (lambda net, x: Config.clip, (Config, "clip", 3.0), "Config.clip was 2.0, is 3.0"),
     "number of a class by name": (lambda net, x: getattr(Config, "clip"), (Config, "clip", 3.0), "Config.clip was"),  # noqa: B009
     "number of the base of a class": (lambda net, x: Special.clip, (Config, "clip", 3.0), "Config.clip was 2.0, is"),
+    "class made by a call": (lambda net, x: Made.factor, (Made, "factor", 3.0), "Made.factor was 2.0, is 3.0"),  # type: ignore[attr-defined]
     "class within a class": (lambda net, x: Config.Inner.clip, (Config.Inner, "clip", 3.0), "Inner.clip was 2.0, is"),
     "dict of a class": (lambda net, x: Config.table["clip"], (Config.table, "clip", 3.0), "Config.table.clip was 2.0"),
     "number in a class method": (lambda net, x: Config.read(), (Config, "hidden", 3.0), "Config.hidden was 2.0, is"),
@@ -251,7 +256,7 @@ def of_abc(job: Job) -> None:
 
 
 IDLE: dict[str, Callable[[Job], object]] = {
-    "copied": lambda job: copy.deepcopy(job.net),  # notes the names of slots in the class
+    "copied": lambda job: copy.deepcopy(HELPER),  # notes the names of slots in the class
     "annotations asked for": lambda job: (type(job.net).__annotations__, Helper.__annotations__),
     "described": lambda job: setattr(type(job.net), "__doc__", "Another text."),
     "abstract classes": of_abc,
@@ -267,7 +272,7 @@ def test_what_does_not_matter_is_no_retrace(kind: str, name: str, monkeypatch: p
     for one, key in ((Helper, "seen_by_loop"), (Config, "seen_by_loop"), (Net, "scale")):
         monkeypatch.setattr(one, key, getattr(one, key))
     job = Job(lambda net, x: HELPER.apply(x) * Config.clip * net.scale)
-    job.net.__class__ = type("Concrete", (Abstract,), {"made": lambda net: 1})
+    job.net.__class__ = type("Concrete", (Abstract,), {"made": lambda net: 1, "__module__": __name__})
     compiled = ws.compile(job.step, backend="eager")
     for _ in range(3):
         compiled(batch())
