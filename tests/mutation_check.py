@@ -31,6 +31,7 @@ TESTS_FAILED = 1
 
 RANKS = "tests/ranks/test_behaviour_ddp.py::test_equals_eager_ddp"
 OPTIM = "tests/behaviour/test_optim.py::test_equals_eager"
+CLASSES = "tests/unit/capture/test_classes.py::test_a_change_is_one_retrace_and_none_when_it_is_set_back"
 GUARDS = "tests/unit/capture/test_guards.py::test_a_change_is_seen_and_named"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
 
@@ -110,6 +111,14 @@ MUTATIONS = (
         old="if not _untouched(watch):",
         new="if False:",
         tests=(f"{GUARDS}[native-module_attribute]", f"{GUARDS}[plain-state_cleared]"),
+    ),
+    Mutation(
+        name="classes_not_looked_at",
+        what="methods and attributes of classes are taken for unchanged",
+        file="capture/classes.py",
+        old="if not is_torchs_or_pythons(kind):",
+        new="if False:",
+        tests=(f"{CLASSES}[native-number of a base]", f"{CLASSES}[plain-method]"),
     ),
     Mutation(
         name="gradients_at_entry_not_looked_at",

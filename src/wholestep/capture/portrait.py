@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import inspect
 import io
 import logging
 import pathlib
@@ -38,6 +39,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import guards as guarding
 from wholestep.capture import walk
+from wholestep.capture.classes import functions_in
 from wholestep.capture.overlap import overlaps
 from wholestep.capture.ranks import ranks
 from wholestep.capture.scene import Scene
@@ -98,7 +100,7 @@ def portrait(scene: Scene, options: Mapping[str, Any]) -> list[Line]:
     lines += painter.state()
     for watch in scene.found.watches:
         painted = isinstance(watch.container, (ContentView, SlotsView))  # where the thing itself comes up
-        if not painted and (watch.guard or isinstance(watch.container, ClassView)):
+        if not painted and watch.guard:
             lines += painter.watch(watch)
     return [*lines, *((name, painter.named(name, thing)) for name, thing in options.items())]
 
@@ -159,8 +161,11 @@ class _Painter:
         if isinstance(held, list):
             yield watch.path, self.named(watch.path, held)
             return
+        of_class = isinstance(watch.container, ClassView)
         for key, item in held.items():
-            if not (key in _OWN_OF_MODULES and isinstance(item, (dict, set, bool, type(None)))):
+            if of_class and (functions := functions_in(item)):
+                yield f"{watch.path}.{key}", f"{type(item).__name__} {', '.join(map(_method, functions))}"
+            elif not (key in _OWN_OF_MODULES and isinstance(item, (dict, set, bool, type(None)))):
                 where = (
                     f"{watch.path}.{key}" if isinstance(key, str) else f"{watch.path}[{self.named(watch.path, key)}]"
                 )
@@ -292,6 +297,16 @@ def _is_set(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _method(function: Any) -> str:
+    """A method in a class. What it reads is watched by itself where the step can reach it."""
+    inner = inspect.unwrap(function)
+    codes = [one.__code__ for one in (function, inner) if isinstance(one, types.FunctionType)]
+    defaults = (*(getattr(inner, "__defaults__", None) or ()), *(getattr(inner, "__kwdefaults__", None) or {}).values())
+    known = [one for one in defaults if isinstance(one, _VALUES)]
+    name = f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', '')}"
+    return _clipped(f"{name} {' '.join(map(digest_of_code, codes))} {known!r}")
 
 
 def _tensor(tensor: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from wholestep.capture import native, tree
 from wholestep.capture.native.probe import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
 from wholestep.capture.trace import CAPTURING
-from wholestep.capture.views import CellView
+from wholestep.capture.views import CellView, ClassView
 from wholestep.capture.walk import Watch
 from wholestep.program.plain import plainly
 
@@ -68,6 +68,8 @@ def watchable(watch: Watch) -> tuple[Any, Any] | None:
         return (container.cell, watch.held[container.key]) if container.key in watch.held else None
     if isinstance(container, list):
         return container, tuple(watch.held)
+    if isinstance(container, ClassView):
+        return container.behind, None
     return (container, None) if type(container) in VERSIONED else None
 
 

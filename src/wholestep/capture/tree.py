@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -124,6 +125,16 @@ def structure(spec: TreeSpec) -> tuple[Any, ...] | None:
         return (spec.type, parts)
     keys = tuple(spec.context)
     return (dict, parts, keys) if all(type(key) is str for key in keys) else None
+
+
+def classes(tree: Any) -> Iterator[type]:
+    """The classes of the nodes of a nest: of objects that are taken apart, of named tuples and others."""
+    specs = [flatten(tree)[1]]
+    while specs:
+        spec = specs.pop()
+        specs += spec.children()
+        kinds = (spec.context[0] if spec.type is _Opened else spec.context, spec.type)
+        yield from (kind for kind in kinds if isinstance(kind, type))
 
 
 def leaves_with_keys(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -4,6 +4,7 @@ and what holds values without names."""
 from __future__ import annotations
 
 import array
+import gc
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -34,25 +35,41 @@ class CellView(dict[str, Any]):
 
 
 class ClassView(dict[str, Any]):
-    """The attributes that a class has itself, not those of its bases."""
+    """What a class itself has under some names, without its bases, and its special methods; see `content`."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, names: frozenset[str]) -> None:
         super().__init__()
-        self._kind = kind
+        self.kind, self._names = kind, names
+        self.behind = behind(kind)
 
-    def __contains__(self, key: object) -> bool:
-        return key in vars(self._kind)
-
-    def __getitem__(self, key: str) -> Any:
-        return vars(self._kind)[key]
+    def content(self) -> dict[str, Any]:
+        """All of it at this moment."""
+        items = vars(self.kind).copy().items()
+        return {key: item for key, item in items if key in self._names or is_special_method(key, item)}
 
     def __delitem__(self, key: str) -> None:
-        delattr(self._kind, key)
+        delattr(self.kind, key)
 
     def update(self, held: Any) -> None:  # type: ignore[override]
         for key, item in held.items():
-            if vars(self._kind).get(key) is not item:
-                setattr(self._kind, key, item)
+            if vars(self.kind).get(key) is not item:
+                setattr(self.kind, key, item)
+
+
+def behind(kind: type) -> dict[str, Any]:
+    """The dict in which a class keeps its attributes: ``vars`` gives a view of it, which has no version."""
+    (found,) = gc.get_referents(vars(kind))
+    assert isinstance(found, dict)
+    return found
+
+
+def is_special_method(key: str, item: Any) -> bool:
+    """Whether an attribute of a class is a method that Python calls by itself, such as ``__mul__``."""
+    return is_dunder(key) and isinstance(item, (types.FunctionType, staticmethod, classmethod, property))
+
+
+def is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 class SlotsView(dict[str, Any]):

@@ -8,7 +8,7 @@ globals that the step's code names, followed through user functions, modules, co
   trace it shows side effects (refused), before each call it shows what changed (retraced).
 - Attributes of modules are watched whole. Other objects, the files of Python that the user has written among them,
   are watched only in the attributes whose names occur in code that the step can reach, so a counter that the training
-  loop moves does not retrace.
+  loop moves does not retrace. Classes: `wholestep.capture.classes`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import draws, tree
+from wholestep.capture.classes import CALLED_BY_TORCH, Classes
 from wholestep.capture.views import BUFFERS, CellView, ClassView, ContentView, SlotsView, slots
-from wholestep.capture.whose import NO_STATE, is_user_code, is_users, is_users_file
+from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users_file
 
 log = logging.getLogger("wholestep")
 
@@ -70,7 +71,7 @@ class Watch:
         """What the container holds at this moment."""
         if isinstance(self.container, list):
             return list(self.container)
-        if isinstance(self.container, ContentView):
+        if isinstance(self.container, (ContentView, ClassView)):
             return self.container.content()
         if self.keys is None:
             return dict(self.container)
@@ -169,6 +170,13 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(const)
 
 
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a code, those included that it asks for by text."""
+    yield from code.co_names
+    if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(code.co_names):
+        yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
+
+
 class Walker:
     """Walks from a step to everything it can reach. Holds the findings; used once."""
 
@@ -176,14 +184,14 @@ class Walker:
         self.found = Found()
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid while their objects live
-        self._names: set[str] = set()
+        self._names: set[str] = set(CALLED_BY_TORCH)
         self._later: list[tuple[str, Any]] = []
-        self._classes: dict[type, str] = {}
+        self._classes = Classes()
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Looks at one reachable thing."""
-        if isinstance(thing, type):
-            self._classes[thing] = name
+        if isinstance(thing, type) and not is_torchs_or_pythons(thing):
+            self._classes.add(thing)
         if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
             return
         if isinstance(thing, draws.KINDS):
@@ -201,6 +209,7 @@ class Walker:
             self._module(name, thing, depth)
         elif isinstance(thing, Optimizer):
             self.found.optimizers[id(thing)] = (name, thing)
+            self._classes.add(type(thing))
             self._hooks(f"{name}.step_pre_hooks", thing._optimizer_step_pre_hooks, depth)
             self._hooks(f"{name}.step_post_hooks", thing._optimizer_step_post_hooks, depth)
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
@@ -218,16 +227,20 @@ class Walker:
                 self.visit(f"{name}[{key!r}]", item, depth + 1)
         elif isinstance(thing, types.ModuleType) or not type(thing).__module__.startswith(NO_STATE):
             self._later.append((name, thing))
+            self._classes.add(type(thing))
             for inside in (inside for kind, inside in _BEHIND if isinstance(thing, kind)):
                 self.visit(f"{name}.{inside}", getattr(thing, inside), depth + 1)
 
     def finish(self) -> Found:
-        """Walks the plain objects, whose attributes are looked at only by names that code uses."""
+        """Walks plain objects and classes, whose attributes are looked at only by names that code uses."""
         looked: dict[int, int] = {}
         while True:
             todo = [(n, t) for n, t in self._later if looked.get(id(t)) != len(self._names)]
-            if not todo:
+            behind = list(self._classes.found(self._names))
+            if not todo and not behind:
                 break
+            for name, thing in behind:
+                self.visit(name, thing, 1)
             for name, thing in todo:
                 looked[id(thing)] = len(self._names)
                 self._object(name, thing)
@@ -236,16 +249,10 @@ class Walker:
                 self._watch(vars(thing), name, tuple(sorted(self._names)))
             if own := self._names.intersection(slots(type(thing))):
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
+        for name, view in self._classes.views(self._names):
+            self._watch(view, name, None)
         self._finish_schedulers()
-        self._finish_classes()
         return self.found
-
-    def _finish_classes(self) -> None:
-        # Steps may count in a class. To look at every class before each call would cost more than it finds.
-        of_objects = {type(thing): f"type({name})" for name, thing in self._later}
-        for kind, name in {**of_objects, **self._classes}.items():
-            if is_users(kind):
-                self._watch(ClassView(kind), name, tuple(sorted(self._names)), guard=False)
 
     def _finish_schedulers(self) -> None:
         # The training loop moves a scheduler between calls; only code that reads it makes that matter.
@@ -298,9 +305,7 @@ class Walker:
             for key, item in list(child.__dict__.items()):
                 if key not in _OWN_ATTRIBUTES:
                     self.visit(f"{path}.{key}", item, depth + 1)
-            forward = type(child).forward
-            if isinstance(forward, types.FunctionType) and is_user_code(forward):
-                self._function(f"{type(child).__name__}.forward", forward, depth)
+            self._classes.add(type(child), whole=True)
 
     def _on_tensor(self, name: str, tensor: torch.Tensor, depth: int) -> None:
         """What hangs on a tensor: attributes that the user has set, and hooks."""
@@ -331,7 +336,7 @@ class Walker:
         if not is_user_code(thing):
             return
         self.found.codes += _codes(thing.__code__)
-        names = {n for code in _codes(thing.__code__) for n in code.co_names}
+        names = {n for code in _codes(thing.__code__) for n in _names(code)}
         self._names |= names
         used = tuple(sorted(n for n in names if n in thing.__globals__ and not n.startswith("__")))
         if used:
@@ -352,13 +357,6 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _object(self, name: str, thing: Any) -> None:
-        called = ("__call__", *sorted(self._names))  # a hook may be an object; in the same order in every process
-        for method in [
-            m for m in called if isinstance(inspect.getattr_static(type(thing), m, None), types.FunctionType)
-        ]:
-            function = inspect.getattr_static(type(thing), method)
-            if id(function) not in self._seen:
-                self._function(f"{name}.{method}", function, 1)
         for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
             if key in self._names and hasattr(thing, key):
                 self.visit(f"{name}.{key}", getattr(thing, key), 1)
@@ -383,6 +381,8 @@ def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     for name, arg in flat:
         for leaf_name, leaf in _holders(name, arg):
             walker.visit(leaf_name, leaf)
+        for kind in tree.classes(arg):
+            walker.visit(kind.__name__, kind)
     walker.visit(getattr(step, "__name__", "step"), step)
     for hooks in GLOBAL_HOOKS:
         walker._hooks("hook of every module", hooks, 0)

@@ -7,6 +7,7 @@ import inspect
 import sys
 import sysconfig
 import types
+from typing import Any
 
 import torch
 
@@ -25,6 +26,19 @@ def is_users(kind: type) -> bool:
     """Whether a class is neither torch's nor an installed library's."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return not kind.__module__.startswith(NO_STATE) and "site-packages" not in file
+
+
+def is_torchs_or_pythons(kind: type) -> bool:
+    """Whether a class is torch's or comes with Python, or is one of the libraries that are not looked into."""
+    module = str(kind.__module__)
+    root = module.partition(".")[0]
+    if root in NO_STATE or root not in sys.stdlib_module_names:
+        return root in NO_STATE
+    # A class that was made by a call, as ``ABCMeta(...)``, is said to stand where the call was: it is not found there.
+    found: Any = sys.modules.get(module)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is kind
 
 
 def is_users_file(path: str) -> bool:

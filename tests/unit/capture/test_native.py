@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from wholestep.capture import native, quick, tree
 from wholestep.capture.guards import aliases_of, describe
 from wholestep.capture.native import probe
+from wholestep.capture.views import behind
 
 Change = Callable[[Any], object]
 
@@ -242,6 +243,24 @@ def test_every_write_to_a_dict_is_seen(module: ModuleType, kind: Callable[[], An
         look.renew()
     container.get("a"), list(container.items())
     assert look.moved() == ()
+
+
+def test_every_write_to_a_class_is_seen_and_none_to_its_base(module: ModuleType) -> None:
+    base = type("Base", (), {"a": 1})
+    kind = type("Kind", (base,), {"a": 1})
+    look = module.Look((), b"", (behind(base), behind(kind)), (None, None))
+    writes: list[Callable[[], Any]] = [
+        lambda: setattr(kind, "a", 2), lambda: setattr(kind, "b", 1), lambda: delattr(kind, "a"),
+        lambda: setattr(kind, "__call__", len), lambda: setattr(kind, "__doc__", "a text"),
+    ]  # fmt: skip
+    for write in writes:
+        assert look.moved() == ()
+        write()
+        assert look.moved() == (1,) == look.moved()
+        look.renew()
+    assert (kind.a, kind().b, isinstance(kind(), base), look.moved()) == (1, 1, True, ())  # type: ignore[attr-defined]
+    setattr(base, "a", 3)  # noqa: B010
+    assert look.moved() == (0,)
 
 
 class Few:
@@ -769,6 +788,18 @@ class Blind:
             return ()
 
 
+class BlindForClasses:
+    """A look that sees everything but what is written to classes."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self.TENSORS = module, quick.TENSORS
+
+    def Look(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
+        of_class = [isinstance(one, dict) and "__module__" in one for one in containers]
+        return Blind.Look() if any(of_class) else self._module.Look(tensors, wants, containers, held)
+
+
 def test_the_test_of_the_library_can_fail(module: ModuleType) -> None:
     assert probe.fault(module) == ""
+    assert probe.fault(BlindForClasses(module)) == "class: an attribute replaced"  # type: ignore[arg-type]
     assert probe.fault(Blind) == "dict: a value replaced"  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholestep.capture.views import behind
+
 STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
 """What is looked at of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""
 
@@ -23,6 +25,11 @@ _DICT_WRITES: dict[str, Change] = {
     "an item added": lambda d: d.__setitem__("b", 3),
     "an item removed": lambda d: d.pop("a"),
     "cleared": lambda d: d.clear(),
+}
+_CLASS_WRITES: dict[str, Change] = {
+    "an attribute replaced": lambda kind: setattr(kind, "a", 2),
+    "an attribute added": lambda kind: setattr(kind, "b", 3),
+    "an attribute removed": lambda kind: delattr(kind, "a"),
 }
 _LIST_WRITES: dict[str, Change] = {
     "an item replaced": lambda a: a.__setitem__(0, ...),
@@ -66,6 +73,10 @@ def fault(module: ModuleType) -> str:
         owner.write()  # first as an object without a dict of its own
     if not all(_seen(module, lambda attributes: owner.write(), container=vars(owner)) for _ in range(_WARM)):
         return "dict: an attribute written"
+    for name, write in _CLASS_WRITES.items():
+        one = type("Kind", (), {"a": 1})
+        if not _seen(module, lambda _, write=write, one=one: write(one), container=behind(one)):  # type: ignore[misc]
+            return f"class: {name}"
     for name, change in _LIST_WRITES.items():
         if not _seen(module, change, container=[1, 2]):
             return f"list: {name}"
