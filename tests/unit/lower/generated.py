@@ -79,6 +79,12 @@ def mix_order_reduction(make: Make) -> tuple[Tensor, ...]:
     return torch.ops.aten.native_layer_norm_backward(grad, x, [768], mean, scale, weight, weight, [True] * 3)
 
 
+def norm_of_few_rows(make: Make) -> tuple[Tensor, ...]:
+    """The same for 1,024 rows."""
+    x, weight, mean, scale = make(1024, 768), make(768), make(1024, 1), make(1024, 1)
+    return torch.ops.aten.native_layer_norm_backward(make(1024, 768), x, [768], mean, scale, weight, weight, [True] * 3)
+
+
 def combo_kernel(make: Make) -> list[Tensor]:
     return [make(8 * number, 33).to(torch.bfloat16) for number in range(1, 7)]
 
@@ -127,7 +133,7 @@ def bias_gradients(make: Make) -> list[Tensor]:
 
 SEGMENTS: tuple[Segment, ...] = (
     pointwise, reduction, mix_order_reduction, combo_kernel, product, attention, mixed_precision, embedding_backward,
-    mutation, made_on_the_device, bias_gradients,
+    mutation, made_on_the_device, bias_gradients, norm_of_few_rows,
 )  # fmt: skip
 
 
@@ -215,7 +221,8 @@ def text_of(segment: Segment, number: int) -> str:
     lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
     handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
     ways = compiler.own_ways(torch.device("cuda", number), early_launches=True, own_products=True)
-    with ways, mode, tracing(TracingContext(mode)), handlers[0], handlers[1], handlers[2]:
+    settings = inductor_config.patch(compiler.settings_for(graph.graph, "cuda"))
+    with ways, mode, tracing(TracingContext(mode)), settings, handlers[0], handlers[1], handlers[2]:
         lowering.run(*inputs)
         code, _ = lowering.codegen()
     return str(code.value)
@@ -324,7 +331,7 @@ def compiled(segment: Segment, number: int, early: bool) -> Any:
     """A segment as Inductor compiles it: with kernels that are launched early, or not."""
     graph, inputs, mode = graph_of(segment, number)
     ways = compiler.own_ways(torch.device("cuda", number), early_launches=early, own_products=True)
-    with ways, mode, tracing(TracingContext(mode)):
+    with ways, mode, tracing(TracingContext(mode)), inductor_config.patch(compiler.settings_for(graph.graph, "cuda")):
         return compile_fx_inner(graph, inputs)
 
 

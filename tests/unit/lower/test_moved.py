@@ -21,6 +21,7 @@ OLD, NEW = 0, 2
 SEGMENTS = (
     "pointwise", "reduction", "mix_order_reduction", "combo_kernel", "product", "attention", "mixed_precision",
     "embedding_backward", "mutation", "made_on_the_device", "bias_gradients",
+    "norm_of_few_rows",
 )  # fmt: skip
 SIGN = {
     "pointwise": "@triton_heuristics.pointwise(", "reduction": "@triton_heuristics.reduction(",
@@ -29,6 +30,7 @@ SIGN = {
     "mixed_precision": "target=torch.ops.prims.convert_element_type.default](", "embedding_backward": "tl.atomic_add(",
     "mutation": "'mutated_arg_names': ['in_ptr0'", "made_on_the_device": "device=device(type='cuda', index=0)",
     "bias_gradients": "torch.ops.wholestep.sum_rows.default(",
+    "norm_of_few_rows": "workspace_0, 1024, 768, stream=",  # one kernel for rows and columns
 }  # fmt: skip
 """What tells that a text is of its kind."""
 
