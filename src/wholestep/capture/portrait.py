@@ -255,7 +255,9 @@ class _Painter:
             raise NotComparable(f"a {kind.__qualname__}, of which nothing can be seen")
         if attributes is not None and id(attributes) in self._watched and is_users(kind):
             attributes = {}  # a watch of its own
-        return self._each([*(attributes or {}).items(), *held.items()])
+        # By name: a library that goes through a set to set them does so in another order in every process.
+        named = sorted((attributes or {}).items(), key=lambda item: str(item[0]))
+        return self._each([*(item for item in named if not _is_kept_hash(*item)), *held.items()])
 
     def _each(self, things: Iterable[Any]) -> str:
         return _clipped(f"({', '.join(self.paint(one) for one in list(things))})")
@@ -280,6 +282,11 @@ class _Painter:
 def _is_compiled_step(thing: Any) -> bool:
     """Whether a thing is one of wholestep's own callables around a function of the user's."""
     return type(thing).__module__.partition(".")[0] == "wholestep" and hasattr(thing, "__wrapped__")
+
+
+def _is_kept_hash(name: Any, value: Any) -> bool:
+    """Whether a private attribute holds what ``hash`` gave of the object: another number in every process."""
+    return isinstance(value, int) and str(name).startswith("_") and str(name).endswith("_hash")
 
 
 def _is_number(thing: Any) -> bool:

@@ -276,3 +276,36 @@ def test_another_thread_may_write_to_a_set_meanwhile(names: None) -> None:
         count = len(NAMES)
         portrait(scene, {"names": NAMES})
         assert len(NAMES) > count
+
+
+class Held:
+    """An object with attributes in the order that somebody has set them in."""
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            setattr(self, name, Held() if name != "last" else 1.0)
+
+
+def test_a_hash_that_an_object_keeps_does_not_show_in_another_process() -> None:
+    """Hashes of strings are others there. `GenerationConfig` of transformers keeps one of itself."""
+
+    def painted(**attributes: object) -> str:
+        held = Held("a")
+        vars(held).update(attributes)
+        return dict(portrait(scene, {"held": held}))["held"]
+
+    with Scene(lambda x: x * 2, (torch.ones(2),), {}) as scene:
+        assert painted(_original_object_hash=1) == painted(_original_object_hash=2)
+        assert painted(_original_object_hash="1") != painted(_original_object_hash="2")
+        assert painted(hash=1) != painted(hash=2)
+
+
+def test_the_order_in_which_attributes_were_set_does_not_show_in_another_process() -> None:
+    """A library that goes through a set of names sets them in another order wherever strings have other hashes."""
+    with Scene(lambda x: x * 2, (torch.ones(2),), {}) as scene:
+        one, other, without = (
+            dict(portrait(scene, {"held": Held(*names)}))["held"]
+            for names in (("a", "b", "last"), ("last", "b", "a"), ("a", "last"))
+        )
+    assert one == other
+    assert one != without
