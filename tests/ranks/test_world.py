@@ -269,7 +269,7 @@ def test_survivors_name_the_rank_that_died_midway(pool4, tmp_path, victim):
     for survivor in set(range(4)) - {victim}:
         waited_s, _, message = (tmp_path / f"{survivor}").read_text().partition(" ")
         assert message.startswith(f"Rank {victim} of 4 died during train_step, call 2")
-        assert float(waited_s) < 30  # the timeout of the collective itself is 60 s
+        assert float(waited_s) < 30  # the timeout of the collective itself is longer
 
 
 def runs_out_of_data(folder):
