@@ -200,23 +200,21 @@ class Pool:
         with torch.cuda.device(self._device), uncollected():
             if self._keeper is None:
                 self._renew()
-            graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
-            try:
-                with captures.settled(), self._capturing(graph):
-                    results = body()
-                memsets.as_kernels(graph, self._captured, self._device)
-                graph.instantiate()
-            except BaseException:
-                self._mend(graph, before)
-                raise
+            graph, results = self._captured(body)
+            memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self._device)
+            graph.instantiate()
             return graph, results
 
-    def _captured(self, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """What `body` does, to be read and not to be run."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with self._capturing(graph):
-            body()
-        return graph
+    def _captured(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """What `body` does, as a graph that cannot run yet, and what `body` gives."""
+        graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
+        try:
+            with captures.settled(), self._capturing(graph):
+                results = body()
+        except BaseException:
+            self._mend(graph, before)
+            raise
+        return graph, results
 
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Any:
         # The threads of NCCL go on with their own calls meanwhile.

@@ -2,7 +2,7 @@
 
 Backward of a layer, the gradient of each bias is the sum over the rows of a matrix that a product reads as well.
 Inductor makes two kernels of each: parts, and sums of parts. For a layer of W1 those are eight kernels, each of which
-takes 2 or 3 us whatever it does. Here they are two for all matrices of a segment, at its end::
+takes 2 or 3 us whatever it does. Here they are two for up to eight matrices of a segment, behind the last of them::
 
     b0 = sum(x0, [0]); mm(x0, w0)               mm(x0, w0)
     b1 = sum(x1, [0]); mm(x1, w1)       ->      mm(x1, w1)
@@ -58,6 +58,8 @@ _MANY = 4096
 _MOST_PARTS = 32
 _END, _END_WARPS = (_MOST_PARTS, 32), 4
 """Parts and columns that a program adds up, and its warps."""
+_MOST_MATRICES = 8
+"""Of one call, until which all of them are held; a segment may be a whole backward."""
 _LEAST_ROWS = 256
 """Below, one kernel of Inductor does it."""
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -113,6 +115,7 @@ def _add_parts(parts, results, size, columns, block: tl.constexpr):  # type: ign
     tl.store(result + column, sums.to(like.dtype.element_ty).to(result.dtype.element_ty), mask=inside)
 
 
+# What both begin with is no function of its own: Triton's interpreter knows no kernel that calls another one.
 _rows_kernel: Any = triton.jit(_add_rows) if triton is not None else None
 _parts_kernel: Any = triton.jit(_add_parts) if triton is not None else None
 
@@ -233,31 +236,40 @@ def gather_sums(graph: fx.Graph) -> int:
     """
     if triton is None:
         return 0
-    output = graph.output_node()
     groups: dict[tuple[Any, ...], list[_Sum]] = {}
-    for one in _sums(graph, output):
+    for one in _sums(graph, graph.output_node()):
         groups.setdefault(one.kind, []).append(one)
-    for (_, rows, dtype, result), sums in groups.items():
-        matrices = [one.matrix for one in sums]
-        columns = [matrix.meta["val"].shape[1] for matrix in matrices]
-        with graph.inserting_before(output):
-            call = graph.call_function(SUM_ROWS, (matrices, rows, columns, dtype, result))
-            call.meta["val"] = [one.end.meta["val"].new_empty(size) for one, size in zip(sums, columns, strict=True)]
-            for place, one in enumerate(sums):
-                item = graph.call_function(operator.getitem, (call, place))
-                item.meta["val"] = call.meta["val"][place]
-                seen = graph.call_function(_aten.view.default, (item, list(one.end.meta["val"].shape)))
-                seen.meta["val"] = one.end.meta["val"]
-                one.end.replace_all_uses_with(seen)
+    for sums in groups.values():
+        for start in range(0, len(sums), _MOST_MATRICES):
+            _replace(graph, sums[start : start + _MOST_MATRICES])
     if groups:
         graph.eliminate_dead_code()
     return sum(map(len, groups.values()))
 
 
+def _replace(graph: fx.Graph, sums: Sequence[_Sum]) -> None:
+    """Has one call make sums of one kind, behind the last of them."""
+    _, rows, dtype, result = sums[0].kind
+    matrices = [one.matrix for one in sums]
+    columns = [matrix.meta["val"].shape[1] for matrix in matrices]
+    with graph.inserting_after(max(one.end for one in sums)):
+        call = graph.call_function(SUM_ROWS, (matrices, rows, columns, dtype, result))
+    call.meta["val"] = [one.end.meta["val"].new_empty(size) for one, size in zip(sums, columns, strict=True)]
+    last = call
+    for place, one in enumerate(sums):
+        with graph.inserting_after(last):
+            item = graph.call_function(operator.getitem, (call, place))
+        with graph.inserting_after(item):
+            last = graph.call_function(_aten.view.default, (item, list(one.end.meta["val"].shape)))
+        item.meta["val"], last.meta["val"] = call.meta["val"][place], one.end.meta["val"]
+        one.end.replace_all_uses_with(last)
+
+
 def _sums(graph: fx.Graph, output: fx.Node) -> Iterator[_Sum]:
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         matrix, end = node.args[0], _end(node)
-        if node.args[1] == [0] and _is_taken(matrix) and set(end.users) == {output}:
+        plain = node.args[1] == [0] and not node.kwargs  # a type of its own would be another rounding
+        if plain and _is_taken(matrix) and set(end.users) == {output}:
             yield _Sum(matrix=matrix, end=end)
 
 

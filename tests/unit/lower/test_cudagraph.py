@@ -24,7 +24,7 @@ from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.capture.random import GET, SET
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import eager, inductor
+from wholestep.lower import eager, inductor, memsets
 from wholestep.lower.backend import Inductor
 from wholestep.lower.cudagraph import Graphed, Parts, Pool, _cause, split
 from wholestep.passes.cleanup import cleanup
@@ -434,11 +434,27 @@ def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> N
     with pytest.raises(RuntimeError, match="out of memory"):
         pool.capture(lambda: ())
     assert cuda.stream == "users"
-    assert [line.split()[0] for line in cuda.log] == [
-        "capture", "end", "reset", "_cuda_endAllocateToPool", "_cuda_releasePool", "capture",
-    ]  # fmt: skip
+    assert [line.split()[0] for line in cuda.log] == ["capture"]  # that went well, so there is nothing to mend
     cuda.full = False
     assert pool.capture(lambda: ("result",))[1] == ("result",)
+
+
+def test_torch_is_mended_where_fills_cannot_be_captured(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for memsets is captured behind the step, which keeps its graph."""
+
+    def as_kernels(graph: Any, capture: Callable[[Callable[[], object]], Any], device: torch.device) -> int:
+        with pytest.raises(RuntimeError, match="previous error"):
+            capture(lambda: [][0])
+        return 0
+
+    pool = Pool(torch.device("cpu"))
+    monkeypatch.setattr(memsets, "as_kernels", as_kernels)
+    graph, results = pool.capture(lambda: ("result",))
+    assert results == ("result",)
+    assert str(graph) in cuda.alive
+    assert cuda.stream == "users"
+    assert f"reset of {graph}" not in cuda.log
+    assert [line.split()[0] for line in cuda.log if "pool" not in line] == ["end", "reset"]
 
 
 def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:

@@ -120,6 +120,10 @@ def that_the_segment_reads(a: Tensor) -> Tensor:
     return aten.mul(aten.sum.dim_IntList(a, [0], True), 2)
 
 
+def in_a_type_of_its_own(a: Tensor) -> Tensor:
+    return aten.sum.dim_IntList(a, [0], dtype=torch.float32)
+
+
 def of_a_transposed_matrix(a: Tensor) -> Tensor:
     return bias_gradient(aten.permute(a, [1, 0]))
 
@@ -128,7 +132,7 @@ def of_a_transposed_matrix(a: Tensor) -> Tensor:
     ("fn", "rows"),
     [
         (rows_that_are_few, 255), (of_a_matrix_that_nobody_stores, 512), (over_columns, 512), (over_all, 512),
-        (that_the_segment_reads, 512), (of_a_transposed_matrix, 512),
+        (that_the_segment_reads, 512), (of_a_transposed_matrix, 512), (in_a_type_of_its_own, 512),
     ],
 )  # fmt: skip
 def test_other_sums_are_left_to_inductor(fn: Callable[[Tensor], Tensor], rows: int) -> None:
@@ -137,6 +141,22 @@ def test_other_sums_are_left_to_inductor(fn: Callable[[Tensor], Tensor], rows: i
     assert row_sums.gather_sums(made.graph) == 0
     assert str(made.graph) == before
     assert row_sums.gather_sums(traced(rows_that_are_few, (512, 512)).graph) == 1
+
+
+def test_many_sums_are_several_calls_each_behind_the_last_of_its_own() -> None:
+    """So that a long segment does not hold all that it sums up until its end."""
+
+    def backward(*grads: Tensor) -> list[Tensor]:
+        doubled = [aten.mm(grad, grad) for grad in grads]
+        return [one for grad in doubled for one in (aten.mm(grad, grad), bias_gradient(grad))]
+
+    made = traced(backward, *[(512, 512)] * 11)
+    assert row_sums.gather_sums(made.graph) == 11
+    made.graph.lint()
+    first, second = calls(made.graph)
+    assert [len(call.args[0]) for call in (first, second)] == [8, 3]
+    products = made.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert [sum(product < call for product in products[11:]) for call in (first, second)] == [8, 11]
 
 
 def test_whole_numbers_and_cpus_are_left() -> None:
