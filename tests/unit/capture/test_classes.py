@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import native
 from wholestep.capture.portrait import Line, NotComparable, portrait
 from wholestep.capture.scene import Scene
 from wholestep.capture.walk import find
@@ -180,16 +179,6 @@ def put(change: Change) -> Callable[[], None]:
     old = vars(holder).get(name, ABSENT)
     setattr(holder, name, value)
     return lambda: delattr(holder, name) if old is ABSENT else setattr(holder, name, old)
-
-
-@pytest.fixture(params=["native", "plain"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the native look before the comparisons in Python, and without it."""
-    if request.param == "plain":
-        monkeypatch.setattr(native, "module", lambda: None)
-    else:
-        assert native.wait() == ""
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

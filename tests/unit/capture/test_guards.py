@@ -240,16 +240,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.fixture(params=["native", "plain"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the native look before the comparisons in Python, and without it."""
-    if request.param == "plain":
-        monkeypatch.setattr(native, "module", lambda: None)
-    else:
-        assert native.wait() == ""
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     logging.getLogger("wholestep").disabled = True
