@@ -114,16 +114,15 @@ class CompiledStep:
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
-        with shown(self._name, init().rank), uncollected():
-            entry = self._compile(args, kwargs, reason)
-        with entry.captured.undone_on_error():
-            result = self._run(entry, leaves)
-        self._entries.insert(0, entry)
-        if entry.look.ready is not None:
-            self._loaded += 1
-        else:
-            self._traces += 1
-            if self._starts_warm:
+        with uncollected():
+            with shown(self._name, init().rank):
+                entry = self._compile(args, kwargs, reason)
+            with entry.captured.undone_on_error():
+                result = self._run(entry, leaves)
+            self._entries.insert(0, entry)
+            loaded = entry.look.ready is not None
+            self._traces, self._loaded = self._traces + (not loaded), self._loaded + loaded
+            if not loaded and self._starts_warm:
                 self._warm.keep(lambda: self._saved(entry))
         return result
 
@@ -157,6 +156,7 @@ class CompiledStep:
             self._meetings.abandon(error, world)
             raise
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
+        connect.begin(axis, world.device)
         return self._lower(captured, programs, look, world)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from wholestep.lower import binaries
 
 try:
     import triton
@@ -49,3 +53,10 @@ def add_parts(slots: Tensor, own: Tensor, *, rank: int, averages: bool) -> None:
         return
     how = (len(slots), rank, averages)
     _kernel[(-(-own.numel() // _BLOCK),)]((slots, own), own.numel(), slots.stride(0), how, _BLOCK, num_warps=_WARPS)
+
+
+def build(dtype: torch.dtype, *, size: int, rank: int, averages: bool) -> binaries.Job:
+    """What has Triton compile the kernel for `size` ranks, as launches for parts of most messages would: lengths are
+    multiples of 16 there."""
+    how = (size, rank, averages)
+    return partial(_kernel.warmup, binaries.addresses([dtype] * 2), 16, 16, how, _BLOCK, grid=(1,), num_warps=_WARPS)

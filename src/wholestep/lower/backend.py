@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib
 import itertools
 import logging
 import pickle
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.lower import (
     ahead,
+    binaries,
     column_sums,
     copies,
     cross_entropy,
@@ -43,6 +46,7 @@ from wholestep.program.plain import plainly
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
+from wholestep.run import beside
 from wholestep.run.progress import tell
 from wholestep.run.shelf import Shelf
 
@@ -126,6 +130,9 @@ class Inductor:
     def prepare(self) -> None:
         """See `Eager.prepare`."""
         if finds(self._shelf):
+            if self._on_gpu:
+                # Who measures block sizes imports it, and the others would wait for this rank in the first run.
+                beside.begun(partial(importlib.import_module, "torch._inductor.compile_fx"))
             return
         if self._on_gpu:
             compiler.start_workers()
@@ -171,20 +178,9 @@ class Inductor:
     def _put(self, program: Program, shelf: Shelf, key: str) -> None:
         """Puts what was compiled of a program on the shelf."""
         try:
-            self._build_own(program)
             shelf.put(key, pickle.dumps(self.kernels(program)))
         except Exception as error:  # whatever it is, the others have compilers, too
             log.warning("every rank compiles for itself: %s: %s", type(error).__name__, error)
-
-    def _build_own(self, program: Program) -> None:
-        """Builds the kernels of ours that are built when they are first launched, so that they travel."""
-        with torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext():
-            for node in program.graph.nodes:
-                if node.target is CROSS_ENTROPY and cross_entropy.takes(node.args[0]):
-                    cross_entropy.build(node)
-            for text in self._inductor.texts() if self._on_gpu else ():
-                column_sums.build(text)
-                row_sums.build(text)
 
     def _take(self, program: Program, shelf: Shelf, key: str) -> None:
         """Takes from the shelf what rank 0 has compiled of a program, if it has the same one."""
@@ -198,9 +194,8 @@ class Inductor:
         log.info("this rank compiles for itself: %s", why)
 
     def _lowered(self, program: Program, wait: eager.Wait | None) -> Step:
-        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled_of(program), instead=self._instead)
-        if self._on_gpu:
-            self._lists.begin(program)
+        self._compile(program)
+        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled, instead=self._instead)
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._lists.as_it_arrives(program)
@@ -252,16 +247,28 @@ class Inductor:
             if data.startswith(_OVER_LISTS):
                 self._lists.take(segment, data.removeprefix(_OVER_LISTS), self._device)
 
-    def _compiled_of(self, program: Program) -> eager.Compile:
-        """Compiles segments of a program, and tells how far it is."""
-        whole = len(segments_of(program))
-        numbers = itertools.count(1)
+    def _compile(self, program: Program) -> None:
+        """Has all segments of a program compiled, and waits for their kernels once. Ours are built meanwhile."""
+        segments = segments_of(program)
+        if self._on_gpu:
+            self._lists.begin(program)
+        building = self._build(_kernels_called(program))
+        for number, segment in enumerate(segments, 1):
+            tell(f"compiling segment {number} of {len(segments)}")
+            if not self._lists.has(segment):
+                self._inductor.begin(segment)
+        text = "\n".join(self._inductor.texts())
+        building += self._build(itertools.chain(column_sums.builds(text), row_sums.builds(text)))
+        tell("waiting for kernels")
+        self._inductor.finish()
+        for thread in building:
+            thread.join()
 
-        def compile_segment(segment: Segment) -> inductor.Compiled:
-            tell(f"compiling segment {next(numbers)} of {whole}")
-            return self._lists.compile(segment) or self._inductor.compile(segment)
+    def _build(self, jobs: Iterable[binaries.Job]) -> list[threading.Thread]:
+        return binaries.build_beside(jobs, self._device) if self._on_gpu else []
 
-        return compile_segment
+    def _compiled(self, segment: Segment) -> inductor.Compiled:
+        return self._lists.compile(segment) or self._inductor.compile(segment)
 
     def _goes_without(self, reason: str) -> None:
         self.why_no_graph = reason
@@ -289,6 +296,14 @@ def forms_segments(*, on_gpu: bool) -> Pass:
 def finds(shelf: Shelf | None) -> bool:
     """Whether this rank will find what another one has compiled."""
     return shelf is not None and not shelf.is_filled_here
+
+
+def _kernels_called(program: Program) -> Iterator[binaries.Job]:
+    """What builds the kernels of ours that stand in a program, and not within segments."""
+    for node in program.graph.find_nodes(op="call_function", target=CROSS_ENTROPY):
+        if cross_entropy.takes(node.args[0]):
+            yield cross_entropy.build(node)
+    yield from copies.builds(program)
 
 
 def _fuses(product: fx.Node) -> bool:

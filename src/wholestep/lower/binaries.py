@@ -1,14 +1,24 @@
-"""What Triton has made of kernels of our own, as bytes for another process, whose Triton then compiles nothing."""
+"""Kernels of our own: built beside other work, and what Triton has made of them as bytes for another process, whose
+Triton then compiles nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from wholestep.lower import ahead
+from wholestep.run import beside
+
+Job = Callable[[], Any]
+"""Has Triton compile a kernel as a launch would (by its ``warmup``), and gives what a launch gives."""
 
 _kept: dict[str, Any] = {}
 """Kernels that any step may launch, by their key in Triton's cache."""
@@ -18,6 +28,34 @@ def keep(compiled: Any) -> None:
     """Remembers what a launch has given; nothing, where the interpreter runs kernels."""
     if compiled is not None:
         _kept[compiled.hash] = compiled
+
+
+def build_beside(jobs: Iterable[Job], device: torch.device) -> list[threading.Thread]:
+    """Builds kernels that any step may launch, each in a thread: Triton works without Python's lock for the most part.
+
+    What goes wrong there goes wrong again where the kernel is launched, and is told there.
+    """
+    return [beside.begun(partial(_build, job, device)) for job in jobs]
+
+
+def _build(job: Job, device: torch.device) -> None:
+    ahead.wait_for_triton()
+    if beside.is_ending():
+        return
+    with torch.cuda.device(device):
+        compiled = job()
+        keep(compiled)
+        make_ready(compiled)
+
+
+def make_ready(compiled: Any) -> None:
+    """Has Triton make what launches a kernel on the current GPU.
+
+    That is a module in C for every signature, and takes a quarter of a second, for which the first launch would wait.
+    A Triton that does it otherwise does so in the first launch.
+    """
+    with contextlib.suppress(AttributeError):
+        compiled._init_handles()
 
 
 def addresses(types: Iterable[torch.dtype]) -> tuple[Any, ...]:

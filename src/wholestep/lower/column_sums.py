@@ -14,6 +14,8 @@ Note: blocks
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,13 +77,13 @@ def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[
     return results
 
 
-def build(module: str) -> None:
-    """Has Triton compile the kernel for the calls in a module of Inductor, as a launch would, for the current GPU."""
-    for call in _CALL.findall(module):
+def builds(module: str) -> Iterator[binaries.Job]:
+    """What has Triton compile the kernel for the calls in text of Inductor's modules, as launches would."""
+    for call in dict.fromkeys(_CALL.findall(module)):
         count, rows, columns = map(int, call)
         workspace, *results = binaries.addresses([torch.float32] * (count + 1))
-        size = (rows, columns)
-        binaries.keep(_kernel.warmup(workspace, tuple(results), size, count, _BLOCK, grid=(1,), num_warps=_WARPS))
+        given = (workspace, tuple(results), (rows, columns), count, _BLOCK)
+        yield partial(_kernel.warmup, *given, grid=(1,), num_warps=_WARPS)
 
 
 ops.LIBRARY.define("column_sums(Tensor workspace, int count, int rows, int columns) -> Tensor[]")

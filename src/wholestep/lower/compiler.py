@@ -27,6 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from wholestep.lower import launches, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
+from wholestep.lower.postponed import put_off
 from wholestep.program import meta
 from wholestep.program.modules import unwritten
 from wholestep.program.segment import Segment
@@ -59,8 +60,11 @@ def start_workers() -> None:
         async_compile.maybe_warm_pool()
 
 
-def compiled(segment: Segment, *, early_launches: bool, own_products: bool) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that does what the segment does: takes a list, which it empties, and gives a list.
+def begun(
+    segment: Segment, *, early_launches: bool, own_products: bool
+) -> tuple[Callable[[list[Any]], Sequence[Any]], Callable[[], None]]:
+    """A function that does what the segment does (takes a list, which it empties, and gives a list), and one to be
+    called once before it: that waits for its kernels, which are compiled meanwhile.
 
     `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`.
     """
@@ -70,10 +74,16 @@ def compiled(segment: Segment, *, early_launches: bool, own_products: bool) -> C
     graph = decomposed(segment, inputs, mode)
     given: Any = segment.graph.output_node().args[0]
     device = meta.tensor(given[0]).device  # there may be no input: a mask, positions
-    settings = inductor_config.patch(settings_for(graph.graph, device.type))
+    settings, context = settings_for(graph.graph, device.type), TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
-    with tracing(TracingContext(mode)), mode, settings, ways:
-        return compile_fx_inner(graph, inputs)
+    with tracing(context), mode, inductor_config.patch(settings), ways, put_off() as rest:
+        found = compile_fx_inner(graph, inputs)
+
+    def finish() -> None:
+        with tracing(context), mode, inductor_config.patch(settings):
+            rest()
+
+    return found, finish
 
 
 def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:

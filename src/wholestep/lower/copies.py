@@ -61,8 +61,17 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from wholestep.errors import ConfigError
+from wholestep.lower import addition, binaries
 from wholestep.lower.addition import add_parts
-from wholestep.program.collectives import LIBRARY, averages, group_named, started_on_this_stream
+from wholestep.program import meta
+from wholestep.program.collectives import (
+    ALL_REDUCE_BY_COPIES_,
+    LIBRARY,
+    averages,
+    group_named,
+    started_on_this_stream,
+)
+from wholestep.program.program import Program
 
 PIECE_BYTES = 160 << 20
 """The largest piece, so the bytes of a set of slots; the symmetric memory of a group is two.
@@ -278,6 +287,14 @@ def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
 
 
 LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")
+
+
+def builds(program: Program) -> Iterator[binaries.Job]:
+    """What has Triton compile the additions of a program's messages."""
+    messages = program.graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES_)
+    for dtype, reduce_op, name in dict.fromkeys((meta.tensor(one).dtype, *one.args[1:]) for one in messages):
+        group = group_named(name)
+        yield addition.build(dtype, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
 
 
 def why_not(group: str, device: torch.device) -> str:

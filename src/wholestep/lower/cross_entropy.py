@@ -18,6 +18,7 @@ Note: arithmetic
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,13 +100,13 @@ def cross_entropy(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -
     return losses, gradient
 
 
-def build(node: fx.Node) -> None:
-    """Has Triton compile the kernel for a call, as its launch would, for the current GPU."""
+def build(node: fx.Node) -> binaries.Job:
+    """What has Triton compile the kernel for a call, as its launch would."""
     logits, target, share, ignored = node.args
     types = [meta.tensor(one).dtype for one in (logits, target, share)]  # type: ignore[arg-type]
     given, value = binaries.addresses([*types, torch.float32, types[0]]), meta.tensor(logits)  # type: ignore[arg-type]
     size = (value.shape[1], value.stride(0))
-    binaries.keep(_kernel.warmup(given, size, ignored, *_CONSTANTS, grid=(1,), **_OPTIONS))
+    return partial(_kernel.warmup, given, size, ignored, *_CONSTANTS, grid=(1,), **_OPTIONS)
 
 
 ops.LIBRARY.impl("cross_entropy", cross_entropy, "CompositeExplicitAutograd")

@@ -94,6 +94,10 @@ class Plans:
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
 
+    def has(self, segment: Segment) -> bool:
+        """Whether a segment is computed here."""
+        return isinstance(self._of(segment), Plan)
+
     def written(self, segment: Segment) -> bytes | None:
         """The plan of a segment and what Triton has made of its kernels, for another process; None for what was not
         built."""
@@ -298,6 +302,7 @@ def _build(wanted: Mapping[str, torch.device]) -> None:
         # What goes wrong here goes wrong again where the kernel is launched, and is told there.
         with contextlib.suppress(Exception), torch.cuda.device(device):
             _binaries[text] = _built(text).warmup(torch.int64, torch.int32, grid=(1,), num_warps=_WARPS)
+            binaries.make_ready(_binaries[text])
 
 
 _binaries: dict[str, Any] = {}

@@ -184,9 +184,9 @@ def sum_rows(
     return list(results)
 
 
-def build(module: str) -> None:
-    """Has Triton compile the kernels for the calls in a module of Inductor, as launches would, for the current GPU."""
-    for call in _CALL.findall(module):
+def builds(module: str) -> Iterator[binaries.Job]:
+    """What has Triton compile the kernels for the calls in text of Inductor's modules, as launches would."""
+    for call in dict.fromkeys(_CALL.findall(module)):
         rows, columns = int(call[0]), tuple(map(int, call[1].split(",")))
         dtype, result = (getattr(torch, name.removeprefix("torch.")) for name in call[2:])
         layout = _Layout(rows, columns)
@@ -194,8 +194,8 @@ def build(module: str) -> None:
         (parts,) = binaries.addresses([torch.float32])
         matrices, results = (binaries.addresses([one] * len(columns)) for one in (dtype, result))
         add_rows, add_parts = (partial(kernel.warmup, grid=(1,)) for kernel in (_rows_kernel, _parts_kernel))
-        binaries.keep(add_rows(matrices, parts, of_rows, columns, cut.block, num_warps=cut.warps))
-        binaries.keep(add_parts(parts, (*results, matrices[0]), of_parts, columns, _END, num_warps=_END_WARPS))
+        yield partial(add_rows, matrices, parts, of_rows, columns, cut.block, num_warps=cut.warps)
+        yield partial(add_parts, parts, (*results, matrices[0]), of_parts, columns, _END, num_warps=_END_WARPS)
 
 
 ops.LIBRARY.define(

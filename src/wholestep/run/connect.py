@@ -1,7 +1,8 @@
 """NCCL's communicator, made beside other work.
 
-NCCL connects the GPUs of a group with its first collective, which takes a third of a second in which the host waits.
-Ranks that have all found the same saved step will need it, and have kernels to load meanwhile.
+NCCL connects the GPUs of a group with its first collective, which takes a third of a second and more, in which the host
+waits. Ranks that have all found the same saved step will need it, and have kernels to load meanwhile; ranks that have
+planned theirs wait for kernels to be compiled.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
 from tests.unit.lower import test_lists
-from wholestep.lower import binaries, column_sums, compiler, cross_entropy, fused, kernels, lists, row_sums
+from wholestep.lower import addition, binaries, column_sums, compiler, cross_entropy, fused, kernels, lists, row_sums
 from wholestep.lower.header import lightened
+from wholestep.lower.postponed import put_off
 from wholestep.passes.cross_entropy import CROSS_ENTROPY
 from wholestep.program import meta
 
@@ -295,14 +296,18 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
     call = graph.call_function(CROSS_ENTROPY, (*args, -100))
     made = list[str]()
     with counted(made), gpu(old), fresh_cache():
-        cross_entropy.build(call)
-        column_sums.build("[buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)\n")
-        row_sums.build(
-            "buf5 = torch.ops.wholestep.sum_rows.default([buf1, buf3], 512, [768, 64], torch.bfloat16, torch.float32)\n"
-        )
+        sums = "[buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)\n"
+        row = "torch.ops.wholestep.sum_rows.default([buf1, buf3], 512, [768, 64], torch.bfloat16, torch.float32)"
+        jobs = [
+            cross_entropy.build(call), *column_sums.builds(sums), *row_sums.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
+            addition.build(torch.float32, size=2, rank=0, averages=True),
+        ]  # fmt: skip
+        for thread in binaries.build_beside(jobs, torch.device("cuda", old)):
+            thread.join()
         data = binaries.written(binaries.kept())
-    made_by_building = len(made)
-    for kernel in (cross_entropy._kernel, column_sums._kernel, row_sums._rows_kernel, row_sums._parts_kernel):
+    made_by_building, ready = len(made), [one.module is not None for one in binaries.kept()]
+    own = (row_sums._rows_kernel, row_sums._parts_kernel, addition._kernel)
+    for kernel in (cross_entropy._kernel, column_sums._kernel, *own):
         kernel.device_caches.clear()  # as in another process
     with counted(made), gpu(new) as loader, fresh_cache():
         binaries.take(data)
@@ -310,8 +315,9 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
         column_sums.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
         matrices = [torch.zeros(512, size, dtype=torch.bfloat16) for size in (768, 64)]
         row_sums.sum_rows(matrices, 512, [768, 64], torch.bfloat16, torch.float32)
+        addition.add_parts(torch.zeros(2, 8192), torch.zeros(4096), rank=0, averages=True)
     return {"made by building": made_by_building, "made by launching": len(made) - made_by_building,
-            "loaded": loader.loaded}  # fmt: skip
+            "loaded": loader.loaded, "ready": ready}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -331,8 +337,12 @@ def compiled(segment: Segment, number: int, early: bool) -> Any:
     """A segment as Inductor compiles it: with kernels that are launched early, or not."""
     graph, inputs, mode = graph_of(segment, number)
     ways = compiler.own_ways(torch.device("cuda", number), early_launches=early, own_products=True)
-    with ways, mode, tracing(TracingContext(mode)), inductor_config.patch(compiler.settings_for(graph.graph, "cuda")):
-        return compile_fx_inner(graph, inputs)
+    settings, context = inductor_config.patch(compiler.settings_for(graph.graph, "cuda")), TracingContext(mode)
+    with ways, mode, tracing(context), settings, put_off() as rest:
+        found = compile_fx_inner(graph, inputs)
+    with tracing(context), mode:
+        rest()
+    return found
 
 
 def described(segment: Any) -> dict[str, Any]:
