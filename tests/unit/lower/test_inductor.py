@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
 from tests.unit import builders
-from wholestep.lower.compiler import compiled
-from wholestep.lower.inductor import compiles
+from wholestep.lower.inductor import Inductor, compiles
 from wholestep.program import meta
 from wholestep.program.segment import Segment
 
@@ -146,7 +145,7 @@ def test_a_segment_of_constants_has_no_input():
         for node in made.graph.nodes:
             if node.op == "call_function":
                 meta.set_value(node, mode.from_tensor(torch.zeros(3, 3)))
-    run = compiled(Segment(name="mask", read=lambda: made), early_launches=False, own_products=False)
+    run = Inductor(torch.device("cpu")).compile(Segment(name="mask", read=lambda: made))
     assert torch.equal(next(iter(run([]))), torch.ones(3, 3).tril() * 2)
 
 
