@@ -98,6 +98,7 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/rows.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
+    "lower/postponed.py": {"torch._inductor": "its waits for workers, which are put off, and what it does behind them"},
     "lower/wrapper.py": {"torch._inductor": "the lines that it writes around kernels"},
     "program/portable.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",

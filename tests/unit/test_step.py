@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import pickle
@@ -13,9 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+import wholestep.step
 from tests.unit.capture.steps import Blocks, differing, train, twins
+from wholestep.lower.backend import Eager
 from wholestep.program import edit, meta, show
 from wholestep.program.program import InputKind, OutputKind, Program, Stage
+from wholestep.run import connect
+from wholestep.run.executable import Executable
+from wholestep.warm import Warm
 
 FACTOR = 1.0
 
@@ -42,6 +48,37 @@ def test_cache_info_counts_and_tells_why() -> None:
     info = step.cache_info()
     assert (info.traces, info.hits) == (2, 3)
     assert info.reasons == ("argument 2 was float32[3, 4], is float32[2, 4]",)
+
+
+def test_ranks_connect_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the plan, until when a step is likely to fail on one rank alone."""
+    happened: list[str] = []
+
+    def noted(name: str, of: Any, work: Any) -> None:
+        monkeypatch.setattr(of, name, lambda *args, **kwargs: (happened.append(name), work(*args, **kwargs))[1])
+
+    noted("run_passes", wholestep.step, wholestep.step.run_passes)
+    noted("begin", connect, connect.begin)
+    noted("lower", Eager, Eager.lower)
+    ws.compile(scaled)(batch())
+    assert happened == ["run_passes", "begin", "lower"]
+
+
+def test_nothing_is_collected_until_a_first_call_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs live, and the collector would look at all of them again and again: its last turn comes behind it."""
+    happened: list[tuple[str, bool]] = []
+
+    def noted(name: str, work: Any) -> Any:
+        return lambda *args: (happened.append((name, gc.isenabled())), work(*args))[1]
+
+    monkeypatch.setattr(Warm, "keep", noted("keep", Warm.keep))
+    monkeypatch.setattr(Executable, "__call__", noted("run", Executable.__call__))
+    step = ws.compile(scaled)
+    step(batch())
+    assert happened == [("run", False), ("keep", False)]
+    assert gc.isenabled()
+    step(batch())
+    assert happened[2:] in ([("run", True)], [])  # the native way goes past it
 
 
 def test_a_retrace_is_logged_in_one_line_that_names_the_change(

@@ -52,6 +52,7 @@ def add_parts(slots: Tensor, own: Tensor, *, rank: int, averages: bool) -> None:
     if not own.numel():
         return
     how = (len(slots), rank, averages)
+    binaries.wait()
     _kernel[(-(-own.numel() // _BLOCK),)]((slots, own), own.numel(), slots.stride(0), how, _BLOCK, num_warps=_WARPS)
 
 

@@ -7,8 +7,7 @@ import importlib
 import itertools
 import logging
 import pickle
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -132,7 +131,7 @@ class Inductor:
         if finds(self._shelf):
             if self._on_gpu:
                 # Who measures block sizes imports it, and the others would wait for this rank in the first run.
-                beside.begun(partial(importlib.import_module, "torch._inductor.compile_fx"))
+                beside.begun(partial(importlib.import_module, "wholestep.lower.compiler"))
             return
         if self._on_gpu:
             compiler.start_workers()
@@ -252,20 +251,16 @@ class Inductor:
         segments = segments_of(program)
         if self._on_gpu:
             self._lists.begin(program)
-        building = self._build(_kernels_called(program))
+            binaries.build_beside(_kernels_called(program), self._device)
         for number, segment in enumerate(segments, 1):
             tell(f"compiling segment {number} of {len(segments)}")
             if not self._lists.has(segment):
                 self._inductor.begin(segment)
-        text = "\n".join(self._inductor.texts())
-        building += self._build(itertools.chain(column_sums.builds(text), row_sums.builds(text)))
+        if self._on_gpu:
+            text = "\n".join(self._inductor.texts())
+            binaries.build_beside(itertools.chain(column_sums.builds(text), row_sums.builds(text)), self._device)
         tell("waiting for kernels")
         self._inductor.finish()
-        for thread in building:
-            thread.join()
-
-    def _build(self, jobs: Iterable[binaries.Job]) -> list[threading.Thread]:
-        return binaries.build_beside(jobs, self._device) if self._on_gpu else []
 
     def _compiled(self, segment: Segment) -> inductor.Compiled:
         return self._lists.compile(segment) or self._inductor.compile(segment)

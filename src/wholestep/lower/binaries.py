@@ -22,6 +22,7 @@ Job = Callable[[], Any]
 
 _kept: dict[str, Any] = {}
 """Kernels that any step may launch, by their key in Triton's cache."""
+_underway: list[threading.Thread] = []
 
 
 def keep(compiled: Any) -> None:
@@ -30,12 +31,18 @@ def keep(compiled: Any) -> None:
         _kept[compiled.hash] = compiled
 
 
-def build_beside(jobs: Iterable[Job], device: torch.device) -> list[threading.Thread]:
+def build_beside(jobs: Iterable[Job], device: torch.device) -> None:
     """Builds kernels that any step may launch, each in a thread: Triton works without Python's lock for the most part.
 
     What goes wrong there goes wrong again where the kernel is launched, and is told there.
     """
-    return [beside.begun(partial(_build, job, device)) for job in jobs]
+    _underway.extend(beside.begun(partial(_build, job, device)) for job in jobs)
+
+
+def wait() -> None:
+    """Returns when what was begun is built. Who launches such a kernel without would build it a second time."""
+    while _underway:
+        _underway.pop().join()
 
 
 def _build(job: Job, device: torch.device) -> None:
@@ -65,7 +72,8 @@ def addresses(types: Iterable[torch.dtype]) -> tuple[Any, ...]:
 
 
 def kept() -> list[Any]:
-    """What `keep` was given, each once."""
+    """What `keep` was given, each once, when what was begun is built."""
+    wait()
     return list(_kept.values())
 
 

@@ -73,6 +73,7 @@ def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[
     """
     results = [torch.empty(columns, dtype=torch.float32, device=workspace.device) for _ in range(count)]
     grid = (-(-columns // _BLOCK[1]), count)
+    binaries.wait()
     binaries.keep(_kernel[grid](workspace, tuple(results), (rows, columns), count, _BLOCK, num_warps=_WARPS))
     return results
 

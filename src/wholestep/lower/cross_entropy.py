@@ -95,6 +95,7 @@ def cross_entropy(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -
     gradient = torch.empty(rows, columns, dtype=logits.dtype, device=logits.device)
     if rows:
         tensors, size = (logits, target, share, losses, gradient), (columns, logits.stride(0))
+        binaries.wait()
         with torch.cuda.device_of(logits):
             binaries.keep(_kernel[(rows,)](tensors, size, ignored, *_CONSTANTS, **_OPTIONS))
     return losses, gradient

@@ -178,6 +178,7 @@ def sum_rows(
     parts = torch.empty(layout.num_parts * sum(columns), dtype=torch.float32, device=device)
     results = tuple(torch.empty(one, dtype=result, device=device) for one in columns)
     (of_rows, of_parts), (every, last) = layout.sizes, layout.grids
+    binaries.wait()
     add_rows, add_parts, cut = _rows_kernel[every], _parts_kernel[last], layout.cut
     binaries.keep(add_rows(tuple(matrices), parts, of_rows, layout.columns, cut.block, num_warps=cut.warps))
     binaries.keep(add_parts(parts, (*results, matrices[0]), of_parts, layout.columns, _END, num_warps=_END_WARPS))

@@ -302,8 +302,7 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
             cross_entropy.build(call), *column_sums.builds(sums), *row_sums.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
             addition.build(torch.float32, size=2, rank=0, averages=True),
         ]  # fmt: skip
-        for thread in binaries.build_beside(jobs, torch.device("cuda", old)):
-            thread.join()
+        binaries.build_beside(jobs, torch.device("cuda", old))
         data = binaries.written(binaries.kept())
     made_by_building, ready = len(made), [one.module is not None for one in binaries.kept()]
     own = (row_sums._rows_kernel, row_sums._parts_kernel, addition._kernel)

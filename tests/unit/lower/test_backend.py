@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import wholestep as ws
+import wholestep.lower.backend
 import wholestep.step
 from tests.unit.program.test_portable import segments_of, with_segments
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import ahead, inductor, lists
+from wholestep.lower import ahead, binaries, column_sums, inductor, lists, row_sums
 from wholestep.lower.backend import Eager, Inductor
 from wholestep.program.segment import Segment
+from wholestep.run import beside
 
 GPU = torch.device("cuda", 1)
 
@@ -81,6 +84,44 @@ def test_only_what_did_not_come_is_looked_at(given: list[tuple[Any, ...]], monke
     there._lists.begin(program)
     assert there._lists.compile(first) is there._lists.compile(third) is None
     assert looked_at == [second]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_all_segments_are_written_before_anybody_waits(
+    on_gpu: bool, given: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But those of lists, which have kernels of their own. Ours are built from what was written, before the wait."""
+    program = with_segments()
+    first, second, third = segments_of(program)
+    happened: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(lists.Plans, "begin", lambda self, program: happened.append(("lists",)))
+    monkeypatch.setattr(lists.Plans, "has", lambda self, segment: segment is second)
+    monkeypatch.setattr(inductor.Inductor, "begin", lambda self, segment: happened.append(("begin", segment)))
+    monkeypatch.setattr(inductor.Inductor, "finish", lambda self: happened.append(("finish",)))
+    monkeypatch.setattr(inductor.Inductor, "texts", lambda self: ["one", "two"])
+    monkeypatch.setattr(wholestep.lower.backend, "_kernels_called", lambda program: iter(["called"]))
+    monkeypatch.setattr(column_sums, "builds", lambda text: iter([("columns", text)]))
+    monkeypatch.setattr(row_sums, "builds", lambda text: iter([("rows", text)]))
+    monkeypatch.setattr(binaries, "build_beside", lambda jobs, device: happened.append(("build", device, *jobs)))
+    backend(GPU if on_gpu else torch.device("cpu"))._compile(program)
+    ours = [("lists",), ("build", GPU, "called")], [("build", GPU, ("columns", "one\ntwo"), ("rows", "one\ntwo"))]
+    before, behind = ours if on_gpu else ([], [])
+    assert happened == [*before, ("begin", first), ("begin", third), *behind, ("finish",)]
+
+
+@pytest.mark.parametrize(("is_filled_here", "imports"), [(True, False), (False, True)])
+def test_who_finds_kernels_imports_the_compiler_meanwhile(
+    is_filled_here: bool, imports: bool, given: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures block sizes, for which Inductor imports its compiler; rank 0 would wait for that in the first run."""
+    begun: list[Any] = []
+    monkeypatch.setattr(beside, "begun", begun.append)
+    monkeypatch.setattr(wholestep.lower.backend, "compiler", SimpleNamespace(start_workers=lambda: None))
+    shelf: Any = SimpleNamespace(is_filled_here=is_filled_here)
+    Inductor(InductorOptions(), GPU, shelf).prepare()
+    assert [work.args for work in begun] == [("wholestep.lower.compiler",)] * imports
+    Inductor(InductorOptions(), torch.device("cpu"), SimpleNamespace(is_filled_here=False)).prepare()  # type: ignore[arg-type]
+    assert len(begun) == imports
 
 
 def test_a_step_that_one_cuda_graph_launches_costs_the_host_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
-from wholestep.program import ops
+from wholestep.program import meta, ops
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 
@@ -238,3 +239,19 @@ def test_memory_is_that_of_the_group_which_has_the_name_now(monkeypatch):
     groups["0"] = object()  # the process group was destroyed, and another one made
     assert copies._group_of("0", CPU) is not first
     assert len(made) == 2
+
+
+def test_the_addition_of_equal_messages_is_built_once(monkeypatch):
+    """As it is launched for them: for this rank among so many, and for sums or means."""
+    monkeypatch.setattr(by_copies, "MIN_BYTES", 1000)
+    program = planned("", bucket_bytes=1)
+    (start,) = program.graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES_)
+    with program.graph.inserting_after(start):
+        again = program.graph.node_copy(start, lambda node: node)
+    meta.set_value(again, meta.tensor(start))
+    asked = []
+    monkeypatch.setattr(copies, "group_named", lambda name: SimpleNamespace(size=lambda: 4, rank=lambda: 3))
+    monkeypatch.setattr(copies.addition, "build", lambda dtype, **how: asked.append((dtype, how)))
+    assert len(list(copies.builds(program))) == 1
+    assert asked == [(torch.float32, {"size": 4, "rank": 3, "averages": True})]
+    assert list(copies.builds(planned("ranks are on several hosts"))) == []
