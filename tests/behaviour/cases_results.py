@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 from tests.behaviour.harness import Job, Registry, Run
 from tests.behaviour.parts import batch_norm_net, class_batches, loss_of, mlp, sgd
@@ -228,6 +229,33 @@ def weight_ema(run: Run) -> Job:
         return loss
 
     return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "average": average})
+
+
+def averaged_model(run: Run, options: dict[str, Any]) -> Job:
+    """Its counter decides whether weights are copied or averaged, so the second call is one retrace."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+    average = swa_utils.AveragedModel(module, **options)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        average.update_parameters(module)
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "average": average})
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "exponential": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
+    "stochastic": {},
+    "one_by_one": {"avg_fn": lambda mean, param, count: mean + (param - mean) / (count + 1)},
+}
+for _name, _options in AVERAGES.items():
+    case(name=f"averaged_model_{_name}", traces=(2,))(lambda run, options=_options: averaged_model(run, options))
 
 
 @case()

@@ -26,6 +26,12 @@ _VALUE_DRIVES_PYTHON = (
     "one graph cannot look at values. Use torch.where, keep the value as a tensor or return it (`return loss.item()` "
     "is fine), or move the decision out of the step."
 )
+_REMEDIES = {
+    "torch/distributions/": "Distributions look at their arguments to check them: pass validate_args=False.",
+    "nn/modules/batchnorm.py": "A BatchNorm that averages over all batches (momentum=None) looks at how many there "
+    "were: give it a momentum.",
+}
+"""What helps where a part of torch looks at a value, by a piece of its file's name."""
 _NUMPY = (
     "a tensor is turned into numpy or a Python list here, which needs its values. "
     "Return the tensor and convert it outside the step."
@@ -100,7 +106,7 @@ def explain(error: BaseException) -> WholestepError:
         error = error.__context__  # torch 2.11 fails at printing the unfinished graph, which hides the cause
     where, text = user_line(error.__traceback__), str(error)
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
-        reason = _VALUE_DRIVES_PYTHON
+        reason = " ".join([_VALUE_DRIVES_PYTHON, *_remedies(error)])
     elif (
         isinstance(error, UnsupportedOperatorException)
         or "no fake impl" in text
@@ -115,6 +121,12 @@ def explain(error: BaseException) -> WholestepError:
     else:
         reason = f"{type(error).__name__}: {text}"
     return CaptureError(f"The step could not be captured at {where}\n{reason}")
+
+
+def _remedies(error: BaseException) -> list[str]:
+    files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if library_frame(file)]
+    return [remedy for piece, remedy in _REMEDIES.items() if any(piece in file for file in files)]
 
 
 def _last_file(error: BaseException) -> str:

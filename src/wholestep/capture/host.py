@@ -1,9 +1,10 @@
 """Values of host scalars while tracing, and the predicates over them that Python branched on.
 
 [Note: host scalars]
-A rate, a bias correction, a step counter: a number that depends only on param_groups and on 0-d CPU state,
-never on data. While tracing it is a symbolic float, so the graph computes it anew at every call. An
-optimizer may branch on one (``weight_decay != 0``, ``rho_t > 5``). Its value at trace time is found by
+A rate, a bias correction, a step counter: a number that depends only on param_groups and on 0-d CPU state of
+optimizers and modules, never on data. While tracing it is a symbolic float, so the graph computes it anew at every
+call. An optimizer may branch on one (``weight_decay != 0``, ``rho_t > 5``), and so may a module that counts its calls
+(``n_averaged == 0`` of ``torch.optim.swa_utils.AveragedModel``). Its value at trace time is found by
 running the nodes written so far on real 0-d values; the branch becomes a *predicate*: a small graph from
 host inputs to the truth value, checked before each later call.
 """
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch._prims_common as prims
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -165,8 +167,16 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
         # Fake kernels of complex operators convert numbers to complex, which needs a value; the dtype is all they use.
         return lambda number: number if dtype.is_complex and isinstance(number, torch.SymFloat) else make(number)
 
-    original_constructor = prims.dtype_to_type_ctor
+    def truth_of_tensor(tensor: torch.Tensor) -> bool:
+        # torch would ask for the truth in C++, where nobody is asked first.
+        if not (isinstance(tensor, FakeTensor) and tensor.dim() == 0 and tensor.device.type == "cpu"):
+            return original_truth(tensor)
+        number = tensor.item()
+        return bool(number != 0 if isinstance(number, torch.SymInt) else number)
+
+    original_constructor, original_truth = prims.dtype_to_type_ctor, torch.Tensor.__bool__
     with (
+        patch.object(torch.Tensor, "__bool__", truth_of_tensor),
         patch.object(prims, "dtype_to_type_ctor", constructor),
         patch.object(torch.SymBool, "__bool__", truth_or(torch.SymBool.__bool__)),
         patch.object(torch.SymFloat, "__bool__", truth_or(torch.SymFloat.__bool__)),

@@ -177,7 +177,7 @@ class Tracer:
         boxes = {id(h.box) for h in self._lifter.hypers}
         kinds = {id(s.tensor): s.kind for s in self._state.slots}
         for real in self.reals:
-            host = id(real) in boxes or kinds.get(id(real)) is InputKind.OPTIMIZER
+            host = id(real) in boxes or kinds.get(id(real)) in (InputKind.OPTIMIZER, InputKind.BUFFER)
             host = host and real.dim() == 0 and real.device.type == "cpu"
             known.append(real.detach().clone() if host else None)
         return known

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import Make, captured, differing, train, twins
+from wholestep.errors import CaptureError
 
 HERE = "test_host.py"
 
@@ -146,3 +147,74 @@ def test_a_fake_kernel_may_branch_on_a_rate() -> None:
         x = torch.randn(3, 4)
         assert torch.equal(train(*eager, x), step(*ours, x))
         assert differing(eager[0], ours[0]) == []
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and looks at it."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros((), dtype=dtype, device=device))
+        self.count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = bool(self.count == 0)  # <- a comparison
+        factor = 1.0 if self.count else 3.0  # <- the number itself
+        self.count += 1
+        return (x * self.weight * (2.0 if first else 1.0)).square().mean() * factor
+
+
+def counted(model: Counting, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.int32])
+def test_a_module_may_look_at_what_it_counts(dtype: torch.dtype) -> None:
+    """As AveragedModel does. The count goes on within the graph, and is put back by the user in the end."""
+    pair = [Counting(dtype), Counting(dtype)]
+    opts = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
+    step = ws.compile(counted, backend="eager")
+    for number in range(5):
+        if number == 3:
+            for model in pair:
+                model.count.zero_()
+        x = torch.randn(3, 4)
+        assert torch.equal(counted(pair[0], opts[0], x), step(pair[1], opts[1], x))
+        assert differing(*pair) == []
+    info = step.cache_info()
+    assert (info.traces, info.hits) == (2, 3)
+    line = Counting.forward.__code__.co_firstlineno
+    assert info.reasons == (f"the condition at {HERE}:{line + 1} was True, is False",)
+
+
+def test_data_is_not_looked_at_as_a_count_is() -> None:
+    """Nothing says what it will be. A distribution's check of its arguments is told with what helps."""
+
+    def by_truth(x: Tensor) -> Tensor:
+        return x if (x > 0).all() else -x
+
+    def checked(x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, 1.0).log_prob(x).mean()
+
+    def unchecked(x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, 1.0, validate_args=False).log_prob(x).mean()
+
+    for step, says in ((by_truth, "Use torch.where"), (checked, "pass validate_args=False")):
+        with pytest.raises(CaptureError, match="the value of a tensor decides") as raised:
+            ws.compile(step, backend="eager")(torch.randn(3))
+        assert says in str(raised.value)
+        assert ("validate_args" in str(raised.value)) is (step is checked)
+    x = torch.randn(3)
+    assert torch.equal(ws.compile(unchecked, backend="eager")(x), unchecked(x))
+
+
+def test_a_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
+    norm = nn.BatchNorm1d(4, momentum=None)
+    with pytest.raises(CaptureError, match="give it a momentum"):
+        ws.compile(norm.forward, backend="eager")(torch.randn(3, 4))
+    assert norm.num_batches_tracked == 0
