@@ -33,14 +33,6 @@ from wholestep.capture.views import behind
 Change = Callable[[Any], object]
 
 
-@pytest.fixture(scope="module")
-def module() -> ModuleType:
-    assert native.wait() == ""
-    loaded = native.module()
-    assert loaded is not None
-    return loaded
-
-
 class Special(nn.Parameter):
     """A parameter by another name."""
 
