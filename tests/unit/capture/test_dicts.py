@@ -1,4 +1,4 @@
-"""Dicts of which Python tells each write (3.12 and later), or whose versions are read: the look says the same of both."""
+"""Dicts of which Python tells each write (3.12 on), or whose versions are read: the look says the same of both."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_write_to_an_attribute_is_seen(module: ModuleType, owner: str, name: s
 
 
 def test_the_dict_that_an_object_had(module: ModuleType) -> None:
-    """To exchange the dict of an object writes to neither of the two. Who looks at the old one sees what is written there."""
+    """To exchange the dict of an object writes to neither of the two: who looks at one sees what is written there."""
     owner = Plain()
     old, new = vars(owner), {"a": 3, "b": 4}
     look = look_at(module, old, new)
@@ -322,7 +322,6 @@ def test_no_watched_dict_is_read(module: ModuleType) -> None:
 @NEEDS_WATCHERS
 def test_the_compiler_of_torch_watches_the_same_dict(module: ModuleType) -> None:
     """It has a watcher of its own, and neither takes the other's away."""
-    import torch._dynamo
     from torch._C._dynamo.guards import dict_version
 
     container = {"a": 1}
@@ -457,7 +456,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_long_life(module: ModuleType, seed: int) -> None:
-    """Dicts and looks come and go, and are written, looked at and renewed in any order: every look says what it must."""
+    """Dicts and looks come and go, are written, looked at and renewed in any order: every look says what it must."""
     choose = random.Random(seed)
     dicts: list[dict[str, int]] = [{"a": 0} for _ in range(30)]
     looks: list[tuple[Any, list[dict[str, int]], set[int], set[int]]] = []  # with what was written since, and met
