@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -419,7 +420,11 @@ def test_a_process_may_end_with_looks(module: ModuleType) -> None:
 
 
 def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    """In a process of its own, in which memory that was freed holds nothing that could be taken for what it was."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "MALLOC_PERTURB_": "165"},
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
 
