@@ -4,7 +4,8 @@
 Every call checks everything a trace depends on. Comparing thousands of values in Python costs more than many a small
 step, so a native look (`native/look.cpp`) stands before the comparison. It may say "perhaps" too often, never "the
 same" wrongly; what it names is compared in full, and where there is no native look everything is. It knows:
-- a dict that was not written has the same version number; a list and a closure cell hold the very objects they held;
+- Python tells of each write to a dict (3.12 on), or one that was not written has the same version number; a list and a
+  closure cell hold the very objects they held;
 - the modes of torch;
 - of each tensor type, dtype, device, shape, strides and ``requires_grad``, of a parameter its gradient and its hooks.
 What lives in a tensor itself (``.data =``, ``resize_``, ``requires_grad_``, ``.grad =``) leaves no trace in any dict,

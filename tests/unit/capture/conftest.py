@@ -1,10 +1,21 @@
-"""What tests of guards share."""
+"""What tests of guards and of the native look share."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import pytest
 
 from wholestep.capture import native
+
+
+@pytest.fixture(scope="session")
+def module() -> ModuleType:
+    """The native look."""
+    assert native.wait() == ""
+    loaded = native.module()
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(params=["native", "plain"])

@@ -33,14 +33,6 @@ from wholestep.capture.views import behind
 Change = Callable[[Any], object]
 
 
-@pytest.fixture(scope="module")
-def module() -> ModuleType:
-    assert native.wait() == ""
-    loaded = native.module()
-    assert loaded is not None
-    return loaded
-
-
 class Special(nn.Parameter):
     """A parameter by another name."""
 
@@ -788,18 +780,31 @@ class Blind:
             return ()
 
 
-class BlindForClasses:
-    """A look that sees everything but what is written to classes."""
+class BlindFor:
+    """A look that sees everything but what is written to some things: ``things(tensors, dicts)`` says which."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self.TENSORS = module, quick.TENSORS
+    def __init__(self, module: ModuleType, things: Callable[[Any, Any], bool]) -> None:
+        self._module, self._things, self.TENSORS = module, things, quick.TENSORS
 
     def Look(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
-        of_class = [isinstance(one, dict) and "__module__" in one for one in containers]
-        return Blind.Look() if any(of_class) else self._module.Look(tensors, wants, containers, held)
+        return (
+            Blind.Look() if self._things(tensors, containers) else self._module.Look(tensors, wants, containers, held)
+        )
 
 
-def test_the_test_of_the_library_can_fail(module: ModuleType) -> None:
+BLIND_FOR: dict[str, Callable[[Any, Any], bool]] = {
+    "class: an attribute replaced": lambda _, dicts: any("__module__" in one for one in dicts),
+    "dict: an attribute written": lambda _, dicts: any(one.get("a", 0) > probe._WARM for one in dicts),
+    "dict: an attribute replaced": lambda _, dicts: {"a": 1, "b": 1} in dicts,
+    "parameter: a hook beside another": lambda tensors, _: any(one._backward_hooks for one in tensors),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BLIND_FOR)
+def test_the_test_of_the_library_can_fail(module: ModuleType, fault: str) -> None:
+    assert probe.fault(BlindFor(module, BLIND_FOR[fault])) == fault  # type: ignore[arg-type]
+
+
+def test_the_test_of_the_library(module: ModuleType) -> None:
     assert probe.fault(module) == ""
-    assert probe.fault(BlindForClasses(module)) == "class: an attribute replaced"  # type: ignore[arg-type]
     assert probe.fault(Blind) == "dict: a value replaced"  # type: ignore[arg-type]

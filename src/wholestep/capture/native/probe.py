@@ -16,7 +16,7 @@ STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
 """What is looked at of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""
 
 VERSIONED: tuple[type, ...] = (dict, defaultdict, OrderedDict)
-"""Kinds of dict whose version tells of every write. A subclass in Python may read from elsewhere."""
+"""Kinds of dict of which Python tells every write. A subclass in Python may read from elsewhere."""
 
 Change = Callable[[Any], object]
 
@@ -26,10 +26,10 @@ _DICT_WRITES: dict[str, Change] = {
     "an item removed": lambda d: d.pop("a"),
     "cleared": lambda d: d.clear(),
 }
-_CLASS_WRITES: dict[str, Change] = {
-    "an attribute replaced": lambda kind: setattr(kind, "a", 2),
-    "an attribute added": lambda kind: setattr(kind, "b", 3),
-    "an attribute removed": lambda kind: delattr(kind, "a"),
+_ATTRIBUTE_WRITES: dict[str, Change] = {
+    "an attribute replaced": lambda owner: setattr(owner, "a", 2),
+    "an attribute added": lambda owner: setattr(owner, "late", 3),
+    "an attribute removed": lambda owner: delattr(owner, "a"),
 }
 _LIST_WRITES: dict[str, Change] = {
     "an item replaced": lambda a: a.__setitem__(0, ...),
@@ -47,6 +47,10 @@ _PARAMETER_CHANGES: dict[str, Change] = {
     "a gradient": lambda t: setattr(t, "grad", torch.zeros(2, 3)),
     "a hook": lambda t: t.register_hook(lambda grad: None),
     "a hook behind the gradient": lambda t: t.register_post_accumulate_grad_hook(lambda t: None),
+}
+_HOOK_CHANGES: dict[str, Change] = {
+    "a hook beside another": lambda t: t.register_hook(lambda grad: None),
+    "a hook removed": lambda t: t._backward_hooks.popitem(),
 }
 
 
@@ -73,10 +77,11 @@ def fault(module: ModuleType) -> str:
         owner.write()  # first as an object without a dict of its own
     if not all(_seen(module, lambda attributes: owner.write(), container=vars(owner)) for _ in range(_WARM)):
         return "dict: an attribute written"
-    for name, write in _CLASS_WRITES.items():
-        one = type("Kind", (), {"a": 1})
-        if not _seen(module, lambda _, write=write, one=one: write(one), container=behind(one)):  # type: ignore[misc]
-            return f"class: {name}"
+    for name, write in _ATTRIBUTE_WRITES.items():
+        kind, one = type("Kind", (), {"a": 1}), _Owner()
+        for what, thing, attributes in (("class", kind, behind(kind)), ("dict", one, vars(one))):
+            if not _seen(module, lambda _, write=write, thing=thing: write(thing), container=attributes):  # type: ignore[misc]
+                return f"{what}: {name}"
     for name, change in _LIST_WRITES.items():
         if not _seen(module, change, container=[1, 2]):
             return f"list: {name}"
@@ -88,6 +93,11 @@ def fault(module: ModuleType) -> str:
     for name, change in (_TENSOR_CHANGES | _PARAMETER_CHANGES).items():
         if not _seen(module, change, tensor=nn.Parameter(torch.zeros(2, 3)), want=WITHOUT_GRADIENT):
             return f"parameter: {name}"
+    for name, change in _HOOK_CHANGES.items():
+        parameter = nn.Parameter(torch.zeros(2, 3))
+        parameter.register_hook(lambda grad: None)
+        if not _seen(module, change, tensor=parameter, want=PARAMETER):
+            return f"parameter: {name}"
     parameter = nn.Parameter(torch.zeros(2, 3))
     parameter.grad = torch.zeros(2, 3)
     if not _seen(module, lambda t: setattr(t, "grad", None), tensor=parameter, want=WITH_GRADIENT):
@@ -96,7 +106,7 @@ def fault(module: ModuleType) -> str:
 
 
 def _seen(module: ModuleType, change: Change, *, container: Any = None, tensor: Any = None, want: int = STATE) -> bool:
-    """Whether nothing is reported before the change, the change is, and nothing again once it is taken for granted."""
+    """Whether nothing is reported before the change, and the change is."""
     things: tuple[Any, ...] = () if container is None else (container,)
     held = tuple(tuple(one) if isinstance(one, list) else getattr(one, "cell_contents", None) for one in things)
     tensors: tuple[Any, ...] = () if tensor is None else (tensor,)

@@ -1,6 +1,7 @@
 // The state of a step: tensors, containers and the modes of torch, looked at in every call. Python's type `Look`.
 #pragma once
 
+#include "dicts.h"
 #include "tensor.h"
 
 #include <ATen/Context.h>
@@ -24,17 +25,6 @@ constexpr size_t AHEAD = 4;               // how many records ahead the processo
 // Inlined by force: GCC takes a function that only fetches for one without effect, and drops calls of it.
 [[gnu::always_inline]] inline void fetch(const void* address, ptrdiff_t offset) {
   __builtin_prefetch(static_cast<const char*>(address) + offset);
-}
-
-// A number that changes whenever something else is written into the dict. Python dropped it in 3.14: then every
-// dict may have changed at every look.
-inline uint64_t version_of(const PyDictObject* dict) {
-#if PY_VERSION_HEX < 0x030E0000
-  return dict->ma_version_tag;
-#else
-  static uint64_t never_the_same = 0;
-  return ++never_the_same;
-#endif
 }
 
 struct Modes {
@@ -86,7 +76,6 @@ struct ParameterRecord : TensorRecord {
 struct Hooks {
   const THPVariable* tensor;
   PyObject *backward, *after;  // dicts or null
-  uint64_t backward_version, after_version;
 };
 
 struct Gradient {
@@ -113,14 +102,6 @@ inline PyObject* as_tuple(const std::vector<long>& numbers) {
   return found;
 }
 
-inline uint64_t version_of_hooks(PyObject* hooks) {
-  return hooks != nullptr && PyDict_Check(hooks) ? version_of(reinterpret_cast<PyDictObject*>(hooks)) : 0;
-}
-
-inline bool may_have_changed(PyObject* hooks, uint64_t version) {
-  return hooks != nullptr && (!PyDict_Check(hooks) || version_of(reinterpret_cast<PyDictObject*>(hooks)) != version);
-}
-
 class State {
  public:
   State(PyObject* tensors, const char* wants, PyObject* containers, PyObject* held)
@@ -136,14 +117,14 @@ class State {
     tensors_moved_ = !taken_ || !others_hold() || !parameters_hold();
     if (modes_moved_) moved_.push_back(MODES);
     if (tensors_moved_) moved_.push_back(TENSORS);
-    look_at_dicts();
+    dicts_.look(moved_);
     look_at_lists();
     return moved_;
   }
 
   // Takes for granted what the last moved() met: the caller has compared all of it and found nothing.
   void renew() {
-    known_version_ = newest_version_;
+    dicts_.renew();
     try {
       if (modes_moved_) modes_ = Modes();
       if (tensors_moved_) take_tensors();
@@ -161,21 +142,20 @@ class State {
   std::vector<ParameterRecord> parameters_;
   std::vector<TensorRecord> others_;
   std::vector<Hooks> hooks_;
+  Dicts hook_dicts_;  // those in `hooks_`, which only the tensors own
   std::vector<Gradient> gradients_;
   std::vector<const c10::TensorImpl*> entry_;  // gradients met in this look, in the order of `gradients_`
-  std::vector<PyDictObject*> dicts_;
-  std::vector<long> dict_numbers_;
+  Dicts dicts_;
   std::vector<ListRecord> lists_;
   std::vector<CellRecord> cells_;
   Modes modes_;
   std::vector<long> moved_;
-  // Versions come from one counter: what was written later has a greater one than every dict had before.
-  uint64_t known_version_ = 0, newest_version_ = 0;
   bool modes_moved_ = false, tensors_moved_ = false, taken_ = false;
 
   void take_tensors() {
     taken_ = false;
     parameters_.clear(), others_.clear(), hooks_.clear(), gradients_.clear(), kinds_.clear(), owned_.clear();
+    hook_dicts_.clear();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors_); ++i) {
       PyObject* object = PyTuple_GET_ITEM(tensors_, i);
       if (!THPVariable_Check(object)) throw std::invalid_argument("not a tensor");
@@ -217,7 +197,12 @@ class State {
     const auto* tensor = reinterpret_cast<THPVariable*>(object);
     PyObject *backward = tensor->backward_hooks, *after = tensor->post_accumulate_grad_hooks;
     if (backward == nullptr && after == nullptr) return false;
-    hooks_.push_back({tensor, backward, after, version_of_hooks(backward), version_of_hooks(after)});
+    hooks_.push_back({tensor, backward, after});
+    for (PyObject* hooks : {backward, after}) {
+      if (hooks == nullptr) continue;
+      if (!PyDict_Check(hooks)) throw std::invalid_argument("hooks that are no dict");
+      hook_dicts_.add(hooks, TENSORS);
+    }
     return true;
   }
 
@@ -229,11 +214,11 @@ class State {
   }
 
   void take_containers(PyObject* containers, PyObject* held) {
-    std::vector<std::pair<PyDictObject*, long>> dicts;
+    std::vector<std::pair<PyObject*, long>> dicts;
     for (long number = 0; number < PyTuple_GET_SIZE(containers); ++number) {
       PyObject *container = PyTuple_GET_ITEM(containers, number), *one = PyTuple_GET_ITEM(held, number);
       if (PyDict_Check(container)) {
-        dicts.emplace_back(reinterpret_cast<PyDictObject*>(container), number);
+        dicts.emplace_back(container, number);
       } else if (PyList_Check(container) && PyTuple_Check(one)) {
         lists_.push_back({reinterpret_cast<PyListObject*>(container), one, number});
       } else if (PyCell_Check(container)) {
@@ -243,11 +228,7 @@ class State {
       }
     }
     std::sort(dicts.begin(), dicts.end());  // neighbours in memory one after another
-    for (const auto& [dict, number] : dicts) {
-      dicts_.push_back(dict);
-      dict_numbers_.push_back(number);
-      known_version_ = std::max(known_version_, version_of(dict));
-    }
+    for (const auto& [dict, number] : dicts) dicts_.add(dict, number);
   }
 
   bool modes_hold() const {
@@ -256,14 +237,6 @@ class State {
     } catch (const std::exception&) {
       return false;  // torch refuses to say: the caller will hear it from torch
     }
-  }
-
-  void look_at_dicts() {
-    newest_version_ = known_version_;
-    for (const auto* dict : dicts_) newest_version_ = std::max(newest_version_, version_of(dict));
-    if (newest_version_ == known_version_) return;
-    for (size_t i = 0; i < dicts_.size(); ++i)
-      if (version_of(dicts_[i]) > known_version_) moved_.push_back(dict_numbers_[i]);
   }
 
   void look_at_lists() {
@@ -340,11 +313,14 @@ class State {
     return (tensor->backward_hooks == nullptr) & (tensor->post_accumulate_grad_hooks == nullptr);
   }
 
-  bool hooks_hold() const {
-    return std::all_of(hooks_.begin(), hooks_.end(), [](const Hooks& then) {
-      return then.tensor->backward_hooks == then.backward && then.tensor->post_accumulate_grad_hooks == then.after &&
-          !may_have_changed(then.backward, then.backward_version) && !may_have_changed(then.after, then.after_version);
+  bool hooks_hold() {
+    const bool same = std::all_of(hooks_.begin(), hooks_.end(), [](const Hooks& then) {
+      return then.tensor->backward_hooks == then.backward && then.tensor->post_accumulate_grad_hooks == then.after;
     });
+    if (!same) return false;  // a dict that is not the tensor's any more may be gone
+    std::vector<long> written;
+    hook_dicts_.look(written);
+    return written.empty();
   }
 
   bool gradients_hold() const {
