@@ -83,9 +83,11 @@ class Binding:
 
     def synced(self, program: Program) -> list[torch.Tensor]:
         """Parameters and buffers of the program, in order: what data parallel makes equal at the start."""
-        kinds = (InputKind.PARAM, InputKind.BUFFER)
-        pairs = zip(program.inputs, self.tensors, strict=True)
-        return [t for record, t in pairs if record.kind in kinds and isinstance(t, torch.Tensor)]
+        kinds, kept = (InputKind.PARAM, InputKind.BUFFER), program.host_buffers
+        pairs = enumerate(zip(program.inputs, self.tensors, strict=True))
+        return [
+            t for index, (one, t) in pairs if one.kind in kinds and index not in kept and isinstance(t, torch.Tensor)
+        ]
 
 
 def output_slices(program: Program) -> tuple[int, int, int]:

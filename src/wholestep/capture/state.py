@@ -184,9 +184,14 @@ def _refuse_optimizer(name: str, opt: Optimizer) -> None:
 
 
 def check_devices(state: State, user: list[torch.Tensor]) -> None:
-    """Raises CaptureError when parameters and arguments live on different kinds of device."""
+    """Raises CaptureError when parameters and arguments live on different kinds of device.
+
+    A buffer that is one number may stay on the CPU: it counts calls, as AveragedModel's does.
+    """
     by_device: dict[str, str] = {}
     for slot in state.of_kind(InputKind.PARAM, InputKind.BUFFER):
+        if slot.kind is InputKind.BUFFER and slot.tensor.dim() == 0 and slot.tensor.device.type == "cpu":
+            continue
         by_device.setdefault(str(slot.tensor.device), slot.name)
     for index, tensor in enumerate(user):
         if tensor.dim() > 0:

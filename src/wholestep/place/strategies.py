@@ -39,7 +39,7 @@ class DataParallel:
         if not self.config.broadcast_buffers:
             return
         program = placer.program
-        written = {o.target for o in program.outputs if o.kind is OutputKind.WRITE}
+        written = {o.target for o in program.outputs if o.kind is OutputKind.WRITE} - program.host_buffers
         chosen = [
             (record, node)
             for index, (record, node) in enumerate(zip(program.inputs, program.placeholders, strict=True))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from wholestep.program import meta
+
 
 class Stage(enum.Enum):
     """How far a program has come. `wholestep.program.spec` holds the rules of each stage."""
@@ -126,6 +128,20 @@ class Program:
     def placeholders(self) -> list[fx.Node]:
         """Input nodes, in the order of `inputs`."""
         return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def host_buffers(self) -> frozenset[int]:
+        """Inputs that are buffers on the CPU where parameters are on a GPU: counters, which every rank keeps itself.
+
+        No communication between GPUs reaches them.
+        """
+        kinds = [(record.kind, node) for record, node in zip(self.inputs, self.placeholders, strict=True)]
+        at_home = {meta.tensor(node).device.type for kind, node in kinds if kind is InputKind.PARAM} - {"cpu"}
+        return frozenset(
+            index
+            for index, (kind, node) in enumerate(kinds)
+            if kind is InputKind.BUFFER and at_home and meta.tensor(node).device.type == "cpu"
+        )
 
     @property
     def results(self) -> tuple[Any, ...]:

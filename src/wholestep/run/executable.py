@@ -112,10 +112,11 @@ class Buffers:
 
     def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axis: MeshAxis) -> None:
         targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+        kept = program.host_buffers
         found = [
             (index in targets, tensor)
             for index, (record, tensor) in enumerate(zip(program.inputs, tensors, strict=True))
-            if record.kind is InputKind.BUFFER and isinstance(tensor, torch.Tensor)
+            if record.kind is InputKind.BUFFER and index not in kept and isinstance(tensor, torch.Tensor)
         ]
         self._written = [tensor for is_written, tensor in found if is_written]
         self._read = [tensor for is_written, tensor in found if not is_written]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wholestep.capture.capture import capture
@@ -345,6 +346,28 @@ def test_buffers_that_are_only_read_stay_where_they_are() -> None:
 
 def test_buffers_stay_local_on_request() -> None:
     assert not found(placed(usual(norm_net()), config=DDP(broadcast_buffers=False)), c10d.broadcast.default)
+
+
+def on_a_gpu(program: Program) -> Program:
+    """The same program with its parameters on a GPU."""
+    for record, node in zip(program.inputs, program.placeholders, strict=True):
+        if record.kind is InputKind.PARAM:
+            value = meta.tensor(node)
+            assert isinstance(value, FakeTensor)
+            with value.fake_mode:
+                meta.set_value(node, torch.empty(record.shape, dtype=record.dtype, device="cuda"))
+    return program
+
+
+def test_counters_on_the_cpu_of_a_step_on_a_gpu_stay_where_they_are() -> None:
+    """NCCL could not send them, and every rank counts for itself. Nothing else does, on the CPU or on the GPU."""
+    program = capture(usual(norm_net()), data(), {}).program
+    assert program.host_buffers == frozenset()
+    assert found(place(program, DDP(), AXIS), c10d.broadcast.default)
+    program = on_a_gpu(capture(usual(norm_net()), data(), {}).program)
+    assert {program.inputs[index].kind for index in program.host_buffers} == {InputKind.BUFFER}
+    assert len(program.host_buffers) == sum(record.kind is InputKind.BUFFER for record in program.inputs)
+    assert not found(place(program, DDP(), AXIS), c10d.broadcast.default)
 
 
 # ---- the text of the graph ---------------------------------------------------------------------------------------
