@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,6 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest.mock import patch
 
 import tests.behaviour.cases  # noqa: F401  what most ranks run, and all of wholestep
-from wholestep.run import launch
 
 gc.freeze()  # what all ranks share is not looked through, and so not copied, in each of them
 
@@ -48,4 +48,5 @@ def instead_of_spawning() -> AbstractContextManager[object]:
         return nullcontext()
     forks = Forks()
     forks.set_forkserver_preload([__name__])
-    return patch.object(launch.multiprocessing, "get_context", return_value=forks)
+    usual = multiprocessing.get_context
+    return patch.object(multiprocessing, "get_context", lambda way=None: forks if way == "spawn" else usual(way))
