@@ -1,7 +1,7 @@
 """Ranks forked by a process that has imported torch: milliseconds each, where a new interpreter takes seconds.
 
 What `multiprocessing` calls a fork server: one process that only imports, so it has neither threads nor process groups
-nor CUDA when it forks. `wholestep.run` spawns its ranks, and the tests of that do so, too.
+nor CUDA when it forks. `wholestep.run` spawns its ranks instead; the programs in tests/ranks/test_world.py do so.
 """
 
 from __future__ import annotations

@@ -64,13 +64,11 @@ def test_four_ranks_find_each_other(pool4):
     check_described(pool4.run(describe, 0.5), 4)
 
 
-def test_run_starts_and_ends_processes_of_its_own():
-    check_described(run(describe, 2, 0.5, backend="gloo"), 2)
-
-
-def test_run_with_one_process():
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_run_starts_and_ends_processes_of_its_own(nproc):
+    """Forked here; a script, below, spawns them."""
     with forks.instead_of_spawning():
-        check_described(run(describe, 1, 0.5, backend="gloo"), 1)
+        check_described(run(describe, nproc, 0.5, backend="gloo"), nproc)
 
 
 def barriers():
@@ -349,14 +347,18 @@ def test_under_torchrun(tmp_path):
 
 def test_a_script_may_run_its_own_functions_and_ends_cleanly(tmp_path):
     body = """
+        import os, torch, torch.distributed as dist
         from wholestep.run.world import init, run
         def rank():
-            return init().rank
+            world, total = init("gloo"), torch.ones(1)
+            dist.all_reduce(total)
+            return world.rank, world.size, int(total), torch.get_num_threads(), os.environ["LOCAL_RANK"]
         if __name__ == "__main__":
-            print(run(rank, 2))
+            print(run(rank, 2, backend="gloo"))
     """
     result = program(body, tmp_path)
-    assert result.stdout.strip() == "[0, 1]", result.stderr
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    assert result.stdout.strip() == str([(0, 2, 2, threads, "0"), (1, 2, 2, threads, "1")]), result.stderr
     assert result.returncode == 0
 
 
