@@ -26,13 +26,15 @@ settings.load_profile("wholestep")
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session empty caches: a calibration changes plans, kernels that are there are not compiled. The native
     look is kept."""
+    if hasattr(config, "workerinput"):
+        return  # a worker inherits those of the process that started it: what one has compiled, all have
     built = native.folder()
     built.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache = tempfile.TemporaryDirectory(prefix="wholestep-tests-")
     config.add_cleanup(cache.cleanup)
     (Path(cache.name) / "wholestep").mkdir()
     (Path(cache.name) / "wholestep" / "native").symlink_to(built)
-    os.environ["XDG_CACHE_HOME"] = cache.name  # workers of pytest and ranks inherit it
+    os.environ["XDG_CACHE_HOME"] = cache.name  # ranks inherit it
     os.environ["WHOLESTEP_CACHE"] = "0"  # a test that captures shall capture
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache.name) / "inductor")
 

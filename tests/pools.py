@@ -24,12 +24,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests import forks
 from wholestep.run.launch import Workers
 from wholestep.run.world import close_current, enter
 
@@ -79,7 +81,8 @@ class Pool:
     def _start(self) -> Workers:
         if self.backend == "nccl":
             needs_gpus(self.nproc)
-        with patch.dict(os.environ, self._environment, clear=True):
+        quickly = forks.instead_of_spawning() if self.backend == "gloo" else nullcontext()
+        with patch.dict(os.environ, self._environment, clear=True), quickly:
             return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
 
     def _repair(self) -> None:

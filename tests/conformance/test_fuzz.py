@@ -58,10 +58,10 @@ def run_both(number: int, groups_of_rank: fuzz.Groups) -> str | None:
     opts = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     eager = step_of(number, groups_of_rank)
     compiled = ws.compile(step_of(number, groups_of_rank))
-    wrapped = DistributedDataParallel(models[0])
+    training = number % 2
+    wrapped = DistributedDataParallel(models[0]) if training else None
     for call in range(CALLS):
         here, there = inputs(number, call), inputs(number, call)
-        training = number % 2
         wanted = eager(*((wrapped, opts[0]) if training else ()), *here)
         found = compiled(*((models[1], opts[1]) if training else ()), *there)
         pairs = [*zip(wanted, found, strict=True), *zip(here, there, strict=True)]

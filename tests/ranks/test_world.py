@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import forks
 from wholestep.errors import CaptureError, ConfigError, RankMissingError
 from wholestep.run.launch import RemoteTraceback
 from wholestep.run.watch import named_failures
@@ -63,12 +64,11 @@ def test_four_ranks_find_each_other(pool4):
     check_described(pool4.run(describe, 0.5), 4)
 
 
-def test_run_starts_and_ends_processes_of_its_own():
-    check_described(run(describe, 2, 0.5, backend="gloo"), 2)
-
-
-def test_run_with_one_process():
-    check_described(run(describe, 1, 0.5, backend="gloo"), 1)
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_run_starts_and_ends_processes_of_its_own(nproc):
+    """Forked here; a script, below, spawns them."""
+    with forks.instead_of_spawning():
+        check_described(run(describe, nproc, 0.5, backend="gloo"), nproc)
 
 
 def barriers():
@@ -209,19 +209,20 @@ def test_a_rank_that_dies_is_named_with_its_end(pool2, how, words):
         pool2.run(ends, how, grace_s=10 if how == "sys.exit" else 0.2)
 
 
-def hangs():
+def hangs(errors):
     if init().rank == 1:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
         time.sleep(60)
     return "done"
 
 
-def test_a_rank_that_hangs_is_named_after_the_timeout(pool2, capfd):
+def test_a_rank_that_hangs_is_named_after_the_timeout(pool2, tmp_path):
     pool2.begin()
     started = time.monotonic()
     with pytest.raises(RankMissingError, match=r"Rank 1 of 2 did not finish .* rank 0 did"):
-        pool2.run(hangs, timeout_s=8)
+        pool2.run(hangs, tmp_path / "errors", timeout_s=8)
     assert time.monotonic() - started < 30
-    assert "in hangs" in capfd.readouterr().err  # the stack of the rank that hung
+    assert "in hangs" in (tmp_path / "errors").read_text()  # the stack of the rank that hung
 
 
 def returns_what_cannot_travel():
@@ -229,7 +230,7 @@ def returns_what_cannot_travel():
 
 
 def test_what_cannot_travel_is_refused_with_a_reason(pool2):
-    with pytest.raises(ConfigError, match="top level of a module"):
+    with forks.instead_of_spawning(), pytest.raises(ConfigError, match="top level of a module"):
         run(lambda: None, 2)
     with pytest.raises(ConfigError, match="cannot be sent back"):
         pool2.run(returns_what_cannot_travel)
@@ -346,14 +347,18 @@ def test_under_torchrun(tmp_path):
 
 def test_a_script_may_run_its_own_functions_and_ends_cleanly(tmp_path):
     body = """
+        import os, torch, torch.distributed as dist
         from wholestep.run.world import init, run
         def rank():
-            return init().rank
+            world, total = init("gloo"), torch.ones(1)
+            dist.all_reduce(total)
+            return world.rank, world.size, int(total), torch.get_num_threads(), os.environ["LOCAL_RANK"]
         if __name__ == "__main__":
-            print(run(rank, 2))
+            print(run(rank, 2, backend="gloo"))
     """
     result = program(body, tmp_path)
-    assert result.stdout.strip() == "[0, 1]", result.stderr
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    assert result.stdout.strip() == str([(0, 2, 2, threads, "0"), (1, 2, 2, threads, "1")]), result.stderr
     assert result.returncode == 0
 
 
