@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
 
 import wholestep as ws
 from tests.gpu.switches import deterministic
@@ -110,6 +111,52 @@ def _on_rank(optimizer: str) -> dict[str, float]:
 def test_two_gpus_equal_eager_ddp(optimizer: str) -> None:
     needs_gpus(2)
     assert ws.run(_on_rank, 2, optimizer) == [{}, {}]
+
+
+def averaging(backend: Any, rank: int, device: torch.device, how: str) -> dict[str, Tensor]:
+    """Like `train`, with a moving average of the weights, whose counter is on the CPU, in the step."""
+    model, opt = build("adamw_fused", device)
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    wrapped = DistributedDataParallel(model, device_ids=[device.index]) if how == "ddp" else model
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = train_step(wrapped, opt, x, y, clip=False)
+        average.update_parameters(model)
+        return loss
+
+    run = ws.compile(step, backend=backend) if how == "compiled" else step
+    for number in range(STEPS):
+        torch.manual_seed(number + 10 * rank)
+        run(*batch(number, rank, device))
+    if how == "compiled":
+        info = run.cache_info()  # type: ignore[attr-defined]
+        assert (info.traces, info.hits) == (2, STEPS - 2)  # weights are copied in the first call
+        graphed = run.explain().backend.endswith("one CUDA graph")  # type: ignore[attr-defined]
+        assert graphed == (backend == "inductor")
+    assert average.n_averaged == STEPS
+    assert average.n_averaged.device.type == "cpu"
+    return {name: tensor.cpu() for name, tensor in average.state_dict().items()}
+
+
+def _averages(on_ranks: bool) -> dict[str, float]:
+    world = ws.init() if on_ranks else None
+    rank, device = (world.rank, world.device) if world is not None else (0, torch.device("cuda", 0))
+    torch.cuda.set_device(device)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True), deterministic():
+        wanted = averaging("eager", rank, device, "ddp" if on_ranks else "eager")
+        found = averaging("eager", rank, device, "compiled")
+        averaging("inductor", rank, device, "compiled")
+    return differences(wanted, found)
+
+
+def test_a_counter_on_the_cpu_is_counted_there() -> None:
+    assert _averages(False) == {}
+
+
+def test_no_rank_sends_a_counter_on_its_cpu() -> None:
+    """NCCL could not."""
+    needs_gpus(2)
+    assert ws.run(_averages, 2, True) == [{}, {}]
 
 
 def test_an_update_copies_no_parameter() -> None:
