@@ -19,7 +19,8 @@ MYPY_FLAGS   := $(if $(TORCH),--no-warn-unused-ignores)
 # One that is done takes over half of what another has left, so neighbours stay together. ARGS=-n0: all in one
 # process, as tests on GPUs want it.
 WORKERS      := -n auto --maxprocesses 8 --dist worksteal
-TEST_COMMAND := $(BIN)/python -m pytest -m "not gpu" --durations=15 $(WORKERS) $(ARGS)
+# Tests start many processes, which find what Python has compiled, whatever the environment says of that.
+TEST_COMMAND := env PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu" --durations=15 $(WORKERS) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types bench checks test-command clean

@@ -534,6 +534,6 @@ def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: 
     GPUs connect meanwhile, and have done so before anything is sent.
     """
     (first, warm), (second, also_warm) = pool2.run(order_of_two_starts, str(tmp_path))
-    assert first == ["lower", "agree", "wait", "make_equal"]
-    assert second == ["agree", "wait", "make_equal", "lower", "give"]
+    assert first == ["begin", "lower", "agree", "wait", "make_equal"]
+    assert second == ["begin", "agree", "wait", "make_equal", "lower", "give"]
     assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "make_equal"]

@@ -61,12 +61,14 @@ def test_a_call_tells_its_stages_in_order(monkeypatch):
     told: list[str] = []
     for module in ("wholestep.step.tell", "wholestep.lower.backend.tell"):
         monkeypatch.setattr(module, told.append)
+    monkeypatch.setattr(backend.inductor.Inductor, "begin", lambda self, segment: None)
     monkeypatch.setattr(backend.inductor.Inductor, "compile", lambda self, segment: segment)  # node by node
     step = ws.compile(lambda x: ((x + 1).tanh() + torch.rand_like(x)).exp(), backend="inductor")
     step(torch.ones(4))
     assert told[:2] == ["capturing", "planning"]
-    number = len(told) - 2
-    assert told[2:] == [f"compiling segment {place} of {number}" for place in range(1, number + 1)]
+    number = len(told) - 3
+    segments = [f"compiling segment {place} of {number}" for place in range(1, number + 1)]
+    assert told[2:] == [*segments, "waiting for kernels"]
     assert number
     step(torch.ones(4))
-    assert len(told) == number + 2
+    assert len(told) == number + 3
