@@ -131,9 +131,9 @@ MUTATIONS = (
     Mutation(
         name="native_look_without_dicts",
         what="the native look takes every dict for unchanged; its test keeps it from being used",
-        file="capture/native/state.h",
-        old="if (newest_version_ == known_version_) return;",
-        new="return;",
+        file="capture/native/dicts.h",
+        old="for (const size_t index : written_) {",
+        new="return;\n    for (const size_t index : written_) {",
         tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
     Mutation(
