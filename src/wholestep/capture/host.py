@@ -82,17 +82,21 @@ class HostValues:
             )
         if node.op != "call_function":
             return _UNKNOWN
-        if not all(arg in self._values for arg in node.all_input_nodes):
+        unknown = ops.is_random(node.target) or ops.is_collective(node) or node.target is ops.VERSION
+        if unknown or not node.all_input_nodes or not all(arg in self._values for arg in node.all_input_nodes):
             for position in ops.mutated_args(node.target):  # what an unknown number is written to is unknown
                 if position < len(node.args):
-                    fx.node.map_arg(node.args[position], lambda arg: self._values.pop(arg, None))
-            return _UNKNOWN
-        unknown = ops.is_random(node.target) or ops.is_collective(node) or node.target is ops.VERSION
-        if unknown or not node.all_input_nodes:
+                    fx.node.map_arg(node.args[position], self._forget)
             return _UNKNOWN
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._values[arg])
         assert callable(node.target)
         return node.target(*args, **kwargs)
+
+    def _forget(self, written: fx.Node) -> None:
+        """Drops the value of a node, and of all that are seen through the same memory: views, and what they are of."""
+        memory = _memory_of(self._values.get(written))
+        if memory is not None:
+            self._values = {node: held for node, held in self._values.items() if _memory_of(held) != memory}
 
     def truth(self, symbol: Any, line: str) -> bool | None:
         """The truth of a symbolic condition if it is over host scalars, recorded as a predicate; else None."""
@@ -123,6 +127,10 @@ class HostValues:
         if node.op == "placeholder":
             return isinstance(self._known.get(node.name), int)
         return bool(node.all_input_nodes) and all(map(self._is_constant, node.all_input_nodes))
+
+
+def _memory_of(held: Any) -> int | None:
+    return held.untyped_storage()._cdata if isinstance(held, torch.Tensor) else None
 
 
 @contextmanager

@@ -218,3 +218,30 @@ def test_a_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
     with pytest.raises(CaptureError, match="give it a momentum"):
         ws.compile(norm.forward, backend="eager")(torch.randn(3, 4))
     assert norm.num_batches_tracked == 0
+
+
+class Seeing(nn.Module):
+    """Looks at a number of its own behind a write of data or chance to it, directly or through other names of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("seen", torch.tensor(1.0))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked_at = self.seen.view(()) if self.how == "base" else self.seen
+        written = self.seen if self.how in ("directly", "base") else self.seen.view(1)
+        if self.how == "chance":
+            written.uniform_(-5, 5)
+        else:
+            written.add_(x.sum())
+        return x * 2 if looked_at > 0 else x * 3
+
+
+@pytest.mark.parametrize("how", ["directly", "view", "base", "chance"])
+def test_what_data_is_written_to_is_no_count(how: str) -> None:
+    model = Seeing(how)
+    with pytest.raises(CaptureError, match="the value of a tensor decides"):
+        ws.compile(model.forward, backend="eager")(torch.full((3,), -4.0))
+    assert model.seen == 1
