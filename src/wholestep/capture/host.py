@@ -12,7 +12,7 @@ host inputs to the truth value, checked before each later call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -55,6 +55,8 @@ class HostValues:
         self._known = known
         """Placeholder name -> real 0-d CPU tensor, cloned before anything is computed, or a rank."""
         self._values: dict[fx.Node, Any] = {}
+        self.met: dict[fx.Node, Any] = {}
+        """All values that were ever known, of which those that data was written to are known no more."""
         self._cursor: fx.Node | None = None
         self.predicates: dict[tuple[Any, ...], tuple[fx.Node, bool, str]] = {}
         """Structure of the condition -> node, value while tracing, user's line."""
@@ -67,7 +69,7 @@ class HostValues:
             while node.op != "root":
                 found = self._run(node)
                 if found is not _UNKNOWN:
-                    self._values[node] = found
+                    self._values[node] = self.met[node] = found
                 self._cursor = node
                 node = node.next
 
@@ -200,7 +202,7 @@ def predicate_graph(values: HostValues) -> tuple[fx.GraphModule, list[bool], lis
     if not values.predicates:
         return None
     wanted = [node for node, _, _ in values.predicates.values()]
-    needed = _ancestors(wanted, known=values._values.keys())
+    needed = _ancestors(wanted, values.met)
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     for node in wanted[0].graph.find_nodes(op="placeholder"):
@@ -217,10 +219,18 @@ def predicate_graph(values: HostValues) -> tuple[fx.GraphModule, list[bool], lis
     return module, [result for _, result, _ in found], [line for _, _, line in found]
 
 
-def _ancestors(wanted: list[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Every node that the wanted ones need, including earlier writes to the tensors they read."""
+def _ancestors(wanted: list[fx.Node], met: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """Every node that the wanted ones need, including earlier writes to the memory of the tensors they read."""
     order = {node: index for index, node in enumerate(wanted[0].graph.nodes)}
     last = max(order[node] for node in wanted)
+    writers: dict[int | None, list[fx.Node]] = {}
+    for node in met:
+        for position in ops.mutated_args(node.target) if order[node] < last else ():
+            written: list[fx.Node] = []
+            if position < len(node.args):
+                fx.node.map_arg(node.args[position], written.append)
+            for one in written:
+                writers.setdefault(_memory_of(met.get(one)), []).append(node)
     needed: set[fx.Node] = set()
     stack = list(wanted)
     while stack:
@@ -229,7 +239,6 @@ def _ancestors(wanted: list[fx.Node], known: Collection[fx.Node]) -> set[fx.Node
             continue
         needed.add(node)
         stack.extend(node.all_input_nodes)
-        for user in node.users:  # writers of what this node holds, if they come before a reader that is wanted
-            if user in known and ops.mutated_args(user.target) and order[user] < last:
-                stack.append(user)
+        if (memory := _memory_of(met.get(node))) is not None:
+            stack.extend(writers.get(memory, ()))
     return needed

@@ -245,3 +245,23 @@ def test_what_data_is_written_to_is_no_count(how: str) -> None:
     with pytest.raises(CaptureError, match="the value of a tensor decides"):
         ws.compile(model.forward, backend="eager")(torch.full((3,), -4.0))
     assert model.seen == 1
+
+
+def test_a_count_that_moves_through_a_view_is_counted_in_the_condition() -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.tensor(1.0))
+            self.seen: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.view(1).add_(1)
+            return x * 2 if self.seen < 4 else x * 3
+
+    eager, ours = Viewed(), Viewed()
+    step = ws.compile(ours.forward, backend="eager")
+    for _ in range(5):
+        x = torch.randn(3)
+        assert torch.equal(eager(x), step(x))
+        assert ours.seen == eager.seen
+    assert step.cache_info().traces == 2
