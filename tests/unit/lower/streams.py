@@ -33,6 +33,7 @@ class Rank:
         """`without` are pairs of streams of which the first one does not wait for the second."""
         self.rank, self.size = rank, len(memories)
         self.given: list[_Given] = []
+        self.marks: list[int] = []
         self._memories, self._without = memories, without
         self._tails: list[frozenset[int]] = [frozenset()] * (copies.NUM_STREAMS + 1)
 
@@ -47,7 +48,8 @@ class Rank:
         if (stream, other) not in self._without:
             self._tails[stream] |= self._tails[other]
 
-    def meet(self, stream: int) -> None:
+    def meet(self, stream: int, mark: int) -> None:
+        self.marks.append(mark)
         self.run(stream, None)
 
     def mark(self, stream: int) -> frozenset[int]:

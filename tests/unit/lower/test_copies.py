@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -167,14 +168,36 @@ def test_every_wait_is_needed(without: Sequence[tuple[int, int]], monkeypatch):
     pytest.fail("no order in which that wait was needed")
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_meeting_has_another_mark_than_those_around_it(size: int, monkeypatch):
+    """Also the last one of a message and the first one of the next, whatever they are."""
+    tiny_pieces(monkeypatch)
+    ranks, _ = steps_of_messages(size)
+    for rank in ranks:
+        assert all(one != other for one, other in itertools.pairwise(rank.marks))
+        assert {*rank.marks} == {*range(copies.NUM_MARKS)}
+        assert rank.marks == ranks[0].marks
+
+
+@pytest.mark.parametrize(("num_pieces", "wanted"), [
+    (0, ""), (1, "p0 - l0"), (2, "p0 p1 l0 l1"), (4, "p0 p1 l0 p2 l1 p3 l2 l3"),
+])  # fmt: skip
+def test_a_piece_is_pushed_before_the_one_in_front_of_it_is_pulled(num_pieces: int, wanted: str):
+    phases = [
+        "-" if pushed is pulled is None else f"p{pushed}" if pulled is None else f"l{pulled}"
+        for pushed, pulled in copies._phases(num_pieces)
+    ]
+    assert " ".join(phases) == wanted
+
+
 def test_meetings_on_two_streams_could_stand_still(monkeypatch):
     tiny_pieces(monkeypatch)
 
     def stands_still(seed: int) -> bool:
         ranks = [Rank(rank, memories_of(2)) for rank in range(2)]
         for rank in ranks:
-            rank.meet(copies.ADD)
-            rank.meet(copies.WIRE)
+            rank.meet(copies.ADD, 0)
+            rank.meet(copies.WIRE, 1)
         try:
             run_all(ranks, random.Random(seed), one_queue=True)
         except AssertionError:
