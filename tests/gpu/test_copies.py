@@ -17,7 +17,8 @@ from tests.gpu.test_inductor import TOLERANCE, close, train
 from tests.unit.lower.test_inductor import train_step
 from wholestep.lower import copies, lists, pointwise
 from wholestep.passes import by_copies
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
+from wholestep.program import meta
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
 from wholestep.program.ops import WAIT
 
 pytestmark = pytest.mark.gpu
@@ -46,8 +47,39 @@ def _operator() -> None:
         assert all(torch.equal(one, message) for one in gathered), "ranks differ"
 
 
+def _wide_operator() -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    group = dist.group.WORLD
+    draw = torch.Generator(device="cuda").manual_seed(world.rank)
+    for dtype, length in [(torch.bfloat16, 1), (torch.float16, 5_000_001), (torch.bfloat16, 90_000_003)]:
+        message = torch.randn(length, generator=draw, device="cuda").to(dtype)
+        before = message.clone()
+        gathered = [torch.empty_like(message) for _ in range(world.size)]
+        dist.all_gather(gathered, message)
+        wanted = torch.zeros(length, device="cuda")
+        for one in gathered:
+            wanted += one.float()
+        found = WAIT(ALL_REDUCE_WIDE(message, "avg", torch.float32, group.group_name))
+        assert found.dtype is torch.float32
+        assert torch.equal(found, wanted * (1 / world.size))
+        assert torch.equal(message, before)
+        for _ in range(3):  # nobody holds the message while it travels
+            found = ALL_REDUCE_WIDE(before * 2, "sum", torch.float32, group.group_name)
+            torch.full_like(before, torch.nan)
+            assert torch.equal(WAIT(found), wanted * 2)
+
+
 def test_the_operator_reduces(nccl2) -> None:
     nccl2.run(_operator)
+
+
+def test_half_precision_is_added_in_float32(nccl2) -> None:
+    nccl2.run(_wide_operator)
+
+
+def test_half_precision_is_added_in_float32_on_four_gpus(nccl4) -> None:
+    nccl4.run(_wide_operator)
 
 
 def test_the_operator_reduces_on_four_gpus(nccl4) -> None:
@@ -178,6 +210,50 @@ def test_an_update_begins_before_all_of_its_gradient_is_there(nccl2) -> None:
 
 def test_an_update_begins_before_all_of_its_gradient_is_there_on_four_gpus(nccl4) -> None:
     nccl4.run(_updates_early)
+
+
+def _autocast_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def _train_in_half(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)).cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()]) if ddp else model
+    draw = torch.Generator().manual_seed(rank)
+    losses = [step(wrapped, opt, torch.randn(64, 256, generator=draw).cuda()) for _ in range(10)]
+    return torch.stack(losses), dict(model.state_dict())
+
+
+def _in_half() -> None:
+    world = ws.init()
+    torch.cuda.set_device(world.device)
+    before, by_copies.MIN_BYTES = by_copies.MIN_BYTES, 0
+    try:
+        step = ws.compile(_autocast_step, backend="inductor")
+        losses, _ = _train_in_half(step, world.rank)
+        assert step.explain().backend == "inductor, one CUDA graph"
+        (start,) = step.graph.graph.find_nodes(op="call_function", target=ALL_REDUCE_WIDE)
+        assert meta.tensor(start.args[0]).dtype is torch.bfloat16
+        wanted, _ = _train_in_half(_autocast_step, world.rank, ddp=True)
+        # Activations are rounded to bfloat16, in other places where kernels are fused.
+        torch.testing.assert_close(losses, wanted, rtol=2**-8, atol=0)
+    finally:
+        by_copies.MIN_BYTES = before  # the processes go on to other tests
+
+
+def test_gradients_of_products_travel_in_half_precision(nccl2) -> None:
+    nccl2.run(_in_half)
+
+
+def test_gradients_of_products_travel_in_half_precision_on_four_gpus(nccl4) -> None:
+    nccl4.run(_in_half)
 
 
 def _trains() -> None:

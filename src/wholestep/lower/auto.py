@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
@@ -87,6 +88,10 @@ class Auto:
     def costs(self, cost: CostModel) -> CostModel:
         """See `Eager.costs`. Before anything is chosen they are those of nodes one by one."""
         return cost if self._chosen is None else self._chosen.costs(cost)
+
+    def kind(self, grad: fx.Node, group: str) -> Hashable:
+        """See `Eager.kind`. Before anything is chosen they are of one kind."""
+        return None if self._chosen is None else self._chosen.kind(grad, group)
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`."""

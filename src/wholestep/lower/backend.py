@@ -7,7 +7,7 @@ import importlib
 import itertools
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
@@ -79,6 +80,10 @@ class Eager:
     def costs(self, cost: CostModel) -> CostModel:
         """Costs of nodes as they will run, from those of nodes that run one by one."""
         return cost
+
+    def kind(self, grad: fx.Node, group: str) -> Hashable:
+        """Of a placed gradient and the group that reduces it: those of different kinds become different messages."""
+        return None
 
     def marks(self) -> list[tuple[str, str]]:
         """What its compiled code depends on besides the program, and how that is."""
@@ -146,6 +151,7 @@ class Inductor:
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
+            partial(narrow_messages, makes=inductor.widens),
             partial(widen_products, widens=inductor.widens),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
@@ -158,6 +164,12 @@ class Inductor:
     def costs(self, cost: CostModel) -> CostModel:
         """See `Eager.costs`."""
         return replace(cost, compiles=inductor.may_compile)
+
+    def kind(self, grad: fx.Node, group: str) -> Hashable:
+        """See `Eager.kind`: the type in which a gradient may travel by copies."""
+        if not self._by_copies or copies.why_not(group, self._device):
+            return None
+        return narrow_type(grad, makes=inductor.widens)
 
     @plainly()
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:

@@ -1,10 +1,12 @@
 """All-reduce by the copy engines of GPUs that see each other's memory, so that multiprocessors stay with computation.
 
-A message is cut into pieces, and a piece into one part per rank, its owner's. For every piece::
+A message is cut into pieces, and a piece into one part per rank, its owner's. What it gives lies in its own memory,
+or in that of a result of a wider type. For every piece::
 
     push    each rank copies the parts of the others into its slot in the memory of their owners
-    add     each rank adds the slots and its own part, in the order of the ranks, into its own part and its own slot
-    pull    each rank copies the results of the others to where their parts were
+    add     each rank adds the slots and its own part, in the order of the ranks, into its part of the result and its
+            own slot
+    pull    each rank copies the results of the others to their parts of the result
 
 In front of every push and every pull all ranks meet.
 Copies between GPUs run on their copy engines; only the addition and the meetings take multiprocessors, and nothing is
@@ -12,8 +14,8 @@ copied within a GPU. The memory of slots is symmetric: every rank has mapped tha
 
 Note: a pipeline
     Copies and meetings stand on one stream, the wire, additions on another one. There are two sets of slots, which the
-    pieces of a message use in turn. A piece is pushed before the one in front of it is pulled, so that the wire has work
-    while ranks add (``|`` is a meeting)::
+    pieces of a message use in turn. A piece is pushed before the one in front of it is pulled, so that the wire has
+    work while ranks add (``|`` is a meeting)::
 
         wire  | push 0 | push 1 | pull 0 | push 2 | pull 1 | push 3 | pull 2 | pull 3
         add              0        1                 2                 3
@@ -22,8 +24,9 @@ Note: rounds
     A rank copies to or from the next rank first, then the one behind it, and so on. While all are in the same round,
     every link carries one copy each way, 340 to 365 GB/s on H200s. Two ranks that copy to the same one have half of
     that each, while a link elsewhere is idle. Ranks that began a message as they came to it, and met only around
-    additions, drifted apart until half of their copies had 130 to 220 GB/s; all in all they took 4.1 ms in the place of
-    2.9 in a step of W1 on 4 GPUs. Copies to all others side by side made the step longer still. So ranks begin together.
+    additions, drifted apart until half of their copies had 130 to 220 GB/s; all in all they took 4.1 ms in the place
+    of 2.9 in a step of W1 on 4 GPUs. Copies to all others side by side made the step longer still. So ranks begin
+    together.
 
 Note: nothing is overwritten that somebody still reads
     The meeting behind a push says that all parts have come, and the addition stands behind it. The one in front of a
@@ -50,7 +53,7 @@ all-gather); PyTorch's symmetric memory, for the mapping and the meetings.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -65,6 +68,7 @@ from wholestep.lower.addition import add_parts
 from wholestep.program import meta
 from wholestep.program.collectives import (
     ALL_REDUCE_BY_COPIES_,
+    ALL_REDUCE_WIDE,
     LIBRARY,
     averages,
     group_named,
@@ -86,8 +90,6 @@ the first of two, all that an update needs to begin is there."""
 WIRE, ADD = 0, 1
 """Streams."""
 NUM_STREAMS = 2
-NUM_MARKS = 3
-"""By which ranks tell a meeting from those around it."""
 _ALIGNED_BYTES = 128
 
 
@@ -116,11 +118,8 @@ class Peers(Protocol):
         """What `stream` is given from now on runs behind what `other` has been given so far, or has waited for."""
         ...
 
-    def meet(self, stream: int, mark: int) -> None:
-        """What `stream` is given from now on runs when all ranks have come to this meeting.
-
-        `mark`, below `NUM_MARKS`, is that of neither the meeting before nor the next one: a rank can be one ahead.
-        """
+    def meet(self, stream: int) -> None:
+        """What `stream` is given from now on runs when all ranks have come to this meeting."""
         ...
 
     def mark(self, stream: int) -> Any:
@@ -128,48 +127,61 @@ class Peers(Protocol):
         ...
 
 
-Add = Callable[[Tensor, Tensor], None]
-"""``add(slots, own)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of shape (elements),
-in the place of the rank's slot. It is written to ``own`` and to the rank's slot."""
+Add = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""``add(slots, own, result, shared)``: the sum or the mean of the slots, of shape (ranks, elements), with ``own``, of
+shape (elements), in the place of the rank's slot. It is written to ``result`` and ``shared``, like ``own`` but for the
+type."""
 
 
 Pieces = Sequence[tuple[int, Any]]
-"""(elements, event): so many from the start of a message are there behind this event and those before it. Behind the
-last event all of it is, and no stream reads or writes it any more."""
+"""(elements, event): so many from the start of a result are there behind this event and those before it. Behind the
+last event all of it is, and no stream reads or writes it or the message any more."""
 
 
-def all_reduce(message: Tensor, peers: Peers, add: Add) -> Pieces:
-    """Gives every rank what `add` makes of the messages of all, in place. `message` has one dimension.
+def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add) -> Pieces:
+    """Gives every rank what `add` makes of the messages of all.
 
-    Both streams have waited for the message. It is there behind `WIRE`.
+    Both streams have waited for the message. The result is there behind `WIRE`.
+
+    Args:
+        message: one dimension.
+        result: the message itself, or as many elements of a wider type.
     """
     size, rank = peers.size, peers.rank
-    length = part_length(size, message.dtype)
-    memories = [peers.memory(one, message.dtype)[: 2 * size * length].view(2, size, length) for one in range(size)]
+    row_bytes = part_length(size, result.dtype) * result.itemsize
+    parts = [_slots(peers, one, row_bytes, message.dtype) for one in range(size)]
+    sums = [_slots(peers, one, row_bytes, result.dtype) for one in range(size)]
     others = [(rank + step) % size for step in range(1, size)]
-    pieces, stop = list[tuple[int, Any]](), 0
-    cut = list(_cut(message, size, length))
+    pieces = list[tuple[int, Any]]()
+    cut = list(_cut(result, size, message.itemsize))
     came: int | None = None
-    for number, (pushed, pulled) in enumerate(_phases(len(cut))):
+    for pushed, pulled in _phases(len(cut)):
         if pulled is not None:
             peers.wait(WIRE, ADD)
-        peers.meet(WIRE, 1 + number % 2 if number else 0)
+        peers.meet(WIRE)
         if came is not None:
-            mine = cut[came][rank]
+            own, mine = message[cut[came][rank]], result[cut[came][rank]]
+            place = slice(own.numel())
             peers.wait(ADD, WIRE)
-            peers.run(ADD, partial(add, memories[rank][came % 2][:, : mine.numel()], mine))
+            peers.run(ADD, partial(add, parts[rank][came % 2, :, place], own, mine, sums[rank][came % 2, rank, place]))
         came = pushed
         if pushed is not None:
             for other in others:
-                part = cut[pushed][other]
-                peers.run(WIRE, partial(_copy, memories[other][pushed % 2][rank, : part.numel()], part))
+                part = message[cut[pushed][other]]
+                peers.run(WIRE, partial(_copy, parts[other][pushed % 2, rank, : part.numel()], part))
         if pulled is not None:
             for other in others:
-                part = cut[pulled][other]
-                peers.run(WIRE, partial(_copy, part, memories[other][pulled % 2][other, : part.numel()]))
-            stop += sum(part.numel() for part in cut[pulled])
-            pieces.append((stop, peers.mark(WIRE)))
+                part = result[cut[pulled][other]]
+                peers.run(WIRE, partial(_copy, part, sums[other][pulled % 2, other, : part.numel()]))
+            pieces.append((min(cut[pulled][-1].stop, result.numel()), peers.mark(WIRE)))
     return pieces or [(0, peers.mark(WIRE))]
+
+
+def _slots(peers: Peers, rank: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Those of a rank, of shape (2 sets, ranks, elements). A row has room for a part of a result: the owner's own one
+    is where its sums are, and nobody pushes there."""
+    length = row_bytes // dtype.itemsize
+    return peers.memory(rank, dtype)[: 2 * peers.size * length].view(2, peers.size, length)
 
 
 def _phases(num_pieces: int) -> Iterator[tuple[int | None, int | None]]:
@@ -197,19 +209,19 @@ def part_length(num_ranks: int, dtype: torch.dtype) -> int:
     return PIECE_BYTES // aligned * _ALIGNED_BYTES // dtype.itemsize
 
 
-def _cut(message: Tensor, count: int, most: int) -> Iterator[Sequence[Tensor]]:
-    """The message in as few pieces as `SPLIT_BYTES` lets there be, of about one size; each as one part per rank, of at
-    most `most` elements.
+def _cut(result: Tensor, count: int, itemsize: int) -> Iterator[Sequence[slice]]:
+    """A result in as few pieces as `SPLIT_BYTES` lets there be, of about one size; each as one part per rank.
 
-    All parts of a message but its last ones have one aligned length; the last may be shorter, or empty.
+    All parts of a message but its last ones have one length, aligned for elements of `itemsize` bytes; the last may be
+    shorter, or empty.
     """
-    if not message.numel():
+    if not result.numel():
         return
-    step = _ALIGNED_BYTES // message.element_size()
-    pieces = 1 if message.nbytes < SPLIT_BYTES else 2 * -(-message.numel() // (2 * count * most))
-    length = -(-message.numel() // (pieces * count * step)) * step
-    for start in range(0, message.numel(), count * length):
-        yield [message[start + rank * length :][:length] for rank in range(count)]
+    step, most = _ALIGNED_BYTES // itemsize, part_length(count, result.dtype)
+    pieces = 1 if result.nbytes < SPLIT_BYTES else 2 * -(-result.numel() // (2 * count * most))
+    length = -(-result.numel() // (pieces * count * step)) * step
+    for start in range(0, result.numel(), count * length):
+        yield [slice(start + rank * length, start + (rank + 1) * length) for rank in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,35 +298,55 @@ class Arriving:
     """A message that is being reduced."""
 
     message: Tensor
+    """What is read until the last piece is there."""
+    result: Tensor
     pieces: Pieces
 
 
 def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
     """Starts to reduce a contiguous tensor of a GPU, in place, on streams of their own; "sum" or "avg"."""
+    return _start(message, message, reduce_op, group)
+
+
+def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str) -> Arriving:
+    """The same of half precision, added in `dtype` and given in it."""
+    return _start(message, torch.empty_like(message, dtype=dtype), reduce_op, group)
+
+
+def _start(message: Tensor, result: Tensor, reduce_op: str, group: str) -> Arriving:
     peers = _group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
     for stream in peers.streams:
         stream.wait_stream(torch.cuda.current_stream(message.device))
     with torch.no_grad():
-        return Arriving(message=message, pieces=all_reduce(message.view(-1), peers, add))
+        pieces = all_reduce(message.view(-1), result.view(-1), peers, add)
+    return Arriving(message=message, result=result, pieces=pieces)
 
 
-def _all_reduce_(message: Tensor, reduce_op: str, group: str) -> Tensor:
-    """The in-place operator on a GPU."""
-    start(message, reduce_op, group)
-    with torch.cuda.stream(_group_of(group, message.device).peers.streams[WIRE]):
-        return started_on_this_stream(message)
+def _started(arriving: Arriving, group: str) -> Tensor:
+    """The result, of which ``wait_tensor`` knows what to wait for."""
+    with torch.cuda.stream(_group_of(group, arriving.result.device).peers.streams[WIRE]):
+        return started_on_this_stream(arriving.result, arriving.message)
 
 
-LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")
+LIBRARY.impl("all_reduce_by_copies_", lambda message, op, group: _started(start(message, op, group), group), "CUDA")
+LIBRARY.impl(
+    "all_reduce_wide_by_copies",
+    lambda message, op, dtype, group: _started(start_wide(message, op, dtype, group), group),
+    "CUDA",
+)
+
+STARTS: Mapping[Any, Callable[..., Arriving]] = {ALL_REDUCE_BY_COPIES_: start, ALL_REDUCE_WIDE: start_wide}
+"""What starts the reductions of a scheduled program, and does not wait."""
 
 
 def builds(program: Program) -> Iterator[binaries.Job]:
     """What has Triton compile the additions of a program's messages."""
-    messages = program.graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES_)
-    for dtype, reduce_op, name in dict.fromkeys((meta.tensor(one).dtype, *one.args[1:]) for one in messages):
+    starts = (node for target in STARTS for node in program.graph.find_nodes(op="call_function", target=target))
+    wanted = ((meta.tensor(one.args[0]).dtype, meta.tensor(one).dtype, one.args[1], one.args[-1]) for one in starts)
+    for dtype, wide, reduce_op, name in dict.fromkeys(wanted):
         group = group_named(name)
-        yield addition.build(dtype, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
+        yield addition.build(dtype, wide, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
 
 
 def why_not(group: str, device: torch.device) -> str:

@@ -38,7 +38,6 @@ from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.passes import sink
 from wholestep.program import edit, meta, ops, portable
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.run import beside
@@ -148,7 +147,7 @@ class Plans:
             reader.target = replace(segment)
             self._plans[reader.target], self._awaited[reader.target] = found, awaited
             start = ops.waited_for(wait)
-            start.target = copies.start
+            start.target = copies.STARTS[start.target]
             edit.replace_node(wait, start)
         return program
 
@@ -208,7 +207,7 @@ class Lists:
         arriving: copies.Arriving | None = None
         if self._awaited is not None:
             arriving = arguments[self._awaited.argument]
-            arguments[self._awaited.argument] = arriving.message
+            arguments[self._awaited.argument] = arriving.result
         results: list[Any] = [None] * self._plan.num_results
         for number, like in self._plan.fresh:
             results[number] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
@@ -233,7 +232,7 @@ class Lists:
         *early, (_, last) = arriving.pieces
         for _, event in early:
             event.wait()
-        there = early[-1][0] * arriving.message.itemsize if early else 0
+        there = early[-1][0] * arriving.result.itemsize if early else 0
         done = bisect_right(self._needs_bytes, there) // 2 * 2  # tables start on 16 bytes
         self._launch(table, 0, 0, done)
         last.wait()
@@ -263,7 +262,7 @@ class Lists:
 
 def _is_by_copies(wait: fx.Node) -> bool:
     start = ops.waited_for(wait)
-    return start.target is ALL_REDUCE_BY_COPIES_ and list(start.users) == [wait]
+    return start.target in copies.STARTS and list(start.users) == [wait]
 
 
 def _can_await(plan: Plan, argument: int) -> bool:

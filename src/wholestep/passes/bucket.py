@@ -57,8 +57,22 @@ def choose_alone(text: str, plan: Callable[[], Cuts]) -> Cuts:
     return plan()
 
 
+Kind = Callable[[fx.Node, str], Hashable]
+"""Of a gradient and the group that reduces it: gradients of different kinds share no bucket."""
+
+
+def of_one_kind(grad: fx.Node, group: str) -> Hashable:
+    """The same for all."""
+    return None
+
+
 def bucket(
-    program: Program, *, cost: CostModel, bucket_bytes: int | None = None, choose: Choose = choose_alone
+    program: Program,
+    *,
+    cost: CostModel,
+    bucket_bytes: int | None = None,
+    choose: Choose = choose_alone,
+    kind: Kind = of_one_kind,
 ) -> Program:
     """The program with its gradient reductions in buckets.
 
@@ -67,6 +81,7 @@ def bucket(
         bucket_bytes: a bucket is closed once it holds as many bytes, as DistributedDataParallel does it. None: buckets
             are those with the shortest predicted step.
         choose: how ranks whose batches differ come by the same buckets.
+        kind: the same on every rank.
 
     Only reductions that placement has marked, and that are in no bucket yet, take part. Order of random operators:
     unchanged.
@@ -75,7 +90,7 @@ def bucket(
     if not reductions:
         return program
     sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
-    keys = [_key(one) for one in reductions]
+    keys = [_key(one, kind) for one in reductions]
     needs = _needs(program.graph, reductions)
     if bucket_bytes is not None:
         cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
@@ -184,10 +199,10 @@ def _orders(one: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
     return _bucket_of(one).orders or (None if order is None else tuple(order),)
 
 
-def _key(one: _Reduction) -> Hashable:
+def _key(one: _Reduction, kind: Kind) -> Hashable:
     """Only reductions with the same key can share a bucket."""
     tensor = meta.tensor(one.grad)
-    return (tensor.dtype, tensor.device, one.scale, one.start.args[1:])
+    return (tensor.dtype, tensor.device, one.scale, one.start.args[1:], kind(one.grad, str(one.start.args[-1])))
 
 
 def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[int]]:

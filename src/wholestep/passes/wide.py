@@ -37,29 +37,33 @@ def widen_products(program: Program, *, widens: Callable[[fx.Node], bool]) -> Pr
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
-    found: dict[fx.Node, list[_Cast]] = {}
-    for cast in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
-        chain, bucket = list(_viewed(cast.all_input_nodes[0])), _bucket(cast)
-        alone = all(len(one.users) == 1 for one in chain)
-        if bucket is not None and alone and _is_cast_product(cast, chain[-1]) and widens(chain[-1]):
-            found.setdefault(bucket, []).append(_Cast(cast, chain))
+    found: dict[fx.Node, list[Cast]] = {}
+    for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
+        cast, bucket = cast_product(node), _bucket(node)
+        if cast is not None and bucket is not None and widens(cast.product):
+            found.setdefault(bucket, []).append(cast)
     chosen = [one for bucket, casts in found.items() if _are_half(casts, bucket) for one in casts]
     if not chosen:
         return program
     saved_bytes = sum(3 * one.num_bytes // 2 for one in chosen)
     for one in chosen:
-        _widen(graph, one)
+        make_in(torch.float32, one)
     edit.remove_dead_code(graph)
     return program.with_notes(f"{len(chosen)} weight gradients are products in float32: no casts of {saved_bytes:,} B")
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
-    """A cast to float32 of a product."""
+class Cast:
+    """A cast to float32 of a product in half precision, in the layout that it has."""
 
     node: fx.Node
     chain: list[fx.Node]
-    """What is cast: views, from the last to the first, and the product."""
+    """What is cast: views, from the last to the first, and the product. Nobody else reads them."""
+
+    @property
+    def product(self) -> fx.Node:
+        """The product."""
+        return self.chain[-1]
 
     @property
     def num_bytes(self) -> int:
@@ -67,21 +71,31 @@ class _Cast:
         return meta.num_bytes(self.node)
 
 
-def _are_half(casts: list[_Cast], bucket: fx.Node) -> bool:
-    return 2 * sum(one.num_bytes for one in casts) >= meta.num_bytes(bucket)
+def cast_product(node: fx.Node) -> Cast | None:
+    """The node as such a cast; None if it is none."""
+    if node.target is not _aten._to_copy.default:
+        return None
+    chain = list(viewed(node.all_input_nodes[0]))
+    alone = all(len(one.users) == 1 for one in chain)
+    return Cast(node, chain) if alone and _is_cast_product(node, chain[-1]) else None
 
 
-def _widen(graph: fx.Graph, cast: _Cast) -> None:
-    *views, product = cast.chain
+def make_in(dtype: torch.dtype, cast: Cast) -> None:
+    """Puts the product as one with a result in `dtype`, and its views, in the place of the cast."""
+    graph, (*views, product) = cast.node.graph, cast.chain
     with graph.inserting_before(product):
-        new = edit.emit(graph, WIDE, *product.args, torch.float32, like=product)
+        new = edit.emit(graph, WIDE, *product.args, dtype, like=product)
         for view in reversed(views):
             new = edit.emit(graph, view.target, new, *view.args[1:], like=view, **view.kwargs)  # type: ignore[arg-type]
     edit.replace_node(cast.node, new)
     edit.renew_views(new)
 
 
-def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+def _are_half(casts: list[Cast], bucket: fx.Node) -> bool:
+    return 2 * sum(one.num_bytes for one in casts) >= meta.num_bytes(bucket)
+
+
+def viewed(node: fx.Node) -> Iterator[fx.Node]:
     """The node, what it is a view of, and so on."""
     yield node
     while ops.is_view(node) and node.target is not WIDE:
@@ -115,5 +129,5 @@ def fills(cat: fx.Node) -> bool:
     if cat.target is not _aten.cat.default:
         return False
     parts = list(edit.nodes_of(cat.args[0]))
-    own = sum(meta.num_bytes(part) for part in parts if list(_viewed(part))[-1].target is WIDE)
+    own = sum(meta.num_bytes(part) for part in parts if list(viewed(part))[-1].target is WIDE)
     return own > 0 and 2 * own >= meta.num_bytes(cat)

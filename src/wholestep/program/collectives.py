@@ -26,6 +26,7 @@ for _schema in (
     "barrier(str group) -> ()",
     "all_reduce_by_copies(Tensor input, str reduce_op, str group) -> Tensor",
     "all_reduce_by_copies_(Tensor(a!) input, str reduce_op, str group) -> Tensor(a!)",
+    "all_reduce_wide_by_copies(Tensor input, str reduce_op, ScalarType dtype, str group) -> Tensor",
 ):
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -51,10 +52,13 @@ def _started(result: torch.Tensor, work: Any) -> torch.Tensor:
     return result
 
 
-def started_on_this_stream(result: torch.Tensor) -> torch.Tensor:
-    """`result` on a GPU: whoever waits for it waits for what the current stream has been given so far."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[result.device])
-    future.set_result(result)
+def started_on_this_stream(result: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
+    """`result` on a GPU: whoever waits for it waits for what the current stream has been given so far.
+
+    `held` are kept until then.
+    """
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[result.device])
+    future.set_result([result, *held])
     return _started(result, _distributed_c10d._create_work_from_future(future))  # type: ignore[attr-defined,unused-ignore]
 
 
@@ -150,6 +154,11 @@ torch.library.register_fake(
     "wholestep::all_reduce_by_copies", lambda input, reduce_op, group: torch.empty_like(input), lib=LIBRARY
 )
 torch.library.register_fake("wholestep::all_reduce_by_copies_", lambda input, reduce_op, group: input, lib=LIBRARY)
+torch.library.register_fake(
+    "wholestep::all_reduce_wide_by_copies",
+    lambda input, reduce_op, dtype, group: torch.empty_like(input, dtype=dtype),
+    lib=LIBRARY,
+)
 
 REDUCE = torch.ops.wholestep.reduce.default
 """The reduction to the root `dst`, a rank of the group."""
@@ -167,3 +176,5 @@ ALL_REDUCE_BY_COPIES = torch.ops.wholestep.all_reduce_by_copies.default
 """An all-reduce that leaves the multiprocessors of GPUs to others (`lower/copies.py`)."""
 ALL_REDUCE_BY_COPIES_ = torch.ops.wholestep.all_reduce_by_copies_.default
 """The same, in place."""
+ALL_REDUCE_WIDE = torch.ops.wholestep.all_reduce_wide_by_copies.default
+"""The same of half precision, added and given in the wider type `dtype`."""

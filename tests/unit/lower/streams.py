@@ -33,7 +33,6 @@ class Rank:
         """`without` are pairs of streams of which the first one does not wait for the second."""
         self.rank, self.size = rank, len(memories)
         self.given: list[_Given] = []
-        self.marks: list[int] = []
         self._memories, self._without = memories, without
         self._tails: list[frozenset[int]] = [frozenset()] * (copies.NUM_STREAMS + 1)
 
@@ -48,8 +47,7 @@ class Rank:
         if (stream, other) not in self._without:
             self._tails[stream] |= self._tails[other]
 
-    def meet(self, stream: int, mark: int) -> None:
-        self.marks.append(mark)
+    def meet(self, stream: int) -> None:
         self.run(stream, None)
 
     def mark(self, stream: int) -> frozenset[int]:
@@ -59,11 +57,11 @@ class Rank:
         """What `stream` is given from now on runs behind a mark."""
         self._tails[stream] |= mark
 
-    def reduce(self, message: Tensor, add: copies.Add) -> copies.Pieces:
-        """What the operator does."""
+    def reduce(self, message: Tensor, add: copies.Add, result: Tensor | None = None) -> copies.Pieces:
+        """What the operators do, in place unless there is a result."""
         for stream in range(copies.NUM_STREAMS):
             self.wait(stream, MAIN)
-        return copies.all_reduce(message, self, add)
+        return copies.all_reduce(message, message if result is None else result, self, add)
 
     def end_of_graph(self) -> None:
         """What comes runs behind what the caller's stream has been given or has waited for, and nothing else."""
@@ -140,14 +138,14 @@ def _in_a_row(order: Sequence[int]) -> list[frozenset[int]]:
     return behind
 
 
-def added(slots: Tensor, own: Tensor, *, rank: int, averages: bool) -> None:
+def added(slots: Tensor, own: Tensor, result: Tensor, shared: Tensor, *, rank: int, averages: bool) -> None:
     """What `wholestep.lower.addition` does, by operators of torch."""
     wide = torch.float64 if own.dtype is torch.float64 else torch.float32
     total = torch.zeros_like(own, dtype=wide)
     for other, slot in enumerate(slots):
         total = total + (own if other == rank else slot).to(wide)
-    own.copy_(total / len(slots) if averages else total)
-    slots[rank].copy_(own)
+    result.copy_(total / len(slots) if averages else total)
+    shared.copy_(result)
 
 
 def reduced(messages: list[Tensor], draw: random.Random, *, averages: bool) -> list[Tensor]:

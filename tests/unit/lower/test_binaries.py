@@ -101,7 +101,7 @@ def launch_columns() -> None:
 
 
 def launch_addition() -> None:
-    addition.add_parts(torch.zeros(2, 16), torch.zeros(16), rank=0, averages=True)
+    addition.add_parts(torch.zeros(2, 16), *torch.zeros(3, 16), rank=0, averages=True)
 
 
 def launch_cross_entropy() -> None:

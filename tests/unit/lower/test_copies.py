@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -46,6 +45,27 @@ def test_every_rank_has_the_sum_in_the_order_of_the_ranks(size: int, length: int
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [0, 1, 1000, 10_001])
+def test_half_precision_is_given_as_its_exact_sum_in_float32(
+    length: int, dtype: torch.dtype, averages: bool, monkeypatch
+):
+    small_pieces(monkeypatch)
+    messages, memories = [torch.randn(length).to(dtype) for _ in range(3)], memories_of(3)
+    before = [message.clone() for message in messages]
+    wanted = torch.zeros(length)
+    for message in messages:
+        wanted = wanted + message.float()
+    results = [torch.full((length,), torch.nan) for _ in messages]
+    ranks = [Rank(rank, memories) for rank in range(3)]
+    for rank, message, result in zip(ranks, messages, results, strict=True):
+        rank.reduce(message, partial(added, rank=rank.rank, averages=averages), result)
+    run_all(ranks, random.Random(length))
+    assert all(torch.equal(result, wanted / 3 if averages else wanted) for result in results)
+    assert all(torch.equal(message, one) for message, one in zip(messages, before, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_means_round_once(dtype: torch.dtype, monkeypatch):
     small_pieces(monkeypatch)
@@ -56,15 +76,16 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
         assert torch.equal(found, wanted.to(dtype))
 
 
+@pytest.mark.parametrize("itemsize", [8, 4])
 @pytest.mark.parametrize("length", [1, 31, 255, 256, 1000, 4096, 10_001])
-def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, monkeypatch):
+def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: int, monkeypatch):
     small_pieces(monkeypatch)
-    message, most = torch.arange(length), copies.part_length(4, torch.int64)
-    pieces = [list(parts) for parts in copies._cut(message, 4, most)]
+    result, most = torch.arange(length), copies.part_length(4, torch.int64)
+    pieces = [[result[part] for part in parts] for parts in copies._cut(result, 4, itemsize)]
     assert len(pieces) == (1 if length < 256 else 2 * -(-length // (8 * most)))
-    assert torch.equal(torch.cat([part for parts in pieces for part in parts]), message)
+    assert torch.equal(torch.cat([part for parts in pieces for part in parts]), result)
     starts = [part.storage_offset() for parts in pieces for part in parts if part.numel()]
-    assert all(start * 8 % copies._ALIGNED_BYTES == 0 for start in starts)
+    assert all(start * itemsize % copies._ALIGNED_BYTES == 0 for start in starts)
     assert max(part.numel() for parts in pieces for part in parts) <= most
 
 
@@ -168,17 +189,6 @@ def test_every_wait_is_needed(without: Sequence[tuple[int, int]], monkeypatch):
     pytest.fail("no order in which that wait was needed")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_meeting_has_another_mark_than_those_around_it(size: int, monkeypatch):
-    """Also the last one of a message and the first one of the next, whatever they are."""
-    tiny_pieces(monkeypatch)
-    ranks, _ = steps_of_messages(size)
-    for rank in ranks:
-        assert all(one != other for one, other in itertools.pairwise(rank.marks))
-        assert {*rank.marks} == {*range(copies.NUM_MARKS)}
-        assert rank.marks == ranks[0].marks
-
-
 @pytest.mark.parametrize(("num_pieces", "wanted"), [
     (0, ""), (1, "p0 - l0"), (2, "p0 p1 l0 l1"), (4, "p0 p1 l0 p2 l1 p3 l2 l3"),
 ])  # fmt: skip
@@ -196,8 +206,8 @@ def test_meetings_on_two_streams_could_stand_still(monkeypatch):
     def stands_still(seed: int) -> bool:
         ranks = [Rank(rank, memories_of(2)) for rank in range(2)]
         for rank in ranks:
-            rank.meet(copies.ADD, 0)
-            rank.meet(copies.WIRE, 1)
+            rank.meet(copies.ADD)
+            rank.meet(copies.WIRE)
         try:
             run_all(ranks, random.Random(seed), one_queue=True)
         except AssertionError:
@@ -274,7 +284,7 @@ def test_the_addition_of_equal_messages_is_built_once(monkeypatch):
     meta.set_value(again, meta.tensor(start))
     asked = []
     monkeypatch.setattr(copies, "group_named", lambda name: SimpleNamespace(size=lambda: 4, rank=lambda: 3))
-    monkeypatch.setattr(copies.addition, "build", lambda dtype, **how: asked.append((dtype, how)))
+    monkeypatch.setattr(copies.addition, "build", lambda *dtypes, **how: asked.append((dtypes, how)))
     assert len(list(copies.builds(program))) == 1
-    assert asked == [(torch.float32, {"size": 4, "rank": 3, "averages": True})]
+    assert asked == [((torch.float32, torch.float32), {"size": 4, "rank": 3, "averages": True})]
     assert list(copies.builds(planned("ranks are on several hosts"))) == []

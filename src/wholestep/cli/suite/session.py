@@ -33,7 +33,7 @@ from wholestep.cli.suite.kinds import OWN, Kind, Lane, prepare
 from wholestep.cli.suite.records import LOSS_STEPS, LaneResult, SuiteReport, breakdown_from, keep
 from wholestep.cli.suite.talk import Talk
 from wholestep.cli.suite.trainings import training
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
+from wholestep.lower import copies
 from wholestep.warm import CACHE
 
 BLOCK_STEPS = 10
@@ -366,4 +366,4 @@ def _joined(*notes: str) -> str:
 def _reduces_by_copies(lane: Lane) -> bool:
     if lane.step is None or lane.kind is Kind.LIMIT:
         return False
-    return any(node.target is ALL_REDUCE_BY_COPIES_ for node in lane.step.graph.graph.nodes)
+    return any(node.target in copies.STARTS for node in lane.step.graph.graph.nodes)

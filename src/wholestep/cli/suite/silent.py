@@ -1,7 +1,8 @@
 """The same step with its communication left out: the limit of what hiding it can reach.
 
 It is planned, scheduled and cut into segments like the real one, and runs the same kernels; only what starts and ends
-collectives is taken out of the scheduled graph. So its results are wrong: every rank goes its own way.
+collectives is taken out of the scheduled graph. So its results are wrong: every rank goes its own way. Gradients that
+would come back from their journey in float32 are made in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from wholestep.errors import InternalError
 from wholestep.lower.backend import Inductor
 from wholestep.lower.eager import Wait
 from wholestep.options import checked_options
+from wholestep.passes.narrow import narrow_messages
+from wholestep.passes.pipeline import Pass, pass_name
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program
 from wholestep.program.show import Step
@@ -43,6 +46,10 @@ def without_communication(program: Program) -> Program:
 
 
 class _Silent(Inductor):
+    def passes(self, placed: Program) -> list[Pass]:
+        """See `Inductor.passes`."""
+        return [one for one in super().passes(placed) if pass_name(one) != narrow_messages.__name__]
+
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
         """See `Inductor.lower`."""
         return super().lower(without_communication(program), wait)

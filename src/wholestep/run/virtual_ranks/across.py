@@ -18,6 +18,7 @@ from wholestep.errors import VerificationError
 from wholestep.program.collectives import (
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
+    ALL_REDUCE_WIDE,
     EXCHANGE,
     GATHER,
     REDUCE,
@@ -50,6 +51,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _all_reduce(calls: Calls) -> list[torch.Tensor]:
     total = reduced([call[0] for call in calls], calls[0][1])
     return [total.clone() for _ in calls]
+
+
+def _all_reduce_wide(calls: Calls) -> list[torch.Tensor]:
+    return _all_reduce([(values.to(dtype), reduce_op, group) for values, reduce_op, dtype, group in calls])
 
 
 def _all_gather(calls: Calls) -> list[torch.Tensor]:
@@ -145,6 +150,7 @@ RULES: dict[Any, Callable[[Calls], list[Any]]] = {
     c10d.all_reduce_.default: _in_place(_all_reduce),
     ALL_REDUCE_BY_COPIES: _all_reduce,
     ALL_REDUCE_BY_COPIES_: _in_place(_all_reduce),
+    ALL_REDUCE_WIDE: _all_reduce_wide,
     c10d.all_reduce_coalesced.default: _each(_all_reduce),
     c10d.all_reduce_coalesced_.default: _in_place(_each(_all_reduce)),
     c10d.all_gather_into_tensor.default: _all_gather,

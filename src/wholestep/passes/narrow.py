@@ -1,0 +1,85 @@
+"""Gradients that are products in half precision travel to who adds them as they are, and come back in float32.
+
+A weight that autocast has cast has a gradient of the small type, which is cast and reduced in float32. What is added is
+the same if the cast comes behind the journey, and half as many bytes go there. Before and after, of a bucket that holds
+such gradients alone::
+
+    mm = aten.mm(dy.t(), x)                   # bfloat16        mm = aten.mm.dtype(dy.t(), x, bfloat16)
+    grad = aten._to_copy(mm, dtype=float32)                ->   flat = aten.cat([mm, ...])               # bfloat16
+    flat = aten.cat([grad, ...])                                start = all_reduce_wide_by_copies(flat, "avg", float32)
+    start = all_reduce_by_copies(flat, "avg")
+
+Each gradient is rounded as eager code rounds it, and sums are float32, as those of DistributedDataParallel are.
+Products write to their slice of the bucket (`fill_buckets`), half as many bytes as in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.fx as fx
+
+from wholestep.passes.wide import Cast, cast_product, make_in, viewed
+from wholestep.program import edit, meta, show
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_WIDE
+from wholestep.program.program import Program, Stage
+
+_aten = torch.ops.aten
+
+Makes = Callable[[fx.Node], bool]
+"""Says of a product whether its device can make it in a type that is asked for."""
+
+
+def narrow_type(grad: fx.Node, *, makes: Makes) -> torch.dtype | None:
+    """The type of the product that a gradient is, where it has been cast to float32 and nothing else reads it."""
+    found = _cast(grad, makes)
+    return None if found is None else meta.tensor(found.product).dtype
+
+
+def narrow_messages(program: Program, *, makes: Makes) -> Program:
+    """The program with buckets by copies that hold such gradients of one type alone in that type.
+
+    The note says how many buckets those are, and how many bytes travel to be added.
+    """
+    if program.stage is Stage.SCHEDULED:
+        return program
+    graph, count, num_bytes = program.graph, 0, 0
+    for start in graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES):
+        casts = [_cast(part, makes) for part in _parts(start.args[0])]
+        found = [one for one in casts if one is not None]
+        types = {meta.tensor(one.product).dtype for one in found}
+        if meta.bucket(start) is not None and len(found) == len(casts) and len(types) == 1:
+            count, num_bytes = count + 1, num_bytes + _narrow(start, found, types.pop())
+    if not count:
+        return program
+    edit.remove_dead_code(graph)
+    return program.with_notes(f"{count} buckets travel as their products are: {show.bytes_text(num_bytes)} to be added")
+
+
+def _narrow(start: fx.Node, casts: list[Cast], dtype: torch.dtype) -> int:
+    """Gives the bytes of the message."""
+    for one in casts:
+        make_in(dtype, one)
+    flat, op, group = start.args
+    assert isinstance(flat, fx.Node)
+    if flat.target is _aten.cat.default:
+        edit.evaluate(flat)
+    with start.graph.inserting_before(start):
+        new = edit.emit(start.graph, ALL_REDUCE_WIDE, flat, op, torch.float32, group, like=start)
+    if (record := meta.bucket(start)) is not None:
+        meta.set_bucket(new, record)
+    edit.replace_node(start, new)
+    return meta.num_bytes(flat)
+
+
+def _parts(flat: fx.Node) -> list[fx.Node]:
+    """What is put together, if it is for this alone."""
+    return list(edit.nodes_of(flat.args[0])) if flat.target is _aten.cat.default and len(flat.users) == 1 else [flat]
+
+
+def _cast(grad: fx.Node, makes: Makes) -> Cast | None:
+    """The cast of a product that a gradient is a view of, or is, if nothing else reads either."""
+    chain = list(viewed(grad))
+    found = cast_product(chain[-1]) if all(len(one.users) == 1 for one in chain) else None
+    return found if found is not None and makes(found.product) else None

@@ -1,0 +1,220 @@
+"""Gradients that travel in half precision and come back in float32: which, in which buckets, and the numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import nn
+
+from tests.unit.capture.steps import captured
+from wholestep.cli.suite.silent import _Silent, without_communication
+from wholestep.config import DDP
+from wholestep.config import Inductor as InductorOptions
+from wholestep.cost.model import CostModel
+from wholestep.lower import inductor
+from wholestep.lower.auto import Auto
+from wholestep.lower.backend import Eager, Inductor
+from wholestep.passes.average import average_on_the_way
+from wholestep.passes.by_copies import reduce_by_copies
+from wholestep.passes.default import passes_of
+from wholestep.passes.narrow import narrow_messages, narrow_type
+from wholestep.passes.pipeline import Pass, pass_name, run_passes
+from wholestep.passes.segments import form_segments
+from wholestep.passes.wide import WIDE, widen_products
+from wholestep.place.strategies import place
+from wholestep.program import meta, ops
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
+from wholestep.program.program import MeshAxis, Program
+from wholestep.run.virtual_ranks import across
+
+aten = torch.ops.aten
+AXIS = MeshAxis(name="data", size=2, group="0")
+COST = CostModel.default("cpu+gloo")
+
+
+def yes(node: fx.Node) -> bool:
+    return True
+
+
+def kind(grad: fx.Node, group: str) -> Any:
+    return narrow_type(grad, makes=yes)
+
+
+AVERAGE: Pass = partial(average_on_the_way, averages=lambda group, device: True)
+COPIES: Pass = partial(reduce_by_copies, why_not=lambda group, device: "")
+NARROW: Pass = partial(narrow_messages, makes=yes)
+WIDEN: Pass = partial(widen_products, widens=yes)
+FORM: Pass = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
+
+
+class Net(nn.Module):
+    """Tokens of 40 -> an embedding of 16, a norm -> two linear layers of 64 and 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(40, 16)
+        self.body = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 40))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.body(self.tokens(tokens))
+
+
+NARROW_ELEMENTS = 16 * 64 + 64 * 40
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = torch.nn.functional.cross_entropy(model(tokens).float(), tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.fixture
+def training(monkeypatch) -> tuple[Any, ...]:
+    monkeypatch.setattr("wholestep.passes.by_copies.MIN_BYTES", 0)
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(40)
+
+
+def planned(training: tuple[Any, ...], *lowering: Pass, until: int = 0, **options: Any) -> Program:
+    placed = place(captured(step, *training).program, DDP(), AXIS)
+    passes = passes_of(cost=COST, lowering=lowering, **({"bucket_bytes": 1 << 20, "kind": kind} | options))
+    return run_passes(placed, passes[: len(passes) - until])
+
+
+def calls(program: Program, target: Any) -> list[fx.Node]:
+    return program.graph.find_nodes(op="call_function", target=target)
+
+
+def test_products_travel_as_they_are_made_and_the_rest_in_float32(training):
+    program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, FORM)
+    (wide,), (plain,) = calls(program, ALL_REDUCE_WIDE), calls(program, ALL_REDUCE_BY_COPIES_)
+    assert meta.tensor(wide.args[0]).dtype is torch.bfloat16
+    assert meta.tensor(wide).dtype is torch.float32
+    assert meta.tensor(wide).numel() == NARROW_ELEMENTS
+    assert wide.args[1:] == ("avg", torch.float32, "0")
+    assert meta.bucket(wide).members == ("body.3.weight", "body.1.weight")
+    assert meta.tensor(plain).dtype is torch.float32
+    assert len(meta.bucket(plain).members) == 5
+    notes = [note for record in program.history for note in record.notes]
+    assert any(note.startswith("1 buckets travel as their products are: 7.0 KiB") for note in notes)
+
+
+def test_products_write_half_as_many_bytes_to_their_slice_of_the_bucket(training):
+    program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, FORM)
+    (wide,) = calls(program, ALL_REDUCE_WIDE)
+    made = calls(program, aten.mm.dtype_out)
+    assert [node.kwargs["out"].args[0] for node in made] == [wide.args[0]] * 2
+    assert [node.args[2] for node in made] == [torch.bfloat16] * 2
+    assert meta.tensor(wide.args[0]).nbytes == 2 * NARROW_ELEMENTS
+
+
+def test_a_message_is_not_overwritten_before_it_has_arrived(training):
+    """Its memory is read until the wait."""
+    program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, FORM)
+    (wide,) = calls(program, ALL_REDUCE_WIDE)
+    writes = (node for node in program.graph.nodes if node > wide and node.op == "call_function")
+    until = next(node for node in ops.waits(wide))
+    message = meta.tensor(wide.args[0]).untyped_storage()._cdata
+    for node in writes:
+        if node is until:
+            return
+        for number in ops.mutated_args(node.target):
+            assert meta.tensor(node.args[number]).untyped_storage()._cdata != message
+
+
+class Alone(fx.Interpreter):
+    """Runs a functional graph of one rank, products with results in a type that is asked for as they are defined."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is WIDE:
+            return (args[0].float() @ args[1].float()).to(args[2])
+        if target is ALL_REDUCE_WIDE:
+            return args[0].to(args[2]) / 2
+        if target in ops.COLLECTIVES:
+            return args[0] / 2 if args[1] == "avg" else args[0]
+        return args[0] if target is ops.WAIT else super().call_function(target, args, kwargs)
+
+
+def run(program: Program, training: tuple[Any, ...]) -> list[torch.Tensor]:
+    model, _, tokens = training
+    named = dict(model.named_parameters())
+    inputs = [named.get(record.name, tokens if record.dtype == torch.int64 else 0.1) for record in program.inputs]
+    with torch.no_grad():
+        found = Alone(program.module).run(*inputs)
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def test_numbers_are_those_of_casts_in_front_of_the_journey(training):
+    """Products wider than their type would not be, as `test_wide` shows."""
+    eager = run(planned(training, until=2), training)
+    narrow = run(planned(training, AVERAGE, COPIES, NARROW, WIDEN, until=2), training)
+    for one, other in zip(eager, narrow, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_ranks_add_in_float32():
+    values = [torch.randn(1000).bfloat16() for _ in range(3)]
+    found = across.RULES[ALL_REDUCE_WIDE]([(one, "avg", torch.float32, "0") for one in values])
+    assert all(torch.equal(one, (values[0].float() + values[1].float() + values[2].float()) / 3) for one in found)
+
+
+@pytest.mark.parametrize("change", ["one kind", "no copies", "no such device"])
+def test_other_buckets_stay_in_float32(training, change: str):
+    """Those that hold other gradients, too, go by another way, or come from products that cannot be asked for."""
+    if change == "one kind":
+        program = planned(training, AVERAGE, COPIES, NARROW, kind=lambda grad, group: None)
+    elif change == "no copies":
+        program = planned(training, AVERAGE, NARROW)
+    else:
+        program = planned(training, AVERAGE, COPIES, partial(narrow_messages, makes=inductor.widens))
+    assert not calls(program, ALL_REDUCE_WIDE)
+    starts = [node for node in program.graph.nodes if ops.is_collective(node)]
+    assert starts
+    assert all(meta.tensor(node).dtype is torch.float32 for node in starts)
+
+
+def test_a_gradient_that_somebody_reads_is_of_no_type(training):
+    """Before it is reduced, that is: behind, it is in float32 like all."""
+    placed = place(captured(step, *training).program, DDP(), AXIS)
+    starts = calls(placed, ops.c10d.all_reduce.default)
+    types = [narrow_type(start.args[0].args[0], makes=yes) for start in starts]
+    assert sorted(map(str, types)) == ["None"] * 5 + ["torch.bfloat16"] * 2
+    grads = [start.args[0].args[0] for start, one in zip(starts, types, strict=True) if one is not None]
+    with placed.graph.inserting_after(grads[0]):
+        placed.graph.call_function(aten.neg.default, (grads[0],))
+    assert narrow_type(grads[0], makes=yes) is None
+
+
+def test_backends_say_the_type_where_copies_reduce(monkeypatch):
+    graph = fx.Graph()
+    grad = graph.placeholder("grad")
+    monkeypatch.setattr("wholestep.lower.backend.narrow_type", lambda node, makes: torch.bfloat16)
+    monkeypatch.setattr("wholestep.lower.backend.copies.why_not", lambda group, device: "" if group == "0" else "far")
+    backend = Inductor(InductorOptions(), torch.device("cpu"))
+    assert backend.kind(grad, "0") is None
+    backend._by_copies = True
+    assert backend.kind(grad, "0") is torch.bfloat16
+    assert backend.kind(grad, "1") is None
+    assert Eager().kind(grad, "0") is None
+    auto = Auto(torch.device("cpu"), lambda: COST, lambda why: why)
+    assert auto.kind(grad, "0") is None
+    auto._chosen = backend
+    assert auto.kind(grad, "0") is torch.bfloat16
+
+
+def test_the_step_without_communication_makes_its_gradients_in_float32(training):
+    silent = _Silent(InductorOptions(), torch.device("cpu"))
+    names = [pass_name(one) for one in silent.passes(None)]
+    assert "narrow_messages" not in names
+    assert len(names) == len(Inductor(InductorOptions(), torch.device("cpu")).passes(None)) - 1
+    program = without_communication(planned(training, AVERAGE, COPIES, WIDEN, FORM))
+    assert not any(ops.is_collective(node) for node in program.graph.nodes)
+    assert len(calls(program, aten.mm.dtype_out)) == 2
