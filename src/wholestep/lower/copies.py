@@ -8,7 +8,7 @@ or in that of a result of a wider type. For every piece::
             own slot
     pull    each rank copies the results of the others to their parts of the result
 
-In front of every push and every pull all ranks meet.
+In front of every push and every pull but the first push all ranks meet.
 Copies between GPUs run on their copy engines; only the addition and the meetings take multiprocessors, and nothing is
 copied within a GPU. The memory of slots is symmetric: every rank has mapped that of all others.
 
@@ -17,7 +17,7 @@ Note: a pipeline
     pieces of a message use in turn. A piece is pushed before the one in front of it is pulled, so that the wire has
     work while ranks add (``|`` is a meeting)::
 
-        wire  | push 0 | push 1 | pull 0 | push 2 | pull 1 | push 3 | pull 2 | pull 3
+        wire    push 0 | push 1 | pull 0 | push 2 | pull 1 | push 3 | pull 2 | pull 3
         add              0        1                 2                 3
 
 Note: rounds
@@ -26,12 +26,13 @@ Note: rounds
     that each, while a link elsewhere is idle. Ranks that began a message as they came to it, and met only around
     additions, drifted apart until half of their copies had 130 to 220 GB/s; all in all they took 4.1 ms in the place
     of 2.9 in a step of W1 on 4 GPUs. Copies to all others side by side made the step longer still. So ranks begin
-    together.
+    rounds together. In front of a message they need not meet: where the wire is what the step waits for, they come from
+    the message before, together.
 
 Note: nothing is overwritten that somebody still reads
     The meeting behind a push says that all parts have come, and the addition stands behind it. The one in front of a
-    pull says that all ranks have added. A set of slots is pushed into again, and a result written into it, behind a
-    meeting that stands behind the last pull out of it, on all ranks.
+    pull says that all ranks have added, so behind it slots are free. Nobody pushes to where an owner's sums lie: those
+    it overwrites behind the next meeting behind a push, to which all come behind their last pull.
 
 Note: nothing waits for ever
     Meetings wait for other ranks, and nothing else does. They all stand on one stream, in the same order on all ranks.
@@ -85,8 +86,9 @@ until a multiprocessor is free; what a megabyte takes to be pushed and pulled am
 beside updates from 55 MB on, beside products from 270.
 """
 SPLIT_BYTES = 64 << 20
-"""Messages from here on travel in an even number of pieces: beside updates, two of them end sooner than one. Behind
-the first of two, all that an update needs to begin is there."""
+"""Messages from here on travel in an even number of pieces where somebody waits for the first of two: behind it, all
+that an update needs to begin is there. Others are one piece, if they can: that is half as many copies, with 7 us
+between them, and a meeting less."""
 WIRE, ADD = 0, 1
 """Streams."""
 NUM_STREAMS = 2
@@ -138,7 +140,7 @@ Pieces = Sequence[tuple[int, Any]]
 last event all of it is, and no stream reads or writes it or the message any more."""
 
 
-def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add) -> Pieces:
+def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add, *, split: bool = True) -> Pieces:
     """Gives every rank what `add` makes of the messages of all.
 
     Both streams have waited for the message. The result is there behind `WIRE`.
@@ -146,6 +148,7 @@ def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add) -> Piece
     Args:
         message: one dimension.
         result: the message itself, or as many elements of a wider type.
+        split: whether somebody waits for pieces. The same on all ranks.
     """
     size, rank = peers.size, peers.rank
     row_bytes = part_length(size, result.dtype) * result.itemsize
@@ -153,12 +156,13 @@ def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add) -> Piece
     sums = [_slots(peers, one, row_bytes, result.dtype) for one in range(size)]
     others = [(rank + step) % size for step in range(1, size)]
     pieces = list[tuple[int, Any]]()
-    cut = list(_cut(result, size, message.itemsize))
+    cut = list(_cut(result, size, message.itemsize, split=split))
     came: int | None = None
-    for pushed, pulled in _phases(len(cut)):
+    for number, (pushed, pulled) in enumerate(_phases(len(cut))):
         if pulled is not None:
             peers.wait(WIRE, ADD)
-        peers.meet(WIRE)
+        if number:
+            peers.meet(WIRE)
         if came is not None:
             own, mine = message[cut[came][rank]], result[cut[came][rank]]
             place = slice(own.numel())
@@ -209,8 +213,9 @@ def part_length(num_ranks: int, dtype: torch.dtype) -> int:
     return PIECE_BYTES // aligned * _ALIGNED_BYTES // dtype.itemsize
 
 
-def _cut(result: Tensor, count: int, itemsize: int) -> Iterator[Sequence[slice]]:
-    """A result in as few pieces as `SPLIT_BYTES` lets there be, of about one size; each as one part per rank.
+def _cut(result: Tensor, count: int, itemsize: int, *, split: bool) -> Iterator[Sequence[slice]]:
+    """A result in as few pieces as there can be, with `split` as `SPLIT_BYTES` lets there be, of about one size; each
+    as one part per rank.
 
     All parts of a message but its last ones have one length, aligned for elements of `itemsize` bytes; the last may be
     shorter, or empty.
@@ -218,7 +223,8 @@ def _cut(result: Tensor, count: int, itemsize: int) -> Iterator[Sequence[slice]]
     if not result.numel():
         return
     step, most = _ALIGNED_BYTES // itemsize, part_length(count, result.dtype)
-    pieces = 1 if result.nbytes < SPLIT_BYTES else 2 * -(-result.numel() // (2 * count * most))
+    unit = 2 if split and result.nbytes >= SPLIT_BYTES else 1
+    pieces = unit * -(-result.numel() // (unit * count * most))
     length = -(-result.numel() // (pieces * count * step)) * step
     for start in range(0, result.numel(), count * length):
         yield [slice(start + rank * length, start + (rank + 1) * length) for rank in range(count)]
@@ -303,23 +309,27 @@ class Arriving:
     pieces: Pieces
 
 
-def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
-    """Starts to reduce a contiguous tensor of a GPU, in place, on streams of their own; "sum" or "avg"."""
-    return _start(message, message, reduce_op, group)
+def start(message: Tensor, reduce_op: str, group: str, *, split: bool = True) -> Arriving:
+    """Starts to reduce a contiguous tensor of a GPU, in place, on streams of their own; "sum" or "avg".
+
+    `split`: whether somebody waits for its pieces.
+    """
+    return _start((message, message), reduce_op, group, split=split)
 
 
-def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str) -> Arriving:
+def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str, *, split: bool = True) -> Arriving:
     """The same of half precision, added in `dtype` and given in it."""
-    return _start(message, torch.empty_like(message, dtype=dtype), reduce_op, group)
+    return _start((message, torch.empty_like(message, dtype=dtype)), reduce_op, group, split=split)
 
 
-def _start(message: Tensor, result: Tensor, reduce_op: str, group: str) -> Arriving:
+def _start(tensors: tuple[Tensor, Tensor], reduce_op: str, group: str, *, split: bool) -> Arriving:
+    message, result = tensors
     peers = _group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
     for stream in peers.streams:
         stream.wait_stream(torch.cuda.current_stream(message.device))
     with torch.no_grad():
-        pieces = all_reduce(message.view(-1), result.view(-1), peers, add)
+        pieces = all_reduce(message.view(-1), result.view(-1), peers, add, split=split)
     return Arriving(message=message, result=result, pieces=pieces)
 
 
@@ -329,12 +339,16 @@ def _started(arriving: Arriving, group: str) -> Tensor:
         return started_on_this_stream(arriving.result, arriving.message)
 
 
-LIBRARY.impl("all_reduce_by_copies_", lambda message, op, group: _started(start(message, op, group), group), "CUDA")
-LIBRARY.impl(
-    "all_reduce_wide_by_copies",
-    lambda message, op, dtype, group: _started(start_wide(message, op, dtype, group), group),
-    "CUDA",
-)
+def _all_reduce_(message: Tensor, op: str, group: str) -> Tensor:
+    return _started(start(message, op, group, split=False), group)
+
+
+def _all_reduce_wide(message: Tensor, op: str, dtype: torch.dtype, group: str) -> Tensor:
+    return _started(start_wide(message, op, dtype, group, split=False), group)
+
+
+LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")
+LIBRARY.impl("all_reduce_wide_by_copies", _all_reduce_wide, "CUDA")
 
 STARTS: Mapping[Any, Callable[..., Arriving]] = {ALL_REDUCE_BY_COPIES_: start, ALL_REDUCE_WIDE: start_wide}
 """What starts the reductions of a scheduled program, and does not wait."""

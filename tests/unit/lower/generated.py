@@ -300,7 +300,7 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
         row = "torch.ops.wholestep.sum_rows.default([buf1, buf3], 512, [768, 64], torch.bfloat16, torch.float32)"
         jobs = [
             cross_entropy.build(call), *column_sums.builds(sums), *row_sums.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
-            addition.build(torch.float32, size=2, rank=0, averages=True),
+            addition.build(torch.float32, torch.float32, size=2, rank=0, averages=True),
         ]  # fmt: skip
         binaries.build_beside(jobs, torch.device("cuda", old))
         data = binaries.written(binaries.kept())
@@ -314,7 +314,7 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
         column_sums.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
         matrices = [torch.zeros(512, size, dtype=torch.bfloat16) for size in (768, 64)]
         row_sums.sum_rows(matrices, 512, [768, 64], torch.bfloat16, torch.float32)
-        addition.add_parts(torch.zeros(2, 8192), torch.zeros(4096), rank=0, averages=True)
+        addition.add_parts(torch.zeros(2, 8192), *torch.zeros(3, 4096), rank=0, averages=True)
     return {"made by building": made_by_building, "made by launching": len(made) - made_by_building,
             "loaded": loader.loaded, "ready": ready}  # fmt: skip
 

@@ -57,11 +57,13 @@ class Rank:
         """What `stream` is given from now on runs behind a mark."""
         self._tails[stream] |= mark
 
-    def reduce(self, message: Tensor, add: copies.Add, result: Tensor | None = None) -> copies.Pieces:
+    def reduce(
+        self, message: Tensor, add: copies.Add, result: Tensor | None = None, *, split: bool = True
+    ) -> copies.Pieces:
         """What the operators do, in place unless there is a result."""
         for stream in range(copies.NUM_STREAMS):
             self.wait(stream, MAIN)
-        return copies.all_reduce(message, message if result is None else result, self, add)
+        return copies.all_reduce(message, message if result is None else result, self, add, split=split)
 
     def end_of_graph(self) -> None:
         """What comes runs behind what the caller's stream has been given or has waited for, and nothing else."""

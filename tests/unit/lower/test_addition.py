@@ -21,9 +21,24 @@ def test_adds_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype, averages
         for rank in range(ranks):
             own, behind = torch.randn(length).to(dtype), memory[:, length:].clone()
             wanted, same = own.clone(), memory[:, :length].clone()
-            added(same, wanted, rank=rank, averages=averages)
-            addition.add_parts(memory[:, :length], own, rank=rank, averages=averages)
+            added(same, wanted, wanted, same[rank], rank=rank, averages=averages)
+            slots = memory[:, :length]
+            addition.add_parts(slots, own, own, slots[rank], rank=rank, averages=averages)
             torch.testing.assert_close(own, wanted)  # a mean of three is rounded in two ways
             assert torch.equal(own, memory[rank, :length])
             same[rank] = own
             assert torch.equal(memory, torch.cat([same, behind], dim=1)), "written to others, or behind the end"
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_half_precision_is_added_into_a_wider_result(averages: bool, monkeypatch):
+    monkeypatch.setattr(addition, "_kernel", interpreter.InterpretedFunction(addition._add))
+    slots, own = torch.randn(4, 6000).half()[:, :5000], torch.randn(5000).half()
+    result, shared = torch.full((2, 6000), torch.nan).unbind()
+    wanted, again, before = torch.empty(5000), torch.empty(5000), (slots.clone(), own.clone())
+    added(slots, own, wanted, again, rank=2, averages=averages)
+    addition.add_parts(slots, own, result[:5000], shared[:5000], rank=2, averages=averages)
+    assert torch.equal(result[:5000], wanted)
+    assert torch.equal(shared[:5000], wanted)
+    assert bool(result[5000:].isnan().all() and shared[5000:].isnan().all())
+    assert all(map(torch.equal, (slots, own), before))

@@ -76,13 +76,14 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
         assert torch.equal(found, wanted.to(dtype))
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("itemsize", [8, 4])
 @pytest.mark.parametrize("length", [1, 31, 255, 256, 1000, 4096, 10_001])
-def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: int, monkeypatch):
+def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: int, split: bool, monkeypatch):
     small_pieces(monkeypatch)
     result, most = torch.arange(length), copies.part_length(4, torch.int64)
-    pieces = [[result[part] for part in parts] for parts in copies._cut(result, 4, itemsize)]
-    assert len(pieces) == (1 if length < 256 else 2 * -(-length // (8 * most)))
+    pieces = [[result[part] for part in parts] for parts in copies._cut(result, 4, itemsize, split=split)]
+    assert len(pieces) == (2 * -(-length // (8 * most)) if split and length >= 256 else -(-length // (4 * most)))
     assert torch.equal(torch.cat([part for parts in pieces for part in parts]), result)
     starts = [part.storage_offset() for parts in pieces for part in parts if part.numel()]
     assert all(start * itemsize % copies._ALIGNED_BYTES == 0 for start in starts)
@@ -93,7 +94,9 @@ LENGTHS = (700, 100, 0, 1300, 200)
 """Of messages behind each other, in pieces of 256 elements at most: 4, 1, 0, 6 and 2 of them."""
 
 
-def steps_of_messages(size: int, without: Sequence[tuple[int, int]] = ()) -> tuple[list[Rank], list[list[Tensor]]]:
+def steps_of_messages(
+    size: int, without: Sequence[tuple[int, int]] = (), *, split: bool = True
+) -> tuple[list[Rank], list[list[Tensor]]]:
     """Ranks that reduce messages behind each other, and what each of them reads behind its waits.
 
     Messages are written right before they are reduced, all waits stand at the end of a step, and all steps have the
@@ -107,7 +110,7 @@ def steps_of_messages(size: int, without: Sequence[tuple[int, int]] = ()) -> tup
         for step in range(2):
             for number, message in enumerate(messages):
                 rank.run(MAIN, partial(message.copy_, values(rank.rank, step, number)))
-                rank.reduce(message, partial(added, rank=rank.rank, averages=False))
+                rank.reduce(message, partial(added, rank=rank.rank, averages=False), split=split)
             rank.wait(MAIN, copies.WIRE)
             for message in messages:
                 rank.run(MAIN, partial(note, found, message))
@@ -140,11 +143,12 @@ def tiny_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_are_right_in_every_order_that_streams_allow(size: int, one_queue: bool, monkeypatch):
+def test_sums_are_right_in_every_order_that_streams_allow(size: int, split: bool, one_queue: bool, monkeypatch):
     tiny_pieces(monkeypatch)
     for seed in range(20):
-        ranks, seen = steps_of_messages(size)
+        ranks, seen = steps_of_messages(size, split=split)
         run_all(ranks, random.Random(seed), one_queue=one_queue)
         assert all_have_the_sums(seen), f"seed {seed}"
 
