@@ -15,7 +15,8 @@ Variants, which differ in nothing but the buckets, but for the last one:
   as placed   neither buckets nor a schedule: one reduction per gradient, waited for at once
 
   compiled    ours, planned for and lowered to segments of which a compiler makes kernels, as the backend for GPUs
-              does it; each kernel's time is reckoned from what it reads and writes (`wholestep.cost.fusion`)
+              does it; each kernel's time is reckoned from what it reads and writes (`wholestep.cost.fusion`). On
+              NVLink, up to 8 ranks, large reductions go by copies, as they would among the GPUs of a host
 
 Exit status 1 if ours exposes more than one of the others; if ours takes longer by more than the schedule's own
 tolerance (`passes.order.ABOUT_AS_FAST`: of orders about as fast the one with the least memory is taken); or if more
@@ -40,6 +41,7 @@ from wholestep.capture.capture import capture
 from wholestep.cli.models import REFERENCE, LanguageModel, LanguageModelSize
 from wholestep.cli.suite.trainings import autocast_step
 from wholestep.config import DDP
+from wholestep.cost.links import with_copies
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
 from wholestep.lower.backend import forms_segments
@@ -47,9 +49,11 @@ from wholestep.passes.activations import fuse_activations
 from wholestep.passes.assignment import Cuts, fixed_cuts
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.bucket import DDP_LIMITS_BYTES
+from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.default import passes_of
+from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.order import ABOUT_AS_FAST
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
@@ -58,12 +62,12 @@ from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
 from wholestep.place.strategies import place
 from wholestep.program import meta, ops
-from wholestep.program.collectives import averages
 from wholestep.program.program import MeshAxis, Program
 from wholestep.report.prediction import predict
 
 LINKS = ("nvlink", "pcie", "ethernet25")
 RANKS = (2, 4, 8, 64)
+GPUS_OF_A_HOST = 8
 OURS, AS_PLACED, COMPILED = "ours", "as placed", "compiled"
 LARGEST_SHARE = {("W2", 4, "nvlink"): 0.02, ("W3", 4, "nvlink"): 0.02}
 """What may be exposed at most, as a share of the step."""
@@ -85,16 +89,20 @@ def captured(size: LanguageModelSize) -> Program:
     return capture(autocast_step, (model, optimizer, tokens, tokens.clone()), {}).program
 
 
-def lowering() -> list[Pass]:
-    """The passes of the backend for a GPU. Tensors here are on a CPU, of which it would not ask so much."""
+def can(product: fx.Node) -> bool:
+    """A GPU can. Tensors here are on a CPU, of which the backend would not ask so much."""
+    return True
 
-    def can(product: fx.Node) -> bool:
-        return True
 
+def lowering(*, by_copies: bool) -> list[Pass]:
+    """The passes of the backend for a GPU."""
+    why_not = "" if by_copies else "ranks are on several hosts"
     return [
         partial(lean_cross_entropy, fuses=can),
         partial(fuse_activations, fuses=can),
-        partial(average_on_the_way, averages=averages),
+        partial(average_on_the_way, averages=lambda group, device: True),
+        partial(reduce_by_copies, why_not=lambda group, device: why_not),
+        partial(narrow_messages, makes=can),
         partial(widen_products, widens=can),
         partial(pack_scalars, reads=inductor.reads_packed),
         delay_waits,
@@ -102,21 +110,33 @@ def lowering() -> list[Pass]:
     ]
 
 
-def variants(placed: Program, cost: CostModel) -> dict[str, list[Pass]]:
-    """The passes of each variant, by its name."""
+def compiled(cost: CostModel, ranks: int) -> tuple[CostModel, list[Pass]]:
+    """Costs and passes of a step that a GPU runs."""
+
+    def travels_as(grad: fx.Node, group: str) -> torch.dtype:
+        return (narrow_type(grad, makes=can) if by_copies else None) or meta.tensor(grad).dtype
+
+    by_copies = cost.source.startswith("defaults for h200 + nvlink") and ranks <= GPUS_OF_A_HOST
+    links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
+    cost = replace(cost, compiles=inductor.may_compile, links=links)
+    return cost, passes_of(cost=cost, travels_as=travels_as, lowering=lowering(by_copies=by_copies))
+
+
+def variants(placed: Program, cost: CostModel) -> dict[str, tuple[CostModel, list[Pass]]]:
+    """The costs and the passes of each variant, by its name."""
     reductions = [node for node in placed.graph.nodes if ops.is_collective(node) and meta.bucket(node) is not None]
     dtypes = [meta.tensor(node).dtype for node in reductions]
     ddp = fixed_cuts(list(map(meta.num_bytes, reductions)), dtypes, DDP_LIMITS_BYTES)
 
-    def with_cuts(cuts: Cuts) -> list[Pass]:
-        return passes_of(cost=cost, choose=lambda gradients, plan: cuts)
+    def with_cuts(cuts: Cuts) -> tuple[CostModel, list[Pass]]:
+        return cost, passes_of(cost=cost, choose=lambda gradients, plan: cuts)
 
     return {
-        OURS: passes_of(cost=cost),
+        OURS: (cost, passes_of(cost=cost)),
         "25 MB": with_cuts(ddp),
         "one bucket": with_cuts({}),
-        AS_PLACED: [cleanup, partial(reinplace, hold_updates=False)],
-        COMPILED: passes_of(cost=replace(cost, compiles=inductor.may_compile), lowering=lowering()),
+        AS_PLACED: (cost, [cleanup, partial(reinplace, hold_updates=False)]),
+        COMPILED: compiled(cost, placed.mesh[0].size),
     }
 
 
@@ -145,8 +165,8 @@ def rows_of(name: str, program: Program, ranks: Sequence[int], links: Sequence[s
         placed = place(program, DDP(), MeshAxis(name="data", size=size, group="data"))
         for link in links:
             cost = CostModel.default(f"h200+{link}")
-            for variant, passes in variants(placed, cost).items():
-                found = predict(run_passes(placed, passes), cost)
+            for variant, (own, passes) in variants(placed, cost).items():
+                found = predict(run_passes(placed, passes), own)
                 yield Row(
                     workload=name, ranks=size, link=link, variant=variant, num_collectives=len(found.travels),
                     step_us=found.step.device_us, exposed_us=found.step.exposed_us, peak_bytes=found.peak.num_bytes,

@@ -37,7 +37,8 @@ def test_every_variant_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert list(by_variant) == [OURS, "25 MB", "one bucket", AS_PLACED, COMPILED]
         # Kernels that are one have one floor.
         compiled = by_variant.pop(COMPILED)
-        assert compiled["num_collectives"] == by_variant[OURS]["num_collectives"]
+        # Gradients that travel in half precision share no message with others.
+        assert compiled["num_collectives"] > by_variant[OURS]["num_collectives"]
         assert compiled["step_us"] < 0.8 * by_variant[OURS]["step_us"]
         assert by_variant["one bucket"]["num_collectives"] == 1
         # The head alone is more than 1 MiB in the larger one, so it is the first bucket of the fixed rule.

@@ -286,10 +286,10 @@ class CompiledStep:
         self, captured: Captured, comm: CommState | None, choose: Choose, lowering: Sequence[Pass] = ()
     ) -> list[Pass]:
         strategy, backend = self._options.strategy or DDP(), self._lowering(init())
-        compress = comm.as_pass() if comm is not None else None
         return passes_of(
             self._options.passes, cost=backend.costs(self._cost()), bucket_bytes=strategy.limit_bytes,
-            compress=compress, hold_updates=strategy.hold_updates, choose=choose, kind=backend.kind, lowering=lowering,
+            hold_updates=strategy.hold_updates, choose=choose, travels_as=backend.travels_as, lowering=lowering,
+            compress=comm.as_pass() if comm is not None else None,
         )  # fmt: skip
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,9 +89,9 @@ class Auto:
         """See `Eager.costs`. Before anything is chosen they are those of nodes one by one."""
         return cost if self._chosen is None else self._chosen.costs(cost)
 
-    def kind(self, grad: fx.Node, group: str) -> Hashable:
-        """See `Eager.kind`. Before anything is chosen they are of one kind."""
-        return None if self._chosen is None else self._chosen.kind(grad, group)
+    def travels_as(self, grad: fx.Node, group: str) -> torch.dtype:
+        """See `Eager.travels_as`."""
+        return (self._chosen or Eager()).travels_as(grad, group)
 
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`."""

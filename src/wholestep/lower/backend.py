@@ -7,7 +7,7 @@ import importlib
 import itertools
 import logging
 import pickle
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
+from wholestep.cost.links import with_copies
 from wholestep.cost.model import CostModel
 from wholestep.lower import (
     ahead,
@@ -33,7 +34,7 @@ from wholestep.lower import (
 from wholestep.lower.later import later
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
-from wholestep.passes.by_copies import reduce_by_copies
+from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.pipeline import Pass
@@ -41,6 +42,7 @@ from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
+from wholestep.program import meta
 from wholestep.program.collectives import averages
 from wholestep.program.plain import plainly
 from wholestep.program.program import Program
@@ -81,9 +83,9 @@ class Eager:
         """Costs of nodes as they will run, from those of nodes that run one by one."""
         return cost
 
-    def kind(self, grad: fx.Node, group: str) -> Hashable:
-        """Of a placed gradient and the group that reduces it: those of different kinds become different messages."""
-        return None
+    def travels_as(self, grad: fx.Node, group: str) -> torch.dtype:
+        """The type in which a placed gradient goes to who adds it, in the group that reduces it."""
+        return meta.tensor(grad).dtype
 
     def marks(self) -> list[tuple[str, str]]:
         """What its compiled code depends on besides the program, and how that is."""
@@ -113,6 +115,8 @@ class Inductor:
         self._shelf, self._had = shelf, set[str]()
         """The shelf, and keys of programs whose kernels need not travel any more."""
         self._by_copies = self._on_gpu and bool(options.copy_engines)
+        self._copying: dict[str, int] = {}
+        """See `_groups_that_copy`, of the last program."""
         tunes = self._on_gpu and options.tune_products and inductor.may_measure()
         self._instead = products.operators() if tunes else None
         self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=tunes)
@@ -145,6 +149,7 @@ class Inductor:
 
     def passes(self, placed: Program) -> list[Pass]:
         """See `Eager.passes`."""
+        self._copying = self._groups_that_copy(placed)
         return [
             partial(lean_cross_entropy, fuses=_fuses),
             *([partial(fuse_activations, fuses=products.activates)] if self._instead else []),
@@ -162,18 +167,21 @@ class Inductor:
         ]
 
     def costs(self, cost: CostModel) -> CostModel:
-        """See `Eager.costs`."""
-        return replace(cost, compiles=inductor.may_compile)
+        """See `Eager.costs`. Before there are `passes` nothing goes by copies."""
+        links = cost.links
+        for ranks in {*self._copying.values()}:
+            links = with_copies(links, ranks=ranks, least_bytes=MIN_BYTES)
+        return replace(cost, compiles=inductor.may_compile, links=links)
 
-    def kind(self, grad: fx.Node, group: str) -> Hashable:
-        """See `Eager.kind`: the type in which a gradient may travel by copies."""
-        if not self._by_copies or copies.why_not(group, self._device):
-            return None
-        return narrow_type(grad, makes=inductor.widens)
+    def travels_as(self, grad: fx.Node, group: str) -> torch.dtype:
+        """See `Eager.travels_as`. Copies leave gradients as their products are."""
+        own = meta.tensor(grad).dtype
+        return (narrow_type(grad, makes=inductor.widens) or own) if group in self._copying else own
 
     @plainly()
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
+        self._copying = self._groups_that_copy(program)  # a step that was saved has been planned elsewhere
         if self._shelf is None:
             return self._lowered(program, wait)
         key = inductor.key_of(segments_of(program), self._device)
@@ -185,6 +193,13 @@ class Inductor:
         if is_new and self._shelf.is_filled_here:
             self._put(program, self._shelf, key)
         return step
+
+    def _groups_that_copy(self, program: Program) -> dict[str, int]:
+        """The groups of a program whose large reductions go by copies, with their sizes."""
+        axes = program.mesh if self._by_copies else ()
+        return {
+            axis.group: axis.size for axis in axes if axis.size > 1 and not copies.why_not(axis.group, self._device)
+        }
 
     def _put(self, program: Program, shelf: Shelf, key: str) -> None:
         """Puts what was compiled of a program on the shelf."""

@@ -132,8 +132,10 @@ class Costs:
     """What runs on the device once it has arrived: the update of its parameter."""
     end_us: float
     """When the device has done all that needs no communication, updates not counted."""
-    comm_us: Callable[[int], float]
+    comm_us: Callable[[float], float]
     """Time of one reduction of so many bytes."""
+    shares: Sequence[float] = ()
+    """Of each item, bytes that travel as a share of those of a reduction; none: all of them. The same for a key."""
     launch_us: float = 0.0
     """What starting one costs the computation."""
     calls_us: float = 0.0
@@ -162,6 +164,11 @@ class _Rating(NamedTuple):
     """What is exposed beyond the bound."""
     total_us: float
     num_groups: int
+
+
+def _comm_us(costs: Costs, item: int, num_bytes: int) -> float:
+    """Time of the reduction of a bucket in which the item is."""
+    return costs.comm_us(num_bytes * costs.shares[item] if costs.shares else num_bytes)
 
 
 def planned_cuts(
@@ -272,11 +279,11 @@ def predict(groups: Sequence[Group], costs: Costs) -> Outcome:
     order = sorted(range(len(groups)), key=lambda number: groups[number].items[-1])
     work_us = 0.0  # what the device has done of the work whose end is `end_us`
     for number in order:
-        ready_us = costs.ready_us[groups[number].items[-1]]
-        fill_us = costs.fill_us if len(groups[number].items) > 1 else 0.0
+        *others, last = groups[number].items
+        ready_us, fill_us = costs.ready_us[last], costs.fill_us if others else 0.0
         clock.run(-1, Task(us=max(0.0, ready_us - work_us) + costs.calls_us + fill_us))
         work_us = max(work_us, ready_us)
-        clock.run(number, Task(us=costs.launch_us, comm_us=costs.comm_us(groups[number].num_bytes)))
+        clock.run(number, Task(us=costs.launch_us, comm_us=_comm_us(costs, last, groups[number].num_bytes)))
     clock.run(-1, Task(us=max(0.0, costs.end_us - work_us)))
     if costs.barrier:
         clock.run(-1, Task(waits_for=tuple(order)))
@@ -312,7 +319,7 @@ def _search(items: Sequence[int], sizes_bytes: Sequence[int], costs: Costs, cap_
         first = min(bisect_right(total_bytes, total_bytes[stop] - cap_bytes - 1), stop - 1)
         made: list[_State] = []
         for start in range(first, stop):
-            comm_us = costs.sharing.collective * costs.comm_us(total_bytes[stop] - total_bytes[start])
+            comm_us = costs.sharing.collective * _comm_us(costs, items[0], total_bytes[stop] - total_bytes[start])
             after_us = left_us[0 if costs.barrier else start]
             for state in fronts[start]:
                 free_us = max(state.free_us, ready_us) + comm_us

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
@@ -57,13 +57,13 @@ def choose_alone(text: str, plan: Callable[[], Cuts]) -> Cuts:
     return plan()
 
 
-Kind = Callable[[fx.Node, str], Hashable]
-"""Of a gradient and the group that reduces it: gradients of different kinds share no bucket."""
+TravelsAs = Callable[[fx.Node, str], torch.dtype]
+"""Of a gradient and the group that reduces it, the type in which it goes to who adds it. It comes back in its own."""
 
 
-def of_one_kind(grad: fx.Node, group: str) -> Hashable:
-    """The same for all."""
-    return None
+def as_it_is(grad: fx.Node, group: str) -> torch.dtype:
+    """Its own type both ways."""
+    return meta.tensor(grad).dtype
 
 
 def bucket(
@@ -72,7 +72,7 @@ def bucket(
     cost: CostModel,
     bucket_bytes: int | None = None,
     choose: Choose = choose_alone,
-    kind: Kind = of_one_kind,
+    travels_as: TravelsAs = as_it_is,
 ) -> Program:
     """The program with its gradient reductions in buckets.
 
@@ -81,7 +81,7 @@ def bucket(
         bucket_bytes: a bucket is closed once it holds as many bytes, as DistributedDataParallel does it. None: buckets
             are those with the shortest predicted step.
         choose: how ranks whose batches differ come by the same buckets.
-        kind: the same on every rank.
+        travels_as: the same on every rank; gradients that travel in different types share no bucket.
 
     Only reductions that placement has marked, and that are in no bucket yet, take part. Order of random operators:
     unchanged.
@@ -90,14 +90,18 @@ def bucket(
     if not reductions:
         return program
     sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
-    keys = [_key(one, kind) for one in reductions]
+    types = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
+    keys = [(_key(one), dtype) for one, dtype in zip(reductions, types, strict=True)]
+    shares = [_share(one, dtype) for one, dtype in zip(reductions, types, strict=True)]
     needs = _needs(program.graph, reductions)
     if bucket_bytes is not None:
         cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
     else:
         cuts = choose(
             _text(reductions),
-            lambda: _planned(_costs(program, reductions, sizes_bytes, cost), sizes_bytes, keys, needs),
+            lambda: _planned(
+                replace(_costs(program, reductions, sizes_bytes, cost), shares=shares), sizes_bytes, keys, needs
+            ),
         )
     groups = pack(sizes_bytes, keys, cuts, needs=needs)
     notes = []
@@ -163,7 +167,7 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
         ready_us=ready_us,
         update_us=[update_us * size / total_bytes for size in sizes_bytes],
         end_us=end_us,
-        comm_us=lambda num_bytes: cost.collective_us("all_reduce", num_bytes, ranks[str(one.args[-1])]),
+        comm_us=lambda num_bytes: cost.collective_us("all_reduce", int(num_bytes), ranks[str(one.args[-1])]),
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
         calls_us=num_calls * cost.call_us,
         fill_us=cost.call_us,
@@ -199,10 +203,15 @@ def _orders(one: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
     return _bucket_of(one).orders or (None if order is None else tuple(order),)
 
 
-def _key(one: _Reduction, kind: Kind) -> Hashable:
+def _share(one: _Reduction, dtype: torch.dtype) -> float:
+    """Bytes that go there in a type and come back in the gradient's own, of those that go both ways in this one."""
+    return (1 + dtype.itemsize / meta.tensor(one.grad).dtype.itemsize) / 2
+
+
+def _key(one: _Reduction) -> Hashable:
     """Only reductions with the same key can share a bucket."""
     tensor = meta.tensor(one.grad)
-    return (tensor.dtype, tensor.device, one.scale, one.start.args[1:], kind(one.grad, str(one.start.args[-1])))
+    return (tensor.dtype, tensor.device, one.scale, one.start.args[1:])
 
 
 def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.bucket import Choose, Kind, bucket, choose_alone, of_one_kind
+from wholestep.passes.bucket import Choose, TravelsAs, as_it_is, bucket, choose_alone
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.fill import fill_buckets
@@ -78,7 +78,7 @@ def passes_of(
     compress: Pass | None = None,
     hold_updates: bool = False,
     choose: Choose = choose_alone,
-    kind: Kind = of_one_kind,
+    travels_as: TravelsAs = as_it_is,
     lowering: Sequence[Pass] = (),
 ) -> list[Pass]:
     """The passes from a placed program to a scheduled one.
@@ -91,7 +91,7 @@ def passes_of(
         compress: lets other tensors travel in the place of the gradients of a bucket.
         hold_updates: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
         choose: how ranks whose batches differ come by the same buckets.
-        kind: gradients of which the backend makes different messages.
+        travels_as: the type in which a gradient goes to who adds it.
         lowering: passes of the backend.
     """
     budget = options.memory_budget
@@ -102,7 +102,7 @@ def passes_of(
         # equal arguments the same node.
         dedupe,
         # On the functional graph: readers of gradients can still be moved freely.
-        partial(bucket, cost=cost, bucket_bytes=bucket_bytes, choose=choose, kind=kind),
+        partial(bucket, cost=cost, bucket_bytes=bucket_bytes, choose=choose, travels_as=travels_as),
         # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.
         *([compress] if compress is not None else []),
         # Behind bucket, whose buckets it splits by; before schedule, which moves the parts.

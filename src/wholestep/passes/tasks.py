@@ -21,6 +21,7 @@ from wholestep.cost.timeline import Sharing, Task
 from wholestep.passes import sink
 from wholestep.passes.alias import Memory, same_layout
 from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import ALL_REDUCE_WIDE
 from wholestep.program.program import OutputKind, Program, Stage
 
 _STAYS = (ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_, ops.VERSION, ops.SET_VERSION)
@@ -85,8 +86,12 @@ def sharing(cost: CostModel) -> Sharing:
 
 
 def comm_us(node: fx.Node, cost: CostModel, ranks: dict[str, int]) -> float:
-    """Predicted time of a collective, microseconds. Its message is the larger of what goes in and what comes out."""
+    """Predicted time of a collective, microseconds. Its message is the larger of what goes in and what comes out, or
+    the mean of both where it goes in as one type and comes out as another one."""
     given = sum(map(meta.num_bytes, edit.nodes_of(node.args[0])))
+    if node.target is ALL_REDUCE_WIDE:
+        given = (given + meta.num_bytes(node)) // 2
+        return cost.collective_us("all_reduce", given, ranks.get(str(node.args[-1]), 2))
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather")
     kind = next((kind for kind in kinds if kind in name), "all_reduce")

@@ -236,3 +236,26 @@ def test_many_gradients_are_looked_at_in_runs():
     sizes, keys = [700] * count, ["k"] * count
     groups = pack(sizes, keys, planned_cuts(sizes, keys, known, cap_bytes=10**9, others=[{}]))
     assert predict(groups, known).total_us < predict(pack(sizes, keys, {}), known).total_us
+
+
+def test_what_travels_in_fewer_bytes_arrives_earlier():
+    """A share of a half: the second bucket is there before it would be ready to leave at full size."""
+    sizes, keys = [1000, 1000], ["k", "k"]
+    known = Costs(ready_us=[10.0, 20.0], update_us=[1.0, 1.0], end_us=20.0, comm_us=lambda num_bytes: num_bytes / 10)
+    pair = pack(sizes, keys, {0: ""})
+    assert predict(pair, known).total_us == 10 + 100 + 100 + 1
+    assert predict(pair, replace(known, shares=[0.5, 0.5])).total_us == 10 + 50 + 50 + 1
+    assert predict(pair, replace(known, shares=[1.0, 0.5])).total_us == 10 + 100 + 50 + 1
+
+
+def test_the_search_knows_what_travels():
+    """A reduction that is hidden at a quarter of its bytes wants no bucket of its own for the last gradient."""
+    sizes, keys = [1_000_000] * 8, ["k"] * 8
+    known = Costs(
+        ready_us=[100.0 * (index + 1) for index in range(8)], update_us=[30.0] * 8, end_us=800.0,
+        comm_us=lambda num_bytes: 30 + num_bytes / 10_000,
+    )  # fmt: skip
+    light = replace(known, shares=[0.25] * 8)
+    plans = [planned_cuts(sizes, keys, one, cap_bytes=10**9, others=[{}]) for one in (known, light)]
+    assert len(plans[1]) < len(plans[0])
+    assert predict(pack(sizes, keys, plans[1]), light).total_us <= predict(pack(sizes, keys, plans[0]), light).total_us

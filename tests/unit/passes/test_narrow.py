@@ -14,10 +14,12 @@ from tests.unit.capture.steps import captured
 from wholestep.cli.suite.silent import _Silent, without_communication
 from wholestep.config import DDP
 from wholestep.config import Inductor as InductorOptions
+from wholestep.cost import links
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
 from wholestep.lower.auto import Auto
 from wholestep.lower.backend import Eager, Inductor
+from wholestep.passes import tasks
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.default import passes_of
@@ -40,8 +42,8 @@ def yes(node: fx.Node) -> bool:
     return True
 
 
-def kind(grad: fx.Node, group: str) -> Any:
-    return narrow_type(grad, makes=yes)
+def travels_as(grad: fx.Node, group: str) -> torch.dtype:
+    return narrow_type(grad, makes=yes) or torch.float32
 
 
 AVERAGE: Pass = partial(average_on_the_way, averages=lambda group, device: True)
@@ -85,7 +87,8 @@ def training(monkeypatch) -> tuple[Any, ...]:
 
 def planned(training: tuple[Any, ...], *lowering: Pass, until: int = 0, **options: Any) -> Program:
     placed = place(captured(step, *training).program, DDP(), AXIS)
-    passes = passes_of(cost=COST, lowering=lowering, **({"bucket_bytes": 1 << 20, "kind": kind} | options))
+    options = {"cost": COST, "bucket_bytes": 1 << 20, "travels_as": travels_as} | options
+    passes = passes_of(lowering=lowering, **options)
     return run_passes(placed, passes[: len(passes) - until])
 
 
@@ -166,11 +169,11 @@ def test_ranks_add_in_float32():
     assert all(torch.equal(one, (values[0].float() + values[1].float() + values[2].float()) / 3) for one in found)
 
 
-@pytest.mark.parametrize("change", ["one kind", "no copies", "no such device"])
+@pytest.mark.parametrize("change", ["one type", "no copies", "no such device"])
 def test_other_buckets_stay_in_float32(training, change: str):
     """Those that hold other gradients, too, go by another way, or come from products that cannot be asked for."""
-    if change == "one kind":
-        program = planned(training, AVERAGE, COPIES, NARROW, kind=lambda grad, group: None)
+    if change == "one type":
+        program = planned(training, AVERAGE, COPIES, NARROW, travels_as=lambda grad, group: torch.float32)
     elif change == "no copies":
         program = planned(training, AVERAGE, NARROW)
     else:
@@ -193,28 +196,56 @@ def test_a_gradient_that_somebody_reads_is_of_no_type(training):
     assert narrow_type(grads[0], makes=yes) is None
 
 
-def test_backends_say_the_type_where_copies_reduce(monkeypatch):
-    graph = fx.Graph()
-    grad = graph.placeholder("grad")
-    monkeypatch.setattr("wholestep.lower.backend.narrow_type", lambda node, makes: torch.bfloat16)
-    monkeypatch.setattr("wholestep.lower.backend.copies.why_not", lambda group, device: "" if group == "0" else "far")
+def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
+    monkeypatch.setattr("wholestep.lower.backend.copies.why_not", lambda group, device: "")
+    monkeypatch.setattr("wholestep.lower.backend.inductor.widens", yes)
+    placed = place(captured(step, *training).program, DDP(), AXIS)
+    grads = [start.args[0].args[0] for start in calls(placed, ops.c10d.all_reduce.default)]
+
+    def types(backend: Any, group: str = "0") -> list[torch.dtype]:
+        return sorted((backend.travels_as(grad, group) for grad in grads), key=str)
+
+    plain = [torch.float32] * 7
     backend = Inductor(InductorOptions(), torch.device("cpu"))
-    assert backend.kind(grad, "0") is None
-    backend._by_copies = True
-    assert backend.kind(grad, "0") is torch.bfloat16
-    assert backend.kind(grad, "1") is None
-    assert Eager().kind(grad, "0") is None
+    backend.passes(placed)
+    assert types(backend) == types(Eager()) == plain
+    assert backend.costs(COST).links is COST.links
     auto = Auto(torch.device("cpu"), lambda: COST, lambda why: why)
-    assert auto.kind(grad, "0") is None
+    assert types(auto) == plain
+    backend._by_copies = True  # as on a GPU
+    backend.passes(placed)
+    assert types(backend) == [torch.bfloat16] * 2 + [torch.float32] * 5
+    assert types(backend, "1") == plain
+    assert backend.costs(COST).links.compute_slowdown == links.COPIES_COMPUTE_SLOWDOWN
     auto._chosen = backend
-    assert auto.kind(grad, "0") is torch.bfloat16
+    assert types(auto) == types(backend)
 
 
 def test_the_step_without_communication_makes_its_gradients_in_float32(training):
     silent = _Silent(InductorOptions(), torch.device("cpu"))
-    names = [pass_name(one) for one in silent.passes(None)]
+    placed = place(captured(step, *training).program, DDP(), AXIS)
+    names = [pass_name(one) for one in silent.passes(placed)]
     assert "narrow_messages" not in names
-    assert len(names) == len(Inductor(InductorOptions(), torch.device("cpu")).passes(None)) - 1
+    assert len(names) == len(Inductor(InductorOptions(), torch.device("cpu")).passes(placed)) - 1
     program = without_communication(planned(training, AVERAGE, COPIES, WIDEN, FORM))
     assert not any(ops.is_collective(node) for node in program.graph.nodes)
     assert len(calls(program, aten.mm.dtype_out)) == 2
+
+
+def test_a_bucket_is_planned_by_what_travels(training):
+    """Half as many bytes go there, and all come back: three quarters of a reduction."""
+    asked: list[int] = []
+
+    class Cost(CostModel):
+        def collective_us(self, op: str, num_bytes: int, ranks: int) -> float:
+            asked.append(num_bytes)
+            return super().collective_us(op, num_bytes, ranks)
+
+    cost = Cost(**{name: getattr(COST, name) for name in COST.__dataclass_fields__})
+    program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, FORM, cost=cost, bucket_bytes=None)
+    (wide,) = calls(program, ALL_REDUCE_WIDE)
+    assert 3 * NARROW_ELEMENTS in asked
+    asked.clear()
+    ranks = {axis.group: axis.size for axis in program.mesh}
+    tasks.comm_us(wide, cost, ranks)
+    assert asked == [3 * NARROW_ELEMENTS]
