@@ -67,6 +67,10 @@ _QUIET_ATTENTION = frozenset(
 )  # fmt: skip
 """Operators that draw random numbers only where they are given a probability of dropout."""
 
+MOST_PARTS = 16
+"""That are put together by a kernel of Inductor for GPUs. Its text grows with each of them, and Triton's time with the
+square: 12 take it 0.6 s, 48 four and the 99 small gradients of W1 19."""
+
 _LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
 """Operators that run as they are: nothing is fused into them."""
 
@@ -101,6 +105,8 @@ def _is_known(node: fx.Node) -> bool:
     given = list(meta.tensors(node))
     if node.target is wide.WIDE or wide.fills(node):
         return False  # it writes to a slice of a bucket
+    if node.target is _aten.cat.default and len(taken) > MOST_PARTS and given[0].is_cuda:
+        return False  # one kernel of ATen
     # A kernel on the CPU that finds an index out of range throws in one of its threads, which ends the process.
     if ops.may_fail(node.target) and not all(one.is_cuda for one in given):
         return False

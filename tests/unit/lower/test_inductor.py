@@ -137,6 +137,16 @@ def test_what_the_compiler_may_have(fn, tensors, wanted):
     assert compiles(calls[-1]) is wanted
 
 
+@pytest.mark.parametrize(("device", "count", "wanted"), [("cuda", 16, True), ("cuda", 17, False), ("cpu", 17, True)])
+def test_many_parts_are_put_together_by_aten_on_gpus(device: str, count: int, wanted: bool):
+    """Triton takes 19 s for the small gradients of W1, which ATen puts together with one kernel."""
+    with FakeTensorMode():
+        parts = [torch.empty(8, device=device) for _ in range(count)]
+        graph = make_fx(lambda parts: torch.cat(parts), tracing_mode="fake")(parts).graph
+    (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert compiles(cat) is wanted
+
+
 def test_a_segment_of_constants_has_no_input():
     """A causal mask and what it is multiplied by: they are made before anything is read."""
     with FakeTensorMode():
