@@ -10,8 +10,8 @@ BF16_FLOPS_PER_S = 790e12
 """Of matrix products on one H200, measured on random data."""
 MEMORY_BYTES_PER_S = 4.3e12
 """Of one H200, read plus written, measured by a copy."""
-LINK_BYTES_PER_S = 300e9
-"""Of one H200 over NVLink 4 in an all-reduce, per rank and direction: two thirds of the 450 GB/s of its data sheet."""
+LINK_BYTES_PER_S = 365e9
+"""Of one H200 over NVLink 4, per rank and direction: the largest copies among four, all of them sending and receiving."""
 UPDATE_BYTES_PER_PARAMETER = 28
 """AdamW in float32 reads parameter, gradient and two averages, and writes all but the gradient."""
 
@@ -27,7 +27,7 @@ class Floors:
     """Forward and backward; causal, so half of the square, and the forward once more in the backward."""
     update_bytes: int
     wire_bytes: int
-    """What a rank sends of float32 gradients where each passes every link as seldom as possible."""
+    """What a rank sends of gradients: in bfloat16 to who adds them, where they are made so, and in float32 back."""
     compute_ms: float
     update_ms: float
     wire_ms: float
@@ -47,7 +47,7 @@ class Floors:
 
 
 def floors(size: LanguageModelSize, *, nproc: int) -> Floors:
-    """Counts of a step on each of `nproc` ranks, with gradients in float32 on the wire."""
+    """Counts of a step on each of `nproc` ranks, whose sums of gradients are float32."""
     width, layers, tokens = size.width, size.num_layers, size.rows * size.length
     inner = size.gated or 4 * width
     matrices = layers * (4 * width**2 + (3 if size.gated else 2) * width * inner) + width * size.vocabulary
@@ -58,7 +58,7 @@ def floors(size: LanguageModelSize, *, nproc: int) -> Floors:
     # Scores and their product with the values: 2 x 2 T^2 D for each sequence forward, halved by the causal mask;
     # the backward has four such products and the scores again.
     attention_flops = layers * size.rows * 7 * size.length**2 * width
-    wire_bytes = 2 * (nproc - 1) * 4 * parameters // nproc
+    wire_bytes = (nproc - 1) * (2 * matrices + 4 * (parameters - matrices) + 4 * parameters) // nproc
     update_bytes = UPDATE_BYTES_PER_PARAMETER * parameters
     return Floors(
         parameters=parameters, product_flops=product_flops, attention_flops=attention_flops, update_bytes=update_bytes,

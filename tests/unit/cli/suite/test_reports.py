@@ -114,7 +114,7 @@ def test_floors_count_the_parameters_of_the_model(name: str) -> None:
         p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "tokens" not in n and "pos" not in n
     )
     assert found.product_flops == 6 * matrices * size.rows * size.length
-    assert found.wire_bytes == found.parameters * 4 * 3 // 2
+    assert found.wire_bytes == (8 * found.parameters - 2 * matrices) * 3 // 4
     assert floors(size, nproc=1).wire_bytes == 0
     assert found.step_ms == max(found.compute_ms + found.update_ms, found.wire_ms)
 
