@@ -11,7 +11,7 @@ BF16_FLOPS_PER_S = 790e12
 MEMORY_BYTES_PER_S = 4.3e12
 """Of one H200, read plus written, measured by a copy."""
 LINK_BYTES_PER_S = 365e9
-"""Of one H200 over NVLink 4, per rank and direction: the largest copies among four, all of them sending and receiving."""
+"""Of one H200 over NVLink 4, per rank and direction: the quickest copies among four that all send and receive."""
 UPDATE_BYTES_PER_PARAMETER = 28
 """AdamW in float32 reads parameter, gradient and two averages, and writes all but the gradient."""
 
