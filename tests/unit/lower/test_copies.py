@@ -77,6 +77,20 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("itemsize", [8, 4, 2])
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_no_part_is_longer_than_its_slot(count: int, itemsize: int, split: bool, monkeypatch):
+    """Whatever the length is, and also where a slot holds no whole number of aligned parts of a smaller type."""
+    small_pieces(monkeypatch)
+    slot = copies.part_length(count, torch.int64)
+    for length in range(1, 3 * count * slot, 37):
+        result = torch.arange(length)
+        parts = [part for parts in copies._cut(result, count, itemsize, split=split) for part in parts]
+        assert all(part.stop - part.start <= slot for part in parts)
+        assert torch.equal(torch.cat([result[part] for part in parts]), result)
+
+
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("itemsize", [8, 4])
 @pytest.mark.parametrize("length", [1, 31, 255, 256, 1000, 4096, 10_001])
 def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: int, split: bool, monkeypatch):
