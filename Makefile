@@ -15,10 +15,11 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH_SPEC   := $(if $(TORCH),torch==$(TORCH),torch>=2.11,<2.14)
 # The annotations of torch differ by version: what must be ignored in one is no error in another.
 MYPY_FLAGS   := $(if $(TORCH),--no-warn-unused-ignores)
-# A worker per core, each with processes of its own for tests on ranks: at most eight workers, for the memory's sake.
+# A worker per core and one more, since tests on ranks wait for each other a good part of their time; each has processes
+# of its own for those, so at most eight workers, for the memory's sake.
 # One that is done takes over half of what another has left, so neighbours stay together. ARGS=-n0: all in one
 # process, as tests on GPUs want it.
-WORKERS      := -n auto --maxprocesses 8 --dist worksteal
+WORKERS      := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 8 --dist worksteal
 # Tests start many processes, which find what Python has compiled, whatever the environment says of that.
 TEST_COMMAND := env PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu" --durations=15 $(WORKERS) $(ARGS)
 

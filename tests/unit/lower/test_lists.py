@@ -41,6 +41,7 @@ from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
 from wholestep.program import edit, meta, ops
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
@@ -302,10 +303,11 @@ def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
         flat.fill_(torch.nan)  # what is read too early stays that
         cuts = zip((0, *stops), stops, strict=False)
         events = [Arrives(log, flat[begin:stop], came[begin:stop]) for begin, stop in cuts]
-        return Arriving(message=message, pieces=list(zip(stops, events, strict=True)))
+        unread = torch.full_like(message, torch.nan)
+        return Arriving(message=unread, result=message, pieces=list(zip(stops, events, strict=True)))
 
     launch = lists.Lists._launch
-    monkeypatch.setattr(copies, "start", start)
+    monkeypatch.setattr(copies, "STARTS", {ALL_REDUCE_BY_COPIES_: start})
     monkeypatch.setattr(lists.Lists, "_launch", lambda *args: (log.append(args[2:]), launch(*args)))
     lowered = plans.as_it_arrives(program)
     given = whole_numbers()
