@@ -110,19 +110,18 @@ def lowering(*, by_copies: bool) -> list[Pass]:
     ]
 
 
-def compiled(cost: CostModel, ranks: int) -> tuple[CostModel, list[Pass]]:
+def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel, list[Pass]]:
     """Costs and passes of a step that a GPU runs."""
 
     def travels_as(grad: fx.Node, group: str) -> torch.dtype:
         return (narrow_type(grad, makes=can) if by_copies else None) or meta.tensor(grad).dtype
 
-    by_copies = cost.source.startswith("defaults for h200 + nvlink") and ranks <= GPUS_OF_A_HOST
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
     cost = replace(cost, compiles=inductor.may_compile, links=links)
     return cost, passes_of(cost=cost, travels_as=travels_as, lowering=lowering(by_copies=by_copies))
 
 
-def variants(placed: Program, cost: CostModel) -> dict[str, tuple[CostModel, list[Pass]]]:
+def variants(placed: Program, cost: CostModel, *, by_copies: bool) -> dict[str, tuple[CostModel, list[Pass]]]:
     """The costs and the passes of each variant, by its name."""
     reductions = [node for node in placed.graph.nodes if ops.is_collective(node) and meta.bucket(node) is not None]
     dtypes = [meta.tensor(node).dtype for node in reductions]
@@ -136,7 +135,7 @@ def variants(placed: Program, cost: CostModel) -> dict[str, tuple[CostModel, lis
         "25 MB": with_cuts(ddp),
         "one bucket": with_cuts({}),
         AS_PLACED: (cost, [cleanup, partial(reinplace, hold_updates=False)]),
-        COMPILED: compiled(cost, placed.mesh[0].size),
+        COMPILED: compiled(cost, placed.mesh[0].size, by_copies=by_copies),
     }
 
 
@@ -165,7 +164,8 @@ def rows_of(name: str, program: Program, ranks: Sequence[int], links: Sequence[s
         placed = place(program, DDP(), MeshAxis(name="data", size=size, group="data"))
         for link in links:
             cost = CostModel.default(f"h200+{link}")
-            for variant, (own, passes) in variants(placed, cost).items():
+            by_copies = link == "nvlink" and size <= GPUS_OF_A_HOST
+            for variant, (own, passes) in variants(placed, cost, by_copies=by_copies).items():
                 found = predict(run_passes(placed, passes), own)
                 yield Row(
                     workload=name, ranks=size, link=link, variant=variant, num_collectives=len(found.travels),

@@ -314,16 +314,15 @@ def start(message: Tensor, reduce_op: str, group: str, *, split: bool = True) ->
 
     `split`: whether somebody waits for its pieces.
     """
-    return _start((message, message), reduce_op, group, split=split)
+    return _start(message, message, reduce_op, group, split=split)
 
 
 def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str, *, split: bool = True) -> Arriving:
     """The same of half precision, added in `dtype` and given in it."""
-    return _start((message, torch.empty_like(message, dtype=dtype)), reduce_op, group, split=split)
+    return _start(message, torch.empty_like(message, dtype=dtype), reduce_op, group, split=split)
 
 
-def _start(tensors: tuple[Tensor, Tensor], reduce_op: str, group: str, *, split: bool) -> Arriving:
-    message, result = tensors
+def _start(message: Tensor, result: Tensor, reduce_op: str, group: str, *, split: bool) -> Arriving:
     peers = _group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
     for stream in peers.streams:

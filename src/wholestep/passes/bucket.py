@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -99,9 +99,7 @@ def bucket(
     else:
         cuts = choose(
             _text(reductions),
-            lambda: _planned(
-                replace(_costs(program, reductions, sizes_bytes, cost), shares=shares), sizes_bytes, keys, needs
-            ),
+            lambda: _planned(_costs(program, reductions, sizes_bytes, shares, cost), sizes_bytes, keys, needs),
         )
     groups = pack(sizes_bytes, keys, cuts, needs=needs)
     notes = []
@@ -136,7 +134,13 @@ def _planned(
     return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
 
 
-def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequence[int], cost: CostModel) -> Costs:
+def _costs(
+    program: Program,
+    reductions: Sequence[_Reduction],
+    sizes_bytes: Sequence[int],
+    shares: Sequence[float],
+    cost: CostModel,
+) -> Costs:
     """When each gradient is ready, what comes after it, and what its reduction takes."""
     graph = program.graph
     sources = {wait: 1 << number for number, one in enumerate(reductions) for wait in one.waits}
@@ -168,6 +172,7 @@ def _costs(program: Program, reductions: Sequence[_Reduction], sizes_bytes: Sequ
         update_us=[update_us * size / total_bytes for size in sizes_bytes],
         end_us=end_us,
         comm_us=lambda num_bytes: cost.collective_us("all_reduce", int(num_bytes), ranks[str(one.args[-1])]),
+        shares=shares,
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
         calls_us=num_calls * cost.call_us,
         fill_us=cost.call_us,

@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch import nn
 
 from tests.unit.capture.steps import captured
+from tests.unit.passes.test_wide import AVERAGE, AXIS, COST, FORM, calls, run, step
 from wholestep.cli.suite.silent import _Silent, without_communication
 from wholestep.config import DDP
 from wholestep.config import Inductor as InductorOptions
@@ -20,22 +21,19 @@ from wholestep.lower import inductor
 from wholestep.lower.auto import Auto
 from wholestep.lower.backend import Eager, Inductor
 from wholestep.passes import tasks
-from wholestep.passes.average import average_on_the_way
+from wholestep.passes.alias import Memory
 from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.default import passes_of
 from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.pipeline import Pass, pass_name, run_passes
-from wholestep.passes.segments import form_segments
-from wholestep.passes.wide import WIDE, widen_products
+from wholestep.passes.wide import widen_products
 from wholestep.place.strategies import place
 from wholestep.program import meta, ops
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
-from wholestep.program.program import MeshAxis, Program
+from wholestep.program.program import Program
 from wholestep.run.virtual_ranks import across
 
 aten = torch.ops.aten
-AXIS = MeshAxis(name="data", size=2, group="0")
-COST = CostModel.default("cpu+gloo")
 
 
 def yes(node: fx.Node) -> bool:
@@ -46,11 +44,9 @@ def travels_as(grad: fx.Node, group: str) -> torch.dtype:
     return narrow_type(grad, makes=yes) or torch.float32
 
 
-AVERAGE: Pass = partial(average_on_the_way, averages=lambda group, device: True)
 COPIES: Pass = partial(reduce_by_copies, why_not=lambda group, device: "")
 NARROW: Pass = partial(narrow_messages, makes=yes)
 WIDEN: Pass = partial(widen_products, widens=yes)
-FORM: Pass = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
 
 
 class Net(nn.Module):
@@ -68,15 +64,6 @@ class Net(nn.Module):
 NARROW_ELEMENTS = 16 * 64 + 64 * 40
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = torch.nn.functional.cross_entropy(model(tokens).float(), tokens)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 @pytest.fixture
 def training(monkeypatch) -> tuple[Any, ...]:
     monkeypatch.setattr("wholestep.passes.by_copies.MIN_BYTES", 0)
@@ -90,10 +77,6 @@ def planned(training: tuple[Any, ...], *lowering: Pass, until: int = 0, **option
     options = {"cost": COST, "bucket_bytes": 1 << 20, "travels_as": travels_as} | options
     passes = passes_of(lowering=lowering, **options)
     return run_passes(placed, passes[: len(passes) - until])
-
-
-def calls(program: Program, target: Any) -> list[fx.Node]:
-    return program.graph.find_nodes(op="call_function", target=target)
 
 
 def test_products_travel_as_they_are_made_and_the_rest_in_float32(training):
@@ -119,40 +102,16 @@ def test_products_write_half_as_many_bytes_to_their_slice_of_the_bucket(training
     assert meta.tensor(wide.args[0]).nbytes == 2 * NARROW_ELEMENTS
 
 
-def test_a_message_is_not_overwritten_before_it_has_arrived(training):
-    """Its memory is read until the wait."""
-    program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, FORM)
+def test_a_message_is_read_until_it_has_arrived(training):
+    """So nobody overwrites it before, and its memory is free behind."""
+    program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, until=2)
     (wide,) = calls(program, ALL_REDUCE_WIDE)
-    writes = (node for node in program.graph.nodes if node > wide and node.op == "call_function")
-    until = next(node for node in ops.waits(wide))
-    message = meta.tensor(wide.args[0]).untyped_storage()._cdata
-    for node in writes:
-        if node is until:
-            return
-        for number in ops.mutated_args(node.target):
-            assert meta.tensor(node.args[number]).untyped_storage()._cdata != message
-
-
-class Alone(fx.Interpreter):
-    """Runs a functional graph of one rank, products with results in a type that is asked for as they are defined."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is WIDE:
-            return (args[0].float() @ args[1].float()).to(args[2])
-        if target is ALL_REDUCE_WIDE:
-            return args[0].to(args[2]) / 2
-        if target in ops.COLLECTIVES:
-            return args[0] / 2 if args[1] == "avg" else args[0]
-        return args[0] if target is ops.WAIT else super().call_function(target, args, kwargs)
-
-
-def run(program: Program, training: tuple[Any, ...]) -> list[torch.Tensor]:
-    model, _, tokens = training
-    named = dict(model.named_parameters())
-    inputs = [named.get(record.name, tokens if record.dtype == torch.int64 else 0.1) for record in program.inputs]
-    with torch.no_grad():
-        found = Alone(program.module).run(*inputs)
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    memory = Memory(program.graph)
+    for node in program.graph.nodes:
+        memory.enter(node)
+    (wait,) = ops.waits(wide)
+    assert memory.read_later(wide.args[0], memory.position[wide]) is not None
+    assert memory.read_later(wide.args[0], memory.position[wait]) is None
 
 
 def test_numbers_are_those_of_casts_in_front_of_the_journey(training):

@@ -21,6 +21,7 @@ from wholestep.passes.segments import form_segments
 from wholestep.passes.wide import WIDE, widen_products
 from wholestep.place.strategies import place
 from wholestep.program import ops
+from wholestep.program.collectives import ALL_REDUCE_WIDE
 from wholestep.program.program import MeshAxis, Program
 from wholestep.program.segment import Segment
 
@@ -91,12 +92,14 @@ def test_segments_are_not_cut_by_products(training):
     assert segments(AVERAGE, WIDEN, cut) > segments(AVERAGE, FORM)
 
 
-class InFloat32(fx.Interpreter):
-    """Runs a functional graph of one rank, with wide products as products of float32 factors."""
+class Alone(fx.Interpreter):
+    """Runs a functional graph of one rank; products with results in a type that is asked for have float32 factors."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is WIDE:
-            return args[0].float() @ args[1].float()
+            return (args[0].float() @ args[1].float()).to(args[2])
+        if target is ALL_REDUCE_WIDE:
+            return args[0].to(args[2]) / 2
         if target in ops.COLLECTIVES:
             return args[0] / 2 if args[1] == "avg" else args[0]
         return args[0] if target is ops.WAIT else super().call_function(target, args, kwargs)
@@ -107,7 +110,7 @@ def run(program: Program, training: tuple[Any, ...]) -> list[torch.Tensor]:
     named = dict(model.named_parameters())
     inputs = [named.get(record.name, tokens if record.dtype == torch.int64 else 0.1) for record in program.inputs]
     with torch.no_grad():
-        found = InFloat32(program.module).run(*inputs)
+        found = Alone(program.module).run(*inputs)
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
