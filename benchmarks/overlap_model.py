@@ -45,6 +45,7 @@ from wholestep.cost.links import with_copies
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
 from wholestep.lower.backend import forms_segments
+from wholestep.lower.table_rows import most_rows
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.assignment import Cuts, fixed_cuts
 from wholestep.passes.average import average_on_the_way
@@ -57,6 +58,7 @@ from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.order import ABOUT_AS_FAST
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
+from wholestep.passes.rows import Way, as_it_is
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
@@ -113,8 +115,12 @@ def lowering(*, by_copies: bool) -> list[Pass]:
 def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel, list[Pass]]:
     """Costs and passes of a step that a GPU runs."""
 
-    def travels_as(grad: fx.Node, group: str) -> torch.dtype:
-        return (narrow_type(grad, makes=can) if by_copies else None) or meta.tensor(grad).dtype
+    def travels_as(grad: fx.Node, group: str) -> Way:
+        if not by_copies:
+            return as_it_is(grad, group)
+        own = meta.tensor(grad)
+        dtype = narrow_type(grad, makes=can) or own.dtype
+        return Way(dtype=dtype, most_rows=most_rows(own.shape, own.dtype, ranks))
 
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
     cost = replace(cost, compiles=inductor.may_compile, links=links)

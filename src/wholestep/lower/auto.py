@@ -16,6 +16,7 @@ from wholestep.lower import ahead, choice, eager, inductor
 from wholestep.lower.backend import Eager, Inductor, finds
 from wholestep.lower.later import later
 from wholestep.passes.pipeline import Pass
+from wholestep.passes.rows import Way
 from wholestep.program.program import Program
 from wholestep.program.show import Step
 from wholestep.run.shelf import Shelf
@@ -89,7 +90,7 @@ class Auto:
         """See `Eager.costs`. Before anything is chosen they are those of nodes one by one."""
         return cost if self._chosen is None else self._chosen.costs(cost)
 
-    def travels_as(self, grad: fx.Node, group: str) -> torch.dtype:
+    def travels_as(self, grad: fx.Node, group: str) -> Way:
         """See `Eager.travels_as`."""
         return (self._chosen or Eager()).travels_as(grad, group)
 

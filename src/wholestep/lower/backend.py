@@ -30,6 +30,7 @@ from wholestep.lower import (
     lists,
     products,
     row_sums,
+    table_rows,
 )
 from wholestep.lower.later import later
 from wholestep.passes.activations import fuse_activations
@@ -38,6 +39,7 @@ from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.pipeline import Pass
+from wholestep.passes.rows import Way, as_it_is
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
@@ -83,9 +85,9 @@ class Eager:
         """Costs of nodes as they will run, from those of nodes that run one by one."""
         return cost
 
-    def travels_as(self, grad: fx.Node, group: str) -> torch.dtype:
-        """The type in which a placed gradient goes to who adds it, in the group that reduces it."""
-        return meta.tensor(grad).dtype
+    def travels_as(self, grad: fx.Node, group: str) -> Way:
+        """How a placed gradient goes to who adds it, in the group that reduces it."""
+        return as_it_is(grad, group)
 
     def marks(self) -> list[tuple[str, str]]:
         """What its compiled code depends on besides the program, and how that is."""
@@ -173,10 +175,13 @@ class Inductor:
             links = with_copies(links, ranks=ranks, least_bytes=MIN_BYTES)
         return replace(cost, compiles=inductor.may_compile, links=links)
 
-    def travels_as(self, grad: fx.Node, group: str) -> torch.dtype:
-        """See `Eager.travels_as`. Copies leave gradients as their products are."""
-        own = meta.tensor(grad).dtype
-        return (narrow_type(grad, makes=inductor.widens) or own) if group in self._copying else own
+    def travels_as(self, grad: fx.Node, group: str) -> Way:
+        """See `Eager.travels_as`. Copies leave gradients as their products are, and take rows of tables."""
+        if (size := self._copying.get(group, 0)) == 0:
+            return as_it_is(grad, group)
+        own = meta.tensor(grad)
+        dtype = narrow_type(grad, makes=inductor.widens) or own.dtype
+        return Way(dtype=dtype, most_rows=table_rows.most_rows(own.shape, own.dtype, size))
 
     @plainly()
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
@@ -326,6 +331,7 @@ def _kernels_called(program: Program) -> Iterator[binaries.Job]:
         if cross_entropy.takes(node.args[0]):
             yield cross_entropy.build(node)
     yield from copies.builds(program)
+    yield from table_rows.builds(program)
 
 
 def _fuses(product: fx.Node) -> bool:

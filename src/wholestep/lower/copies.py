@@ -171,11 +171,11 @@ def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add, *, split
         if pushed is not None:
             for other in others:
                 part = message[cut[pushed][other]]
-                peers.run(WIRE, partial(_copy, parts[other][pushed % 2, rank, : part.numel()], part))
+                peers.run(WIRE, partial(copy, parts[other][pushed % 2, rank, : part.numel()], part))
         if pulled is not None:
             for other in others:
                 part = result[cut[pulled][other]]
-                peers.run(WIRE, partial(_copy, part, sums[other][pulled % 2, other, : part.numel()]))
+                peers.run(WIRE, partial(copy, part, sums[other][pulled % 2, other, : part.numel()]))
             pieces.append((min(cut[pulled][-1].stop, result.numel()), peers.mark(WIRE)))
     return pieces or [(0, peers.mark(WIRE))]
 
@@ -202,7 +202,7 @@ def _phases(num_pieces: int) -> Iterator[tuple[int | None, int | None]]:
         yield None, num_pieces - 1
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
+def copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
@@ -291,7 +291,7 @@ class _Group:
 _groups: dict[str, _Group] = {}
 
 
-def _group_of(name: str, device: torch.device) -> _Group:
+def group_of(name: str, device: torch.device) -> _Group:
     """That of the group which has the name now: a process that starts anew gives the old names to new groups."""
     group, known = group_named(name), _groups.get(name)
     if known is None or known.group is not group:
@@ -323,7 +323,7 @@ def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str, 
 
 
 def _start(message: Tensor, result: Tensor, reduce_op: str, group: str, *, split: bool) -> Arriving:
-    peers = _group_of(group, message.device).peers
+    peers = group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
     for stream in peers.streams:
         stream.wait_stream(torch.cuda.current_stream(message.device))
@@ -334,7 +334,7 @@ def _start(message: Tensor, result: Tensor, reduce_op: str, group: str, *, split
 
 def _started(arriving: Arriving, group: str) -> Tensor:
     """The result, of which ``wait_tensor`` knows what to wait for."""
-    with torch.cuda.stream(_group_of(group, arriving.result.device).peers.streams[WIRE]):
+    with torch.cuda.stream(group_of(group, arriving.result.device).peers.streams[WIRE]):
         return started_on_this_stream(arriving.result, arriving.message)
 
 

@@ -20,14 +20,14 @@ import torch
 import torch.fx as fx
 
 from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES, REDUCE
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS, REDUCE
 
 FOREVER = 1 << 60
 
 # These copy what they are given before they return; other collectives read their input until the wait.
 COPY_FIRST = frozenset({
     ops.c10d.all_reduce.default, ops.c10d.all_reduce_coalesced.default, ops.c10d.broadcast.default, REDUCE,
-    ALL_REDUCE_BY_COPIES,
+    ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS,
 })  # fmt: skip
 
 

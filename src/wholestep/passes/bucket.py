@@ -21,8 +21,10 @@ import torch
 import torch.fx as fx
 
 from wholestep.cost.model import CostModel
+from wholestep.passes import rows
 from wholestep.passes.assignment import Costs, Cuts, fixed_cuts, pack, planned_cuts
 from wholestep.passes.elements import follow, joined
+from wholestep.passes.rows import TravelsAs, Way, as_it_is
 from wholestep.passes.tasks import sharing
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
@@ -57,15 +59,6 @@ def choose_alone(text: str, plan: Callable[[], Cuts]) -> Cuts:
     return plan()
 
 
-TravelsAs = Callable[[fx.Node, str], torch.dtype]
-"""Of a gradient and the group that reduces it, the type in which it goes to who adds it. It comes back in its own."""
-
-
-def as_it_is(grad: fx.Node, group: str) -> torch.dtype:
-    """Its own type both ways."""
-    return meta.tensor(grad).dtype
-
-
 def bucket(
     program: Program,
     *,
@@ -81,7 +74,8 @@ def bucket(
         bucket_bytes: a bucket is closed once it holds as many bytes, as DistributedDataParallel does it. None: buckets
             are those with the shortest predicted step.
         choose: how ranks whose batches differ come by the same buckets.
-        travels_as: the same on every rank; gradients that travel in different types share no bucket.
+        travels_as: the same on every rank; gradients that travel in different types share no bucket, and one that
+            travels as rows has one of its own.
 
     Only reductions that placement has marked, and that are in no bucket yet, take part. Order of random operators:
     unchanged.
@@ -90,9 +84,14 @@ def bucket(
     if not reductions:
         return program
     sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
-    types = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
-    keys = [(_key(one), dtype) for one, dtype in zip(reductions, types, strict=True)]
-    shares = [_share(one, dtype) for one, dtype in zip(reductions, types, strict=True)]
+    ways = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
+    tables = _tables(reductions, ways, choose)
+    ranks = {axis.group: axis.size for axis in program.mesh}
+    keys, shares = list[Hashable](), list[float]()
+    for number, (one, way) in enumerate(zip(reductions, ways, strict=True)):
+        as_rows = number in tables
+        keys.append((_key(one), way.dtype, number if as_rows else None))
+        shares.append(rows.share(one.grad, ranks[str(one.start.args[-1])]) if as_rows else _share(one, way.dtype))
     needs = _needs(program.graph, reductions)
     if bucket_bytes is not None:
         cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
@@ -107,12 +106,30 @@ def bucket(
         members = [reductions[item] for item in group.items]
         names = tuple(name for one in members for name in _bucket_of(one).members)
         orders = tuple(order for one in members for order in _orders(one))
-        record = meta.Bucket(index, names, group.num_bytes, group.reason, orders)
+        first = group.items[0]
+        reason = tables.get(first, group.reason)
+        record = meta.Bucket(
+            index, names, group.num_bytes, reason, orders, as_rows=first in tables, share=shares[first]
+        )  # fmt: skip
         _merge(program.graph, members, record)
-        notes.append(f"bucket {index}: {len(names)} gradients, {show.bytes_text(group.num_bytes)}; {group.reason}")
+        notes.append(f"bucket {index}: {len(names)} gradients, {show.bytes_text(group.num_bytes)}; {reason}")
     edit.sort_topologically(program.graph)
     edit.remove_dead_code(program.graph)
     return program.with_notes(*notes)
+
+
+def _tables(reductions: Sequence[_Reduction], ways: Sequence[Way], choose: Choose) -> Cuts:
+    """The gradients that travel as rows, each with the reason: as it pays for rank 0 and its first batch."""
+
+    def plan() -> Cuts:
+        found = {number: (rows.num_rows(one.grad), ways[number]) for number, one in enumerate(reductions)}
+        return {
+            number: f"rows: a batch of rank 0 looks up {count:,} of {meta.tensor(reductions[number].grad).shape[0]:,}"
+            for number, (count, way) in found.items()
+            if count is not None and count <= way.most_rows
+        }
+
+    return choose(f"as rows:\n{_text(reductions)}", plan) if any(way.most_rows for way in ways) else {}
 
 
 def _text(reductions: Sequence[_Reduction]) -> str:

@@ -1,7 +1,8 @@
 """Large reductions go through the copy engines, where the ranks of a group see each other's memory.
 
 A reduction by NCCL holds multiprocessors for as long as it runs, and a product of matrices that is cut for all of them
-takes up to twice as long beside it. What runs instead is in `lower/copies.py`.
+takes up to twice as long beside it. What runs instead is in `lower/copies.py`, and for tables of embeddings in
+`lower/table_rows.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.fx as fx
 
+from wholestep.passes.rows import looked_up
 from wholestep.program import meta, ops, show
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS
 from wholestep.program.program import Program, Stage
 
 MIN_BYTES = 4 << 20
@@ -39,9 +42,18 @@ def reduce_by_copies(program: Program, *, why_not: Callable[[str, torch.device],
             reasons[reason] = None
             others += 1
         else:
-            start.target = ALL_REDUCE_BY_COPIES
+            _go_by_copies(start)
             count, num_bytes = count + 1, num_bytes + message.nbytes
     if not count and not reasons:
         return program
     ways = f"{count} reductions by copy engines ({show.bytes_text(num_bytes)}), {others} not"
     return program.with_notes("; ".join([ways, *reasons]))
+
+
+def _go_by_copies(start: fx.Node) -> None:
+    record, indices = meta.bucket(start), looked_up(start.all_input_nodes[0])
+    if record is None or not record.as_rows:
+        start.target = ALL_REDUCE_BY_COPIES
+        return
+    start.target = ALL_REDUCE_ROWS
+    start.kwargs = {} if indices is None else {"indices": indices}

@@ -9,13 +9,14 @@ from typing import Any
 
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.bucket import Choose, TravelsAs, as_it_is, bucket, choose_alone
+from wholestep.passes.bucket import Choose, bucket, choose_alone
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.fill import fill_buckets
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.remat import Budget, check_budget, remat
+from wholestep.passes.rows import TravelsAs, as_it_is
 from wholestep.passes.schedule import schedule
 from wholestep.passes.update import split_updates
 
@@ -91,10 +92,10 @@ def passes_of(
         compress: lets other tensors travel in the place of the gradients of a bucket.
         hold_updates: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
         choose: how ranks whose batches differ come by the same buckets.
-        travels_as: the type in which a gradient goes to who adds it.
+        travels_as: how a gradient goes to who adds it, where nothing travels in its place.
         lowering: passes of the backend.
     """
-    budget = options.memory_budget
+    budget, way = options.memory_budget, travels_as if compress is None else as_it_is
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         cleanup,
@@ -102,7 +103,7 @@ def passes_of(
         # equal arguments the same node.
         dedupe,
         # On the functional graph: readers of gradients can still be moved freely.
-        partial(bucket, cost=cost, bucket_bytes=bucket_bytes, choose=choose, travels_as=travels_as),
+        partial(bucket, cost=cost, bucket_bytes=bucket_bytes, choose=choose, travels_as=way),
         # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.
         *([compress] if compress is not None else []),
         # Behind bucket, whose buckets it splits by; before schedule, which moves the parts.

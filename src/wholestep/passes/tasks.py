@@ -21,7 +21,6 @@ from wholestep.cost.timeline import Sharing, Task
 from wholestep.passes import sink
 from wholestep.passes.alias import Memory, same_layout
 from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import ALL_REDUCE_WIDE
 from wholestep.program.program import OutputKind, Program, Stage
 
 _STAYS = (ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_, ops.VERSION, ops.SET_VERSION)
@@ -86,17 +85,15 @@ def sharing(cost: CostModel) -> Sharing:
 
 
 def comm_us(node: fx.Node, cost: CostModel, ranks: dict[str, int]) -> float:
-    """Predicted time of a collective, microseconds. Its message is the larger of what goes in and what comes out, or
-    the mean of both where it goes in as one type and comes out as another one."""
-    given = sum(map(meta.num_bytes, edit.nodes_of(node.args[0])))
-    if node.target is ALL_REDUCE_WIDE:
-        given = (given + meta.num_bytes(node)) // 2
-        return cost.collective_us("all_reduce", given, ranks.get(str(node.args[-1]), 2))
+    """Predicted time of a collective, microseconds. Its message is the larger of what goes in and what comes out, and
+    of a bucket that share of it which travels."""
+    given, record = sum(map(meta.num_bytes, edit.nodes_of(node.args[0]))), meta.bucket(node)
+    message_bytes = int(max(given, meta.num_bytes(node)) * (1.0 if record is None else record.share))
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     kinds = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather")
     kind = next((kind for kind in kinds if kind in name), "all_reduce")
     kind = {"scatter": "broadcast", "gather": "all_gather"}.get(kind, kind)
-    return cost.collective_us(kind, max(given, meta.num_bytes(node)), ranks.get(str(node.args[-1]), 2))
+    return cost.collective_us(kind, message_bytes, ranks.get(str(node.args[-1]), 2))
 
 
 def _us(node: fx.Node, cost: CostModel, us: float) -> float:

@@ -27,6 +27,8 @@ for _schema in (
     "all_reduce_by_copies(Tensor input, str reduce_op, str group) -> Tensor",
     "all_reduce_by_copies_(Tensor(a!) input, str reduce_op, str group) -> Tensor(a!)",
     "all_reduce_wide_by_copies(Tensor input, str reduce_op, ScalarType dtype, str group) -> Tensor",
+    "all_reduce_rows_by_copies(Tensor input, str reduce_op, str group, *, Tensor? indices=None) -> Tensor",
+    "all_reduce_rows_by_copies_(Tensor(a!) input, str reduce_op, str group, *, Tensor? indices=None) -> Tensor(a!)",
 ):
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -145,15 +147,16 @@ def _fake_barrier(group: str) -> None:
     return None
 
 
-LIBRARY.impl(
-    "all_reduce_by_copies",
-    lambda input, reduce_op, group: torch.ops.wholestep.all_reduce_by_copies_(input.clone(), reduce_op, group),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake(
-    "wholestep::all_reduce_by_copies", lambda input, reduce_op, group: torch.empty_like(input), lib=LIBRARY
-)
-torch.library.register_fake("wholestep::all_reduce_by_copies_", lambda input, reduce_op, group: input, lib=LIBRARY)
+def _define_in_place(name: str) -> None:
+    """The operator of that name is done by the one in place on a copy, and what both give looks like the input."""
+    on_copy = getattr(torch.ops.wholestep, f"{name}_")
+    LIBRARY.impl(name, lambda input, *a, **kw: on_copy(input.clone(), *a, **kw), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wholestep::{name}", lambda input, *_, **__: torch.empty_like(input), lib=LIBRARY)
+    torch.library.register_fake(f"wholestep::{name}_", lambda input, *_, **__: input, lib=LIBRARY)
+
+
+_define_in_place("all_reduce_by_copies")
+_define_in_place("all_reduce_rows_by_copies")
 torch.library.register_fake(
     "wholestep::all_reduce_wide_by_copies",
     lambda input, reduce_op, dtype, group: torch.empty_like(input, dtype=dtype),
@@ -178,3 +181,8 @@ ALL_REDUCE_BY_COPIES_ = torch.ops.wholestep.all_reduce_by_copies_.default
 """The same, in place."""
 ALL_REDUCE_WIDE = torch.ops.wholestep.all_reduce_wide_by_copies.default
 """The same of half precision, added and given in the wider type `dtype`."""
+ALL_REDUCE_ROWS = torch.ops.wholestep.all_reduce_rows_by_copies.default
+"""The same of a table, of shape (rows, width), of which only the rows `indices` of this rank's are not zero
+(`lower/table_rows.py`). Without indices any may be. Which they are is this rank's own affair."""
+ALL_REDUCE_ROWS_ = torch.ops.wholestep.all_reduce_rows_by_copies_.default
+"""The same, in place."""

@@ -51,6 +51,10 @@ class Bucket:
     """Why the bucket ends where it does."""
     orders: tuple[tuple[int, ...] | None, ...] = field(default=(), compare=False)
     """Per member, the order of dimensions in which its gradient lies in the bucket; None is their own order."""
+    as_rows: bool = False
+    """Whether the one gradient is the table of an embedding, of which the rows travel that were looked up."""
+    share: float = field(default=1.0, compare=False)
+    """Bytes that travel as a share of those of a reduction in the type of the gradients."""
 
 
 UNKNOWN = Origin(Region.OTHER)

@@ -13,6 +13,8 @@ import torch.fx as fx
 from wholestep.program.collectives import (
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
+    ALL_REDUCE_ROWS,
+    ALL_REDUCE_ROWS_,
     ALL_REDUCE_WIDE,
     BARRIER,
     EXCHANGE,
@@ -91,12 +93,13 @@ COLLECTIVES = frozenset({
     c10d.all_reduce_coalesced.default, c10d.all_reduce_coalesced_.default,
     c10d.all_gather_into_tensor_coalesced.default, c10d.reduce_scatter_tensor_coalesced.default,
     REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE, ALL_REDUCE_BY_COPIES, ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE,
+    ALL_REDUCE_ROWS, ALL_REDUCE_ROWS_,
 })  # fmt: skip
 """Collectives that start work; each of their results is followed by a WAIT."""
 
 SYMMETRIC = frozenset({
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, REDUCE_SCATTER, ALL_REDUCE_BY_COPIES, ALL_REDUCE_WIDE,
+    c10d.all_to_all_single.default, REDUCE_SCATTER, ALL_REDUCE_BY_COPIES, ALL_REDUCE_WIDE, ALL_REDUCE_ROWS,
 })  # fmt: skip
 """Collectives to which every rank gives a value that counts: equal ones on one rank are equal on all."""
 

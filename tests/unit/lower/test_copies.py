@@ -285,10 +285,10 @@ def test_memory_is_that_of_the_group_which_has_the_name_now(monkeypatch):
     monkeypatch.setattr(copies, "group_named", groups.__getitem__)
     monkeypatch.setattr(copies, "_Group", Group)
     monkeypatch.setattr(copies, "_groups", {})
-    first = copies._group_of("0", CPU)
-    assert copies._group_of("0", CPU) is first
+    first = copies.group_of("0", CPU)
+    assert copies.group_of("0", CPU) is first
     groups["0"] = object()  # the process group was destroyed, and another one made
-    assert copies._group_of("0", CPU) is not first
+    assert copies.group_of("0", CPU) is not first
     assert len(made) == 2
 
 

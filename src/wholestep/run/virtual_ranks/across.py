@@ -18,6 +18,8 @@ from wholestep.errors import VerificationError
 from wholestep.program.collectives import (
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
+    ALL_REDUCE_ROWS,
+    ALL_REDUCE_ROWS_,
     ALL_REDUCE_WIDE,
     EXCHANGE,
     GATHER,
@@ -151,6 +153,8 @@ RULES: dict[Any, Callable[[Calls], list[Any]]] = {
     ALL_REDUCE_BY_COPIES: _all_reduce,
     ALL_REDUCE_BY_COPIES_: _in_place(_all_reduce),
     ALL_REDUCE_WIDE: _all_reduce_wide,
+    ALL_REDUCE_ROWS: _all_reduce,
+    ALL_REDUCE_ROWS_: _in_place(_all_reduce),
     c10d.all_reduce_coalesced.default: _each(_all_reduce),
     c10d.all_reduce_coalesced_.default: _in_place(_each(_all_reduce)),
     c10d.all_gather_into_tensor.default: _all_gather,
