@@ -172,7 +172,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _pack(memory, count, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack(memory, count, width: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     table, indices, head, rows = memory
     number = tl.program_id(0).to(tl.int64)
     if number == 0:
@@ -198,8 +198,9 @@ def _place(memory, stride, ranks: tl.constexpr, block: tl.constexpr):  # type: i
 
 def _add(memory, wholes, sizes, how: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     table, heads, rows, places = memory
-    num_rows, width, head_stride, row_stride = sizes
+    num_rows, head_stride, row_stride = sizes
     ranks: tl.constexpr = how[0]
+    width: tl.constexpr = how[4]
     number = tl.program_id(0).to(tl.int64) * how[3] + tl.arange(0, how[3])
     inside = number < num_rows
     any_place = tl.full([how[3]], -1, tl.int32)
@@ -256,8 +257,8 @@ class OnGPU:
         self.places.fill_(-1)
         _place_kernel[(-(-layout.capacity // _BLOCK), ranks)]((heads, self.places), strides[0], ranks, _BLOCK)
         memory = (table, heads, layout.rows(slot), self.places)
-        wholes, sizes = tuple(map(layout.whole, memories)), (layout.num_rows, layout.width, *strides)
-        how = (ranks, self.rank, self.averages, _ROWS)
+        wholes, sizes = tuple(map(layout.whole, memories)), (layout.num_rows, *strides)
+        how = (ranks, self.rank, self.averages, _ROWS, layout.width)
         _add_kernel[(-(-layout.num_rows // _ROWS),)](memory, wholes, sizes, how, _BLOCK)
 
 
@@ -281,18 +282,19 @@ def builds(program: Program) -> Iterator[binaries.Job]:
     """What has Triton compile the kernels for a program's tables."""
     nodes = program.graph.nodes
     starts = [node for node in nodes if node.target in (ALL_REDUCE_ROWS, ALL_REDUCE_ROWS_)]
-    wanted = ((meta.tensor(one.args[0]).dtype, one.args[1], one.args[2]) for one in starts)
-    for dtype, reduce_op, name in dict.fromkeys(wanted):
+    tables = ((meta.tensor(one.args[0]), *one.args[1:]) for one in starts)
+    wanted = ((table.dtype, table.shape[1], reduce_op, name) for table, reduce_op, name in tables)
+    for dtype, width, reduce_op, name in dict.fromkeys(wanted):
         group = group_named(name)
-        yield from build(dtype, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
+        yield from build(dtype, width, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
 
 
-def build(dtype: torch.dtype, *, size: int, rank: int, averages: bool) -> Iterator[binaries.Job]:
-    """What has Triton compile the kernels for tables in `dtype`, as launches for most of them would, whose sizes are
-    multiples of 16."""
-    table, ints, how = dtype, torch.int32, (size, rank, averages, _ROWS)
+def build(dtype: torch.dtype, width: int, *, size: int, rank: int, averages: bool) -> Iterator[binaries.Job]:
+    """What has Triton compile the kernels for tables in `dtype`, as launches for most of them would: the
+    numbers of their rows are multiples of 16."""
+    table, ints, how = dtype, torch.int32, (size, rank, averages, _ROWS, width)
     packed, placed = binaries.addresses([table, ints, ints, table]), binaries.addresses([ints] * 2)
     added, wholes = binaries.addresses([table, ints, table, ints]), binaries.addresses([table] * size)
-    yield partial(_pack_kernel.warmup, packed, 16, 16, _BLOCK, grid=(1,))
+    yield partial(_pack_kernel.warmup, packed, 16, width, _BLOCK, grid=(1,))
     yield partial(_place_kernel.warmup, placed, 16, size, _BLOCK, grid=(1, 1))
-    yield partial(_add_kernel.warmup, added, wholes, (16,) * 4, how, _BLOCK, grid=(1,))
+    yield partial(_add_kernel.warmup, added, wholes, (16,) * 3, how, _BLOCK, grid=(1,))

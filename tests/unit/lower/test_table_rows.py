@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.lower import interpret
 from tests.unit.lower.streams import MAIN, Rank, added, memories_of, run_all
 from wholestep.lower import copies, table_rows
 from wholestep.lower.table_rows import WHOLE, Layout, OnGPU, all_reduce_rows, most_rows
@@ -185,14 +186,11 @@ def test_rows_pay_where_they_are_few_of_a_large_table(monkeypatch):
     assert most_rows((50_304 * 768,), torch.float32, 4) == 0
 
 
-interpreter = pytest.importorskip("triton.runtime.interpreter") if torch.version.cuda else None
-
-
-@pytest.mark.skipif(interpreter is None, reason="builds of torch for CPUs come without Triton")
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("counts", [(5, 9, 3), (1, 0, 18), (4, None, 2), (None, 6, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_kernels_do_what_operators_of_torch_do(counts, dtype: torch.dtype, averages: bool, monkeypatch):
+    interpreter = interpret.prepare(monkeypatch)
     for name in ("_pack", "_place", "_add"):
         kernel = interpreter.InterpretedFunction(getattr(table_rows, name))
         monkeypatch.setattr(table_rows, f"{name}_kernel", kernel)

@@ -26,6 +26,7 @@ from wholestep.passes.by_copies import reduce_by_copies
 from wholestep.passes.default import passes_of
 from wholestep.passes.narrow import narrow_messages, narrow_type
 from wholestep.passes.pipeline import Pass, pass_name, run_passes
+from wholestep.passes.rows import Way, as_it_is
 from wholestep.passes.wide import widen_products
 from wholestep.place.strategies import place
 from wholestep.program import meta, ops
@@ -40,8 +41,8 @@ def yes(node: fx.Node) -> bool:
     return True
 
 
-def travels_as(grad: fx.Node, group: str) -> torch.dtype:
-    return narrow_type(grad, makes=yes) or torch.float32
+def travels_as(grad: fx.Node, group: str) -> Way:
+    return Way(dtype=narrow_type(grad, makes=yes) or torch.float32)
 
 
 COPIES: Pass = partial(reduce_by_copies, why_not=lambda group, device: "")
@@ -132,7 +133,7 @@ def test_ranks_add_in_float32():
 def test_other_buckets_stay_in_float32(training, change: str):
     """Those that hold other gradients, too, go by another way, or come from products that cannot be asked for."""
     if change == "one type":
-        program = planned(training, AVERAGE, COPIES, NARROW, travels_as=lambda grad, group: torch.float32)
+        program = planned(training, AVERAGE, COPIES, NARROW, travels_as=as_it_is)
     elif change == "no copies":
         program = planned(training, AVERAGE, NARROW)
     else:
@@ -162,7 +163,7 @@ def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
     grads = [start.args[0].args[0] for start in calls(placed, ops.c10d.all_reduce.default)]
 
     def types(backend: Any, group: str = "0") -> list[torch.dtype]:
-        return sorted((backend.travels_as(grad, group) for grad in grads), key=str)
+        return sorted((backend.travels_as(grad, group).dtype for grad in grads), key=str)
 
     plain = [torch.float32] * 7
     backend = Inductor(InductorOptions(), torch.device("cpu"))
