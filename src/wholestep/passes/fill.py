@@ -12,7 +12,8 @@ Note: when a gradient may live in its bucket
     Its memory was made by an operator that can write its result anywhere; it is dense, and of the bucket's type;
     nothing reads it behind the place where the bucket is filled, since the reduction changes it. Gradients for which
     that does not hold are copied into their place. A bucket of which less than half could be filled so keeps its one
-    ``cat``. The bucket is alive from its first gradient on; where that would raise the peak, the first ones are copied.
+    ``cat``, but for one of many parts on a GPU. The bucket is alive from its first gradient on; where that would raise
+    the peak, the first ones are copied.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ _OUT = {
     _aten.add.Tensor: _aten.add.out,
     _aten.mul.Tensor: _aten.mul.out,
 }
+
+
+_FEW = 16
+"""Parts of which a ``cat`` of GPUs is as fast as copies by a list. It cuts all of them as the largest one wants it: for
+the 99 small gradients of W1, 3.5 MB, it takes 92 us beside messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ def fill_buckets(program: Program) -> Program:
         parts = _within(live, node, _parts(node, memory))
         own = sum(part.num_bytes for part in parts if part.maker is not None)
         total += meta.num_bytes(node)
-        if 2 * own >= meta.num_bytes(node):
+        if 2 * own >= meta.num_bytes(node) or (len(parts) > _FEW and _on_gpu(node)):
             _account(live, node, parts)
             _fill(graph, node, parts)
             direct += own
@@ -91,6 +97,10 @@ def _is_bucket(cat: fx.Node) -> bool:
         if node.target is not _aten.mul_.Tensor:
             return False
     return False
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    return bool(meta.tensor(node).is_cuda)
 
 
 def _memory(graph: fx.Graph) -> Memory:
@@ -163,7 +173,7 @@ def _fill(graph: fx.Graph, cat: fx.Node, parts: Sequence[_Part]) -> None:
     """Makes the bucket before the first gradient that is written into it, and lets the parts follow."""
     whole = meta.tensor(cat)
     makers = {part.maker for part in parts if part.maker is not None}
-    first = next(node for node in graph.nodes if node in makers)
+    first = next(node for node in graph.nodes if node in makers or node is cat)
     with graph.inserting_before(first):
         flat = edit.emit(graph, _aten.empty.memory_format, [whole.numel()], like=cat, **_like(whole))
     copied = []

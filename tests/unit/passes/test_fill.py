@@ -11,6 +11,7 @@ from tests.unit import builders
 from tests.unit.builders import aten, gradient
 from wholestep.cost.model import CostModel
 from wholestep.lower import eager
+from wholestep.passes import fill
 from wholestep.passes.bucket import bucket
 from wholestep.passes.fill import fill_buckets
 from wholestep.passes.pipeline import run_passes
@@ -71,6 +72,22 @@ def test_a_bucket_that_is_mostly_copied_keeps_its_cat():
 
     _, after = filled(fn, [X, Y])
     assert builders.count(after, aten.cat.default) == 1
+
+
+def many(x):
+    """Twenty gradients that no operator of `_OUT` makes."""
+    return tuple(gradient(torch.sin(x[:, : number + 1]), f"p{number}") for number in range(20))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_many_small_parts_are_copied_by_a_list_on_a_gpu(on_gpu: bool, monkeypatch):
+    monkeypatch.setattr(fill, "_on_gpu", lambda node: on_gpu)
+    x = torch.randn(3, 20)
+    _, after = filled(many, [x])
+    assert builders.count(after, aten.cat.default) == (not on_gpu)
+    (copies,) = after.graph.find_nodes(op="call_function", target=aten._foreach_copy_.default) or [None]
+    assert (copies is not None) == on_gpu
+    assert copies is None or len(copies.args[0]) == 20
 
 
 def test_a_gradient_that_is_read_afterwards_stays_where_it_is():
