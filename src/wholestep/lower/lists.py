@@ -38,6 +38,7 @@ from wholestep.lower.indices import takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.passes import sink
 from wholestep.program import edit, meta, ops, portable
+from wholestep.program.collectives import ALL_REDUCE_ROWS_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.run import beside
@@ -133,6 +134,7 @@ class Plans:
         While it does, the wires are busy with the last piece, behind which there is only that piece's own part left.
         The segment waits itself then. That can be where it alone reads the message, and by one kernel, so that no
         element is read which another kernel has overwritten; and where inputs are written beside communication anyway.
+        Rows of a table (`lower/table_rows.py`) come as one piece. Where they come last, nothing else has to be early.
         """
         if not sink.writes_beside_communication(program):
             return program
@@ -142,11 +144,12 @@ class Plans:
         reader = next(iter(wait.users)) if wait is not None and len(wait.users) == 1 else None
         if wait is None or reader is None or not isinstance(reader.target, Segment):
             return program
+        if (start := ops.waited_for(wait)).target not in copies.STARTS:
+            return program
         segment, awaited = reader.target, _Awaited(reader.args.index(wait), meta.tensor(wait).itemsize)
         if isinstance(found := self._of(segment), Plan) and _can_await(found, awaited.argument):
             reader.target = replace(segment)
             self._plans[reader.target], self._awaited[reader.target] = found, awaited
-            start = ops.waited_for(wait)
             start.target = copies.STARTS[start.target]
             edit.replace_node(wait, start)
         return program
@@ -262,7 +265,7 @@ class Lists:
 
 def _is_by_copies(wait: fx.Node) -> bool:
     start = ops.waited_for(wait)
-    return start.target in copies.STARTS and list(start.users) == [wait]
+    return start.target in (*copies.STARTS, ALL_REDUCE_ROWS_) and list(start.users) == [wait]
 
 
 def _can_await(plan: Plan, argument: int) -> bool:

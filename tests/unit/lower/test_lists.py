@@ -41,7 +41,7 @@ from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
 from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
+from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
 from wholestep.program.show import Step
@@ -268,9 +268,11 @@ def updated_by_bucket(*given: Tensor) -> None:
 SIDES = (20, 200)
 
 
-def by_copies_last(monkeypatch: pytest.MonkeyPatch, *, hold_updates: bool = False) -> Program:
+def by_copies_last(
+    monkeypatch: pytest.MonkeyPatch, *, hold_updates: bool = False, least_bytes: int = 10_000
+) -> Program:
     """The scheduled step of `updated_by_bucket`, with its last reduction by copies."""
-    monkeypatch.setattr(by_copies, "MIN_BYTES", 10_000)
+    monkeypatch.setattr(by_copies, "MIN_BYTES", least_bytes)
     placed = builders.place(builders.capture(updated_by_bucket, whole_numbers()))
     lowering = [partial(by_copies.reduce_by_copies, why_not=lambda group, device: ""), *FORM[:1], delay_waits, FORM[1]]
     cost = CostModel.default("cpu+gloo")
@@ -331,6 +333,11 @@ def test_an_update_waits_for_all_where_others_read_its_gradients_or_inputs_are_h
     program = by_copies_last(monkeypatch)
     wait = program.graph.find_nodes(op="call_function", target=ops.WAIT)[-1]
     edit.set_results(program.graph, [wait, *program.results[1:]])
+    assert starts(program) == 0
+    program = by_copies_last(monkeypatch, least_bytes=0)
+    wait = program.graph.find_nodes(op="call_function", target=ops.WAIT)[-1]
+    assert starts(program) == 1
+    ops.waited_for(wait).target = ALL_REDUCE_ROWS_  # which come as one, and behind which nothing has to be early
     assert starts(program) == 0
 
 
