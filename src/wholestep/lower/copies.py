@@ -13,12 +13,16 @@ Copies between GPUs run on their copy engines; only the addition and the meeting
 copied within a GPU. The memory of slots is symmetric: every rank has mapped that of all others.
 
 Note: a pipeline
-    Copies and meetings stand on one stream, the wire, additions on another one. There are two sets of slots, which the
-    pieces of a message use in turn. A piece is pushed before the one in front of it is pulled, so that the wire has
-    work while ranks add (``|`` is a meeting)::
+    Copies and meetings stand on one stream, the wire. There are two sets of slots, which the pieces of a message use in
+    turn. Where somebody waits for pieces, additions stand on a stream of their own, and a piece is pushed before the
+    one in front of it is pulled, so that the wire has work while ranks add (``|`` is a meeting)::
 
         wire    push 0 | push 1 | pull 0 | push 2 | pull 1 | push 3 | pull 2 | pull 3
         add              0        1                 2                 3
+
+    Elsewhere additions stand on the wire, too. A fork costs more there than it gives: behind each, a CUDA graph goes on
+    in one more queue of the device (38 in a step of W3), and where branches share a queue, one waits for what is in
+    front of it in there. On 4 GPUs updates of W3 stood behind a meeting so, and waited for the slowest rank.
 
 Note: rounds
     A rank copies to or from the next rank first, then the one behind it, and so on. While all are in the same round,
@@ -43,7 +47,7 @@ Note: nothing waits for ever
     could begin with different ones. Of collectives of other libraries beside it, it says nothing.
 
 Note: CUDA graphs
-    Both streams branch off from the stream of the caller, and the wire waits for the last addition, so a capture is
+    The streams branch off from the stream of the caller, and the wire waits for the last addition, so a capture is
     joined by who waits for the message. What the streams did before a capture is not part of it, and needs not be: a
     graph begins behind what its stream has waited for, and that is every message of the step before, pulls included.
 
@@ -142,7 +146,7 @@ last event all of it is, and no stream reads or writes it or the message any mor
 def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add, *, split: bool = True) -> Pieces:
     """Gives every rank what `add` makes of the messages of all.
 
-    Both streams have waited for the message. The result is there behind `WIRE`.
+    The streams have waited for the message: both with `split`, else the wire. The result is there behind `WIRE`.
 
     Args:
         message: one dimension.
@@ -156,17 +160,18 @@ def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add, *, split
     others = [(rank + step) % size for step in range(1, size)]
     pieces = list[tuple[int, Any]]()
     cut = list(_cut(result, size, message.itemsize, split=split))
-    came: int | None = None
+    came, adds = None, ADD if split else WIRE
     for number, (pushed, pulled) in enumerate(_phases(len(cut))):
-        if pulled is not None:
+        if split and pulled is not None:
             peers.wait(WIRE, ADD)
         if number:
             peers.meet(WIRE)
         if came is not None:
             own, mine = message[cut[came][rank]], result[cut[came][rank]]
             place = slice(own.numel())
-            peers.wait(ADD, WIRE)
-            peers.run(ADD, partial(add, parts[rank][came % 2, :, place], own, mine, sums[rank][came % 2, rank, place]))
+            if split:
+                peers.wait(ADD, WIRE)
+            peers.run(adds, partial(add, parts[rank][came % 2, :, place], own, mine, sums[rank][came % 2, rank, place]))
         came = pushed
         if pushed is not None:
             for other in others:
@@ -325,8 +330,8 @@ def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str, 
 def _start(message: Tensor, result: Tensor, reduce_op: str, group: str, *, split: bool) -> Arriving:
     peers = group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
-    for stream in peers.streams:
-        stream.wait_stream(torch.cuda.current_stream(message.device))
+    for stream in (WIRE, ADD) if split else (WIRE,):
+        peers.streams[stream].wait_stream(torch.cuda.current_stream(message.device))
     with torch.no_grad():
         pieces = all_reduce(message.view(-1), result.view(-1), peers, add, split=split)
     return Arriving(message=message, result=result, pieces=pieces)

@@ -189,6 +189,18 @@ def test_pieces_are_there_behind_their_events(length: int, monkeypatch):
         assert stops == sorted({len(one) for one in seen})
 
 
+@pytest.mark.parametrize("length", [100, 1300])
+def test_additions_fork_off_the_wire_where_somebody_waits_for_pieces(length: int, monkeypatch):
+    """And nowhere else: a message is one chain then, for which a CUDA graph needs one queue."""
+    tiny_pieces(monkeypatch)
+    for split, wanted in [(False, {copies.WIRE}), (True, {copies.WIRE, copies.ADD})]:
+        rank = Rank(0, memories_of(3))
+        rank.reduce(torch.zeros(length), partial(added, rank=0, averages=False), split=split)
+        assert {given.stream for given in rank.given} == wanted
+        chain = all(given.behind <= {number - 1} for number, given in enumerate(rank.given))
+        assert chain is not split
+
+
 WAITS = [
     [(copies.ADD, copies.WIRE)],
     [(copies.WIRE, copies.ADD)],
