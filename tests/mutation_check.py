@@ -129,6 +129,14 @@ MUTATIONS = (
         tests=(f"{STEPS}[gradients_preset]", "tests/unit/capture/test_guards.py::test_a_single_gradient_that_is_zero"),
     ),
     Mutation(
+        name="ranks_choose_rows_alone",
+        what="every rank decides by its own batch whether the table of an embedding travels as rows",
+        file="passes/bucket.py",
+        old='return choose(f"as rows:\\n{_text(reductions)}", plan) if',
+        new="return plan() if",
+        tests=("tests/unit/passes/test_rows.py::test_ranks_with_other_batches_do_as_rank_0_said",),
+    ),
+    Mutation(
         name="native_look_without_dicts",
         what="the native look takes every dict for unchanged; its test keeps it from being used",
         file="capture/native/dicts.h",

@@ -153,7 +153,8 @@ class Inductor:
     copy_engines: Literal["auto", False] = "auto"
     """Whether large reductions among the GPUs of one host go through their copy engines, so that multiprocessors stay
     with computation; "auto": where the GPUs can access each other's memory. Gradients that are products in half
-    precision go there as they are, and are added in float32. False: all reductions are NCCL's."""
+    precision go there as they are, and are added in float32; those of embeddings go as the rows that were looked up,
+    with the same bits. False: all reductions are NCCL's."""
     early_launches: bool = False
     """Whether kernels are launched before those in front of them have ended, on NVIDIA GPUs since Hopper. Steps of many
     short kernels get shorter by 1 or 2 %, and first calls longer, since launches of this kind have to be compiled."""
