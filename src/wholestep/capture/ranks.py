@@ -20,13 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._dynamo.source import ConstantSource
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -35,7 +34,13 @@ from wholestep.capture.host import HostValues
 from wholestep.capture.whose import library_frame
 from wholestep.program import ops
 from wholestep.program.collectives import BARRIER
+from wholestep.program.later import later
 from wholestep.program.program import Input, InputKind, MeshAxis
+
+if TYPE_CHECKING:
+    from torch._dynamo import source
+else:  # it takes as long to import as half of torch, and only a capture on several ranks needs it
+    source = later("torch._dynamo.source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class RankSymbols:
         self.ranks = ranks()
         self.symbols: list[Any] = [
             shape_env.create_unspecified_symint_and_symbol(
-                rank.number, ConstantSource(f"rank_{index}"), DimDynamic.DYNAMIC
+                rank.number, source.ConstantSource(f"rank_{index}"), DimDynamic.DYNAMIC
             )
             for index, rank in enumerate(self.ranks)
         ]

@@ -12,19 +12,19 @@ import torch.fx as fx
 from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import ahead, choice, eager, inductor
+from wholestep.lower import ahead, choice, eager
 from wholestep.lower.backend import Eager, Inductor, finds
-from wholestep.lower.later import later
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.rows import Way
+from wholestep.program.later import later
 from wholestep.program.program import Program
 from wholestep.program.show import Step
 from wholestep.run.shelf import Shelf
 
 if TYPE_CHECKING:
-    from wholestep.lower import compiler
+    from wholestep.lower import compiler, inductor
 else:
-    compiler = later("wholestep.lower.compiler")
+    compiler, inductor = later("wholestep.lower.compiler"), later("wholestep.lower.inductor")
 
 log = logging.getLogger("wholestep")
 

@@ -26,13 +26,11 @@ from wholestep.lower import (
     cross_entropy,
     cudagraph,
     eager,
-    inductor,
     lists,
     products,
     row_sums,
     table_rows,
 )
-from wholestep.lower.later import later
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
@@ -46,6 +44,7 @@ from wholestep.passes.waits import delay_waits
 from wholestep.passes.wide import widen_products
 from wholestep.program import meta
 from wholestep.program.collectives import averages
+from wholestep.program.later import later
 from wholestep.program.plain import plainly
 from wholestep.program.program import Program
 from wholestep.program.segment import Segment
@@ -55,9 +54,9 @@ from wholestep.run.progress import tell
 from wholestep.run.shelf import Shelf
 
 if TYPE_CHECKING:
-    from wholestep.lower import compiler
+    from wholestep.lower import compiler, inductor
 else:
-    compiler = later("wholestep.lower.compiler")
+    compiler, inductor = later("wholestep.lower.compiler"), later("wholestep.lower.inductor")
 
 log = logging.getLogger("wholestep")
 

@@ -36,11 +36,11 @@ from wholestep.lower import (
     row_sums,  # noqa: F401  # likewise
 )
 from wholestep.lower.fused import is_written_out
-from wholestep.lower.later import later
 from wholestep.lower.moved import anywhere
 from wholestep.lower.numbers import takes_numbers
 from wholestep.passes import wide
 from wholestep.program import meta, ops
+from wholestep.program.later import later
 from wholestep.program.numbers import element
 from wholestep.program.segment import Segment
 

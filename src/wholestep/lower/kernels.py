@@ -31,8 +31,8 @@ from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.triton_bundler import TritonBundler
 
 from wholestep.lower.header import lightened
-from wholestep.lower.later import later
 from wholestep.lower.moved import CannotMove, kernel_texts, moved
+from wholestep.program.later import later
 
 if TYPE_CHECKING:
     from torch._inductor import async_compile, codecache, select_algorithm

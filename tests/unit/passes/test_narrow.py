@@ -158,7 +158,7 @@ def test_a_gradient_that_somebody_reads_is_of_no_type(training):
 
 def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
     monkeypatch.setattr("wholestep.lower.backend.copies.why_not", lambda group, device: "")
-    monkeypatch.setattr("wholestep.lower.backend.inductor.widens", yes)
+    monkeypatch.setattr("wholestep.lower.inductor.widens", yes)
     placed = place(captured(step, *training).program, DDP(), AXIS)
     grads = [start.args[0].args[0] for start in calls(placed, ops.c10d.all_reduce.default)]
 

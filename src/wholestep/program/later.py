@@ -1,7 +1,8 @@
 """Modules that are imported when something of them is first asked for.
 
-A compiler takes seconds to import, and a step that another process has compiled needs none. Where such a module is
-used, `later` stands for it at run time, and type checkers and the rules of the house see an import as any other::
+A compiler takes seconds to import. A step that another process has compiled needs none, nor does one that nobody
+compiles. Where such a module is used, `later` stands for it at run time, and type checkers and the rules of the house
+see an import as any other::
 
     if TYPE_CHECKING:
         from wholestep.lower import compiler
