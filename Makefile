@@ -59,13 +59,14 @@ $(VENV)/.torch:
 	$(PIP) install '$(TORCH_SPEC)'
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml $(wildcard src/wholestep/capture/native/*.cpp src/wholestep/capture/native/*.h)
-	$(PIP) install -e .
+# Without and with what tests need, of which few modules are ever imported, and compiled then.
+$(VENV)/.ready: EXTRAS :=
+$(VENV)/.ready: OPTIONS :=
+$(VENV)/.ready-dev: EXTRAS := [test,dev]
+$(VENV)/.ready-dev: OPTIONS := --no-compile
+$(VENV)/.ready $(VENV)/.ready-dev: $(VENV)/.torch pyproject.toml $(wildcard src/wholestep/capture/native/*.cpp src/wholestep/capture/native/*.h)
+	$(PIP) install $(OPTIONS) -e '.$(EXTRAS)'
 	@$(BIN)/python -m wholestep.capture.native || echo "no harm: see docs/performance.md"
-	@touch $@
-
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(PIP) install -e '.[test,dev]'
 	@touch $@
 
 clean:
