@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -145,6 +146,8 @@ def backend_for(
 ) -> Backend:
     """The backend that `compile` was asked for, on this device. `cost`, `objection` and `shelf` as for `Auto`."""
     if chosen != "eager" and device.type == "cuda":
+        # Before threads import parts of it: modules that import each other cannot be imported from two sides at once.
+        importlib.import_module("wholestep.lower.inductor")
         ahead.begun()
     if isinstance(chosen, InductorOptions):
         return Inductor(chosen, device, shelf)

@@ -6,13 +6,27 @@ import subprocess
 import sys
 
 
+def said_by(text: str) -> str:
+    """What a process prints that runs this."""
+    found = subprocess.run([sys.executable, "-c", f"import sys\n{text}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
 def test_compilers_are_not_imported_with_the_package():
     """Dynamo and Inductor would take as long again as half of torch."""
-    told = "print([name for name in ('torch._dynamo', 'torch._inductor', 'torch') if name in sys.modules])"
-    found = subprocess.run(
-        [sys.executable, "-c", f"import sys, wholestep, wholestep.step; {told}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.strip() == "['torch']"
+    names = "('torch._dynamo', 'torch._inductor', 'torch')"
+    told = said_by(f"import wholestep, wholestep.step\nprint([name for name in {names} if name in sys.modules])")
+    assert told == "['torch']"
+
+
+def test_threads_of_a_gpu_find_the_compiler_imported():
+    """Its modules import each other, so two threads that begin at different ones meet in the middle."""
+    text = """
+import torch
+from wholestep.lower import ahead, auto
+wanted = ("wholestep.lower.inductor", "torch._inductor.output_code", "torch._dynamo.source")
+ahead.begun = lambda: print(all(name in sys.modules for name in wanted))
+for chosen in ("eager", "auto"):
+    auto.backend_for(chosen, torch.device("cuda"), None, None)
+"""
+    assert said_by(text) == "True"
