@@ -44,8 +44,7 @@ from wholestep.config import DDP
 from wholestep.cost.links import with_copies
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
-from wholestep.lower.backend import forms_segments
-from wholestep.lower.table_rows import most_rows
+from wholestep.lower.backend import forms_segments, way_by_copies
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.assignment import Cuts, fixed_cuts
 from wholestep.passes.average import average_on_the_way
@@ -54,7 +53,7 @@ from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.default import passes_of
-from wholestep.passes.narrow import narrow_messages, narrow_type
+from wholestep.passes.narrow import narrow_messages
 from wholestep.passes.order import ABOUT_AS_FAST
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
@@ -116,11 +115,7 @@ def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel
     """Costs and passes of a step that a GPU runs."""
 
     def travels_as(grad: fx.Node, group: str) -> Way:
-        if not by_copies:
-            return as_it_is(grad, group)
-        own = meta.tensor(grad)
-        dtype = narrow_type(grad, makes=can) or own.dtype
-        return Way(dtype=dtype, most_rows=most_rows(own.shape, own.dtype, ranks))
+        return way_by_copies(grad, ranks, makes=can) if by_copies else as_it_is(grad, group)
 
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
     cost = replace(cost, compiles=inductor.may_compile, links=links)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.gpu.test_inductor import GRAPH, close
+from tests.unit.lower.test_inductor import train_step
 from wholestep.lower.table_rows import LEAST_TABLE_BYTES, Layout
 from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
 from wholestep.program.ops import WAIT
@@ -127,15 +127,6 @@ class Words(nn.Module):
         return self.body(self.embedding(x))
 
 
-def _step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
-
-
 def _train(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """Words repeat, and the last rank comes with more of them from the tenth step on, and too many at the end."""
     torch.manual_seed(0)
@@ -156,8 +147,8 @@ def _trains() -> None:
     torch.cuda.set_device(world.device)
     assert WORDS * WIDTH * 8 >= LEAST_TABLE_BYTES
     assert Layout.of((WORDS, WIDTH), torch.float64, world.size).capacity < 200_000
-    step = ws.compile(_step, backend="inductor")
-    close(_train(step, world.rank), _train(_step, world.rank, ddp=True))
+    step = ws.compile(train_step, backend="inductor")
+    close(_train(step, world.rank), _train(train_step, world.rank, ddp=True))
     assert step.explain().backend == GRAPH
     (start,) = step.graph.graph.find_nodes(op="call_function", target=ALL_REDUCE_ROWS_)
     assert "indices" in start.kwargs

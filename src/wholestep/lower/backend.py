@@ -35,7 +35,7 @@ from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
-from wholestep.passes.narrow import narrow_messages, narrow_type
+from wholestep.passes.narrow import Makes, narrow_messages, narrow_type
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.rows import Way, as_it_is
 from wholestep.passes.scalars import pack_scalars
@@ -176,11 +176,8 @@ class Inductor:
 
     def travels_as(self, grad: fx.Node, group: str) -> Way:
         """See `Eager.travels_as`. Copies leave gradients as their products are, and take rows of tables."""
-        if (size := self._copying.get(group, 0)) == 0:
-            return as_it_is(grad, group)
-        own = meta.tensor(grad)
-        dtype = narrow_type(grad, makes=inductor.widens) or own.dtype
-        return Way(dtype=dtype, most_rows=table_rows.most_rows(own.shape, own.dtype, size))
+        size = self._copying.get(group, 0)
+        return way_by_copies(grad, size, makes=inductor.widens) if size else as_it_is(grad, group)
 
     @plainly()
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
@@ -303,6 +300,13 @@ class Inductor:
     def _has_failed(self, reason: str) -> None:
         self.why_no_graph = f"its capture failed: {reason}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
+
+
+def way_by_copies(grad: fx.Node, ranks: int, *, makes: Makes) -> Way:
+    """How copies take a placed gradient to who adds it, among so many ranks; `makes` as for `narrow_type`."""
+    own = meta.tensor(grad)
+    dtype = narrow_type(grad, makes=makes) or own.dtype
+    return Way(dtype=dtype, most_rows=table_rows.most_rows(own.shape, own.dtype, ranks))
 
 
 def forms_segments(*, on_gpu: bool) -> Pass:

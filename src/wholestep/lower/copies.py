@@ -217,6 +217,11 @@ def part_length(num_ranks: int, dtype: torch.dtype) -> int:
     return PIECE_BYTES // aligned * _ALIGNED_BYTES // dtype.itemsize
 
 
+def memory_bytes(num_ranks: int) -> int:
+    """Of the symmetric memory of each rank: two sets of slots."""
+    return 2 * num_ranks * part_length(num_ranks, torch.uint8)
+
+
 def _cut(result: Tensor, count: int, itemsize: int, *, split: bool) -> Iterator[Sequence[slice]]:
     """A result in as few pieces as there can be, with `split` as `SPLIT_BYTES` lets there be, of about one size; each
     as one part per rank.
@@ -275,7 +280,7 @@ class _Group:
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
         size = group.size()
-        num_bytes = 2 * size * part_length(size, torch.uint8)
+        num_bytes = memory_bytes(size)
         try:
             memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
             handle = symmetric_memory.rendezvous(memory, group)

@@ -80,9 +80,8 @@ class Layout:
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, num_ranks: int) -> Layout:
         """That for tables of this shape, (rows, width)."""
-        memory_bytes = 2 * num_ranks * copies.part_length(num_ranks, torch.uint8)
         start = _aligned(math.prod(shape) * dtype.itemsize)
-        slot_bytes = (memory_bytes - start) // num_ranks // _ALIGNED_BYTES * _ALIGNED_BYTES
+        slot_bytes = (copies.memory_bytes(num_ranks) - start) // num_ranks // _ALIGNED_BYTES * _ALIGNED_BYTES
         room_bytes = slot_bytes - 2 * _ALIGNED_BYTES  # the head, and what is lost to alignment
         return cls(
             num_rows=shape[0], width=shape[1], dtype=dtype, slots_start=start, slot_bytes=slot_bytes,
@@ -152,14 +151,15 @@ def all_reduce_rows(table: Tensor, indices: Tensor | None, peers: Peers, kernels
     layout = Layout.of(table.shape, table.dtype, peers.size)
     memories = [peers.memory(rank, torch.uint8) for rank in range(peers.size)]
     own = layout.slot(memories[peers.rank], peers.rank)
-    whole = indices is None or len(indices) > layout.capacity
+    if indices is not None and len(indices) > layout.capacity:
+        indices = None
     peers.meet(WIRE)
-    if indices is None or whole:
+    if indices is None:
         peers.run(WIRE, partial(layout.indices(own)[:1].fill_, WHOLE))
         peers.run(WIRE, partial(copies.copy, layout.whole(memories[peers.rank]), table))
     else:
         peers.run(WIRE, partial(kernels.pack, table, indices, own, layout))
-    used_bytes = _ALIGNED_BYTES if indices is None or whole else layout.used_bytes(len(indices))
+    used_bytes = _ALIGNED_BYTES if indices is None else layout.used_bytes(len(indices))
     for step in range(1, peers.size):
         there = layout.slot(memories[(peers.rank + step) % peers.size], peers.rank)
         peers.run(WIRE, partial(copies.copy, there[:used_bytes], own[:used_bytes]))

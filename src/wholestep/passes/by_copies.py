@@ -51,9 +51,10 @@ def reduce_by_copies(program: Program, *, why_not: Callable[[str, torch.device],
 
 
 def _go_by_copies(start: fx.Node) -> None:
-    record, indices = meta.bucket(start), looked_up(start.all_input_nodes[0])
+    record = meta.bucket(start)
     if record is None or not record.as_rows:
         start.target = ALL_REDUCE_BY_COPIES
         return
+    indices = looked_up(start.all_input_nodes[0])
     start.target = ALL_REDUCE_ROWS
     start.kwargs = {} if indices is None else {"indices": indices}

@@ -72,8 +72,7 @@ class Rank:
 
 def memories_of(size: int) -> list[Tensor]:
     """Symmetric memory; NaN, wherever it is not written."""
-    num_bytes = 2 * size * copies.part_length(size, torch.uint8)
-    return [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(size)]
+    return [torch.full((copies.memory_bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
 
 
 def run_all(ranks: Sequence[Rank], draw: random.Random, *, one_queue: bool = False) -> None:
