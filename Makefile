@@ -10,7 +10,11 @@ ARGS   ?=
 
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
-PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled as they are first imported: of torch's and of what tests install few ever are.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+export PYTHONDONTWRITEBYTECODE :=
+# The types are checked while what tests need is installed.
+MAKEFLAGS += --jobs=2
 
 TORCH_SPEC   := $(if $(TORCH),torch==$(TORCH),torch>=2.11,<2.14)
 # The annotations of torch differ by version: what must be ignored in one is no error in another.
@@ -41,7 +45,7 @@ bench: $(VENV)/.ready
 test: checks
 	@$(TEST_COMMAND)
 
-checks: lint types
+checks: lint types $(VENV)/.ready-test
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -56,16 +60,18 @@ test-command:
 # torch comes first and alone: whatever is installed later finds it there and asks for no other one.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install '$(TORCH_SPEC)'
+	$(INSTALL) '$(TORCH_SPEC)'
 	@touch $@
 
-# Without and with what tests need, of which few modules are ever imported, and compiled then.
+$(VENV)/.ready-dev: $(VENV)/.torch pyproject.toml
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
 $(VENV)/.ready: EXTRAS :=
-$(VENV)/.ready: OPTIONS :=
-$(VENV)/.ready-dev: EXTRAS := [test,dev]
-$(VENV)/.ready-dev: OPTIONS := --no-compile
-$(VENV)/.ready $(VENV)/.ready-dev: $(VENV)/.torch pyproject.toml $(wildcard src/wholestep/capture/native/*.cpp src/wholestep/capture/native/*.h)
-	$(PIP) install $(OPTIONS) -e '.$(EXTRAS)'
+$(VENV)/.ready-test: EXTRAS := [test]
+$(VENV)/.ready-test: $(VENV)/.ready-dev  # not both at once
+$(VENV)/.ready $(VENV)/.ready-test: $(VENV)/.torch pyproject.toml $(wildcard src/wholestep/capture/native/*.cpp src/wholestep/capture/native/*.h)
+	$(INSTALL) -e '.$(EXTRAS)'
 	@$(BIN)/python -m wholestep.capture.native || echo "no harm: see docs/performance.md"
 	@touch $@
 

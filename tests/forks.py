@@ -15,7 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest.mock import patch
 
-import tests.behaviour.cases  # noqa: F401  what most ranks run, and all of wholestep
+import pytest  # noqa: F401
+
+import tests.behaviour.cases  # noqa: F401  what most ranks run
+import wholestep.lower.compiler
+import wholestep.lower.inductor  # noqa: F401
 
 gc.freeze()  # what all ranks share is not looked through, and so not copied, in each of them
 

@@ -4,13 +4,16 @@ Note: what must stand before what
     Arguments before what reads them. Random operators among each other, as they share a generator; an effect, and
     whatever handles storages and version counters, stays where it is. Collectives start in the order given: it is the
     same on every rank, also where batches differ and with them the times. A node that could write to an input in place
-    stands behind what reads that input now, so that it still can.
+    stands behind what reads that input now, so that it still can. Where a compiler makes one kernel of an update, its
+    first calls (AdamW's decay) stand behind the waits of its last: done earlier, to fill the time, they would be a
+    kernel of their own, and their values would be written to memory and read again.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -47,7 +50,10 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
     number_of = {node: number for number, node in enumerate(nodes)}
     ranks = {axis.group: axis.size for axis in program.mesh}
     deps = [{number_of[arg] for arg in node.all_input_nodes if arg in number_of} for node in nodes]
-    for before, after in (*_kept_orders(nodes), *_hazards(program, number_of, hold_updates=hold_updates)):
+    orders = [_kept_orders(nodes), _hazards(program, number_of, hold_updates=hold_updates)]
+    if cost.compiles is not None:
+        orders.append(_whole_updates(program, number_of, cost.compiles))
+    for before, after in itertools.chain(*orders):
         if before < after:
             deps[after].add(before)
     times_us = cost.times_us(nodes)
@@ -62,7 +68,7 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
         for number, node in enumerate(nodes)
     )
     usages, homes, pinned, writable = _memory(program, nodes)
-    late = tuple(meta.origin(node).region in (meta.Region.OPTIMIZER, meta.Region.OTHER) for node in nodes)
+    late = tuple(map(_is_late, nodes))
     return Tasks(
         nodes=nodes, tasks=tasks, usages=usages, late=late, pinned=pinned, writable=writable, homes=homes
     )  # fmt: skip
@@ -77,6 +83,10 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
         found[node] = ledger.live_bytes + ledger.needed_bytes(number)
         ledger.run(number)
     return found
+
+
+def _is_late(node: fx.Node) -> bool:
+    return meta.origin(node).region in (meta.Region.OPTIMIZER, meta.Region.OTHER)
 
 
 def sharing(cost: CostModel) -> Sharing:
@@ -135,6 +145,30 @@ def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: b
         for base in bases:
             yield from ((number_of[reader], number_of[node]) for reader in readers[base] if reader is not node)
         yield from ((fence, number_of[node]) for fence in fences)
+
+
+def _whole_updates(
+    program: Program, number_of: dict[fx.Node, int], compiles: Callable[[fx.Node], bool]
+) -> Iterator[tuple[int, int]]:
+    """The waits of what an input becomes, before the calls that begin to compute it, if a compiler has both."""
+    awaits: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset() for node in program.placeholders}
+    for node in number_of:
+        awaits[node] = frozenset([node] if node.target is ops.WAIT else []).union(
+            *(awaits.get(arg, frozenset()) for arg in node.all_input_nodes)
+        )
+    ends = {
+        program.placeholders[end.target]: value
+        for end, value in zip(program.outputs, program.results, strict=True)
+        if end.kind is OutputKind.WRITE and end.target is not None and isinstance(value, fx.Node)
+    }
+    for node, bases in sink.updates(program).items():
+        if not _is_late(node) or not compiles(node):
+            continue  # a product that adds a bias could write to the bias
+        for base in bases:
+            last = ends[base]
+            maker = last.args[0] if last.target is operator.getitem else last
+            if isinstance(maker, fx.Node) and maker in awaits and compiles(maker):
+                yield from ((number_of[wait], number_of[node]) for wait in awaits[maker] - awaits[node])
 
 
 def _memory(

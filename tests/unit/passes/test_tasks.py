@@ -1,0 +1,95 @@
+"""A graph as numbers: what stands before what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+
+from tests.unit import builders
+from tests.unit.capture.steps import program_of
+from wholestep.config import DDP
+from wholestep.cost.model import CostModel
+from wholestep.lower import inductor
+from wholestep.passes import sink, tasks
+from wholestep.passes.default import passes_of
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.scalars import pack_scalars
+from wholestep.passes.segments import form_segments
+from wholestep.passes.tasks import tasks_of
+from wholestep.place.strategies import place
+from wholestep.program import ops
+from wholestep.program.program import MeshAxis, Program
+
+CALLS = CostModel.default("cpu+gloo")
+KERNELS = replace(CALLS, compiles=inductor.may_compile)
+COMPILED = [
+    partial(pack_scalars, reads=inductor.reads_packed),
+    partial(form_segments, compiles=inductor.compiles),
+]
+
+
+@pytest.fixture(scope="module")
+def clipped() -> Program:
+    """AdamW by the calls that torch makes on the CPU, behind a norm over all gradients; two ranks."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    opt = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    axis = MeshAxis(name="data", size=2, group=builders.world_group())
+    return place(program_of(train, torch.ones(16, 256)), DDP(bucket_bytes=600_000), axis)
+
+
+def early_updates(program: Program) -> int:
+    """Calls that begin to update a parameter or its second moment before the last wait."""
+    nodes, begun = list(program.graph.nodes), set(beginnings(program))
+    last = max(place for place, node in enumerate(nodes) if node.target is ops.WAIT)
+    return sum(node in begun for node in nodes[:last])
+
+
+def beginnings(program: Program) -> list[fx.Node]:
+    """The decay of each parameter, and that of its second moment."""
+    return [node for node in sink.updates(program) if node.target is torch.ops.aten.mul.Tensor]
+
+
+def planned(program: Program, cost: CostModel) -> Program:
+    return run_passes(program, passes_of(cost=cost, bucket_bytes=600_000)[:-2])
+
+
+def test_calls_that_become_one_kernel_wait_for_its_gradients(clipped: Program) -> None:
+    found = tasks_of(clipped, KERNELS)
+    waits = {number for number, node in enumerate(found.nodes) if node.target is ops.WAIT}
+    assert waits
+    number_of = {node: number for number, node in enumerate(found.nodes)}
+    assert len(beginnings(clipped)) == 2 * 8
+    assert all(waits <= {*found.tasks[number_of[node]].deps} for node in beginnings(clipped))
+
+
+def test_calls_that_stay_calls_fill_the_time(clipped: Program) -> None:
+    assert early_updates(planned(clipped, CALLS)) > 0
+    assert early_updates(planned(clipped, KERNELS)) == 0
+
+
+def copied(program: Program) -> str:
+    """What the last pass says."""
+    done = run_passes(program, passes_of(cost=KERNELS, bucket_bytes=600_000, lowering=COMPILED))
+    (said,) = [note for record in done.history for note in record.notes if "of inputs are copied" in note]
+    return said
+
+
+def test_a_compiled_update_writes_in_place(clipped: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not, where its first calls fill the time: their values are others' to read."""
+    assert copied(clipped) == "0 B of inputs are copied at the end of the step"
+    monkeypatch.setattr(tasks, "_whole_updates", lambda *_: iter(()))
+    assert "MiB of inputs are copied" in copied(clipped)
