@@ -10,7 +10,8 @@ Note: the rules
     4. work that may stand anywhere (counters of the optimizer), to fill the time;
     5. if nothing of that is left, what needs the collective that ends first; here the device stands still.
 
-    A wait runs right before the first task that needs it. A task of 2 or 4 is put off while it would take memory beyond
+    A wait runs right before the first task that needs it, and so does what a compiler makes one kernel of with it: an
+    update runs as a whole. A task of 2 or 4 is put off while it would take memory beyond
     the bound. Should an order pass the bound in spite of that, a more careful one is taken, in the end the one given.
     List scheduling: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
 """
@@ -41,6 +42,8 @@ class Problem:
     late: Sequence[bool]
     """Whether the task may run long after its place in the given order: no activation lives longer for it."""
     usages: Sequence[Usage]
+    joins: Sequence[bool] = ()
+    """Whether it is part of an update, of which a compiler makes one kernel; empty: none is."""
     pinned: Collection[int] = ()
     writable: Collection[int] = ()
     sharing: Sharing = ALONE
@@ -130,6 +133,7 @@ class _Scheduler:
         for number, task in enumerate(self.tasks):
             for dep in task.deps:
                 self.users[dep].append(number)
+        self.inner = _inner(problem.joins, self.users, self.awaits)
         self.missing = [len(task.deps) for task in self.tasks]
         self.bit = {number: bit for bit, number in enumerate(_starts(self.tasks))}
         self.under_way = (1 << len(self.bit)) - 1
@@ -145,7 +149,7 @@ class _Scheduler:
         for number, task in enumerate(self.tasks):
             if task.comm_us is not None and not task.deps:
                 heapq.heappush(self.starts, number)
-            elif not task.waits_for:
+            elif not task.waits_for and number not in self.inner:
                 self._offer(number)
         while len(self.order) < len(self.tasks):
             self._one()
@@ -248,6 +252,15 @@ class _Scheduler:
 
 def _starts(tasks: Sequence[Task]) -> list[int]:
     return [number for number, task in enumerate(tasks) if task.comm_us is not None]
+
+
+def _inner(joins: Sequence[bool], users: Sequence[Sequence[int]], awaits: Sequence[int]) -> set[int]:
+    """Parts of updates that run with what reads them: other parts, that wait for the same collectives."""
+    return {
+        number
+        for number, part in enumerate(joins)
+        if part and users[number] and all(joins[user] and awaits[user] == awaits[number] for user in users[number])
+    }
 
 
 def _awaited(tasks: Sequence[Task]) -> list[int]:

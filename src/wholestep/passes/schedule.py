@@ -14,7 +14,8 @@ Before and after, with two buckets::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch.fx as fx
@@ -22,7 +23,7 @@ import torch.fx as fx
 from wholestep.cost.model import CostModel
 from wholestep.errors import ConfigError
 from wholestep.passes import order
-from wholestep.passes.tasks import sharing, tasks_of
+from wholestep.passes.tasks import beginnings, sharing, tasks_of
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
 
@@ -51,9 +52,11 @@ def schedule(
     if not moves and bound_bytes is None:
         return program
     _as_written(program)
+    if cost.compiles is not None:
+        _bring_together(program, cost.compiles)
     found = tasks_of(program, cost, hold_updates=hold_updates)
     problem = order.Problem(
-        tasks=found.tasks, late=found.late, usages=found.usages,
+        tasks=found.tasks, late=found.late, usages=found.usages, joins=found.joins,
         pinned=found.pinned, writable=found.writable, sharing=sharing(cost),
     )  # fmt: skip
     given = order.given(problem)
@@ -94,6 +97,20 @@ def _as_written(program: Program) -> None:
         places[node] = last
     _move(program, sorted(nodes, key=lambda node: places[node]))
     edit.sort_topologically(program.graph)
+
+
+def _bring_together(program: Program, compiles: Callable[[fx.Node], bool]) -> None:
+    """Puts calls that begin an update right before what reads them, so that a compiler makes one kernel of them.
+
+    A decay is written before the gradient is asked for, and would so stand before the wait for it.
+    """
+    place = {node: number for number, node in enumerate(program.graph.nodes)}
+    for node in dict.fromkeys(first for first, _ in beginnings(program, compiles)):
+        items = [user for user in node.users if user.target is operator.getitem]
+        readers = [user for one in (node, *items) for user in one.users if user not in items]
+        first = min(readers, key=place.__getitem__)
+        for one in (node, *items):
+            first.prepend(one)
 
 
 def _move(program: Program, nodes: Iterable[fx.Node]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from wholestep.cost.fusion import is_of_host
 from wholestep.cost.memory import Ledger, Make, Usage
 from wholestep.cost.model import CostModel
 from wholestep.cost.timeline import Sharing, Task
@@ -38,6 +39,8 @@ class Tasks:
     usages: tuple[Usage, ...]
     late: tuple[bool, ...]
     """Nodes outside of forward and backward: updates, counters, clipping, averages."""
+    joins: tuple[bool, ...]
+    """Late nodes of which a compiler makes kernels."""
     pinned: frozenset[int]
     writable: frozenset[int]
     homes: tuple[tuple[int, ...], ...]
@@ -68,9 +71,14 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
         for number, node in enumerate(nodes)
     )
     usages, homes, pinned, writable = _memory(program, nodes)
-    late = tuple(map(_is_late, nodes))
+    late, compiles = tuple(map(_is_late, nodes)), cost.compiles
     return Tasks(
-        nodes=nodes, tasks=tasks, usages=usages, late=late, pinned=pinned, writable=writable, homes=homes
+        nodes=nodes, tasks=tasks, usages=usages, late=late,
+        joins=tuple(
+            ok and compiles is not None and (compiles(node) or is_of_host(node))
+            for ok, node in zip(late, nodes, strict=True)
+        ),
+        pinned=pinned, writable=writable, homes=homes,
     )  # fmt: skip
 
 
@@ -147,15 +155,8 @@ def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: b
         yield from ((fence, number_of[node]) for fence in fences)
 
 
-def _whole_updates(
-    program: Program, number_of: dict[fx.Node, int], compiles: Callable[[fx.Node], bool]
-) -> Iterator[tuple[int, int]]:
-    """The waits of what an input becomes, before the calls that begin to compute it, if a compiler has both."""
-    awaits: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset() for node in program.placeholders}
-    for node in number_of:
-        awaits[node] = frozenset([node] if node.target is ops.WAIT else []).union(
-            *(awaits.get(arg, frozenset()) for arg in node.all_input_nodes)
-        )
+def beginnings(program: Program, compiles: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Calls that begin to compute what an input becomes, each with the one that ends it, if a compiler has both."""
     ends = {
         program.placeholders[end.target]: value
         for end, value in zip(program.outputs, program.results, strict=True)
@@ -167,8 +168,20 @@ def _whole_updates(
         for base in bases:
             last = ends[base]
             maker = last.args[0] if last.target is operator.getitem else last
-            if isinstance(maker, fx.Node) and maker in awaits and compiles(maker):
-                yield from ((number_of[wait], number_of[node]) for wait in awaits[maker] - awaits[node])
+            if isinstance(maker, fx.Node) and maker is not node and maker.op == "call_function" and compiles(maker):
+                yield node, maker
+
+
+def _whole_updates(
+    program: Program, number_of: dict[fx.Node, int], compiles: Callable[[fx.Node], bool]
+) -> Iterator[tuple[int, int]]:
+    """The waits of what an input becomes, before the calls that begin to compute it."""
+    awaits: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in number_of:
+        own = frozenset([node] if node.target is ops.WAIT else [])
+        awaits[node] = own.union(*(awaits[arg] for arg in node.all_input_nodes if arg in awaits))
+    for first, last in beginnings(program, compiles):
+        yield from ((number_of[wait], number_of[first]) for wait in awaits[last] - awaits[first])
 
 
 def _memory(

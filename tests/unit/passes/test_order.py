@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,24 @@ def test_an_update_is_kept_to_hide_the_last_bucket():
     found = schedule(case, NO_BOUND)
     assert named(found, names) == "b2 s1 b1 b0 s0 w1 U1 w0 U0"
     assert (found.total_us, found.exposed_us) == (190, 0)
+
+
+def test_parts_of_an_update_that_become_one_kernel_run_together():
+    case, names = problem(
+        ("b1", Task(us=50)),
+        ("s1", Task(comm_us=10, deps=(0,))),
+        ("b0", Task(us=50, deps=(0,))),
+        ("a0", Task(us=50, deps=(2,))),
+        ("s0", Task(comm_us=20, deps=(1, 3))),
+        ("w1", Task(waits_for=(1,), deps=(1,))),
+        ("w0", Task(waits_for=(4,), deps=(4,))),
+        ("DECAY", Task(us=20, deps=(5,))),
+        ("STEP", Task(us=20, deps=(7,))),
+        ("U0", Task(us=20, deps=(6,))),
+    )
+    assert named(schedule(case, NO_BOUND), names) == "b1 s1 b0 w1 DECAY a0 s0 STEP w0 U0"
+    whole = replace(case, joins=[name.isupper() for name in names])
+    assert named(schedule(whole, NO_BOUND), names) == "b1 s1 b0 a0 s0 w1 DECAY STEP w0 U0"
 
 
 def test_of_orders_about_as_fast_the_one_that_exposes_least_is_taken():

@@ -15,7 +15,7 @@ from tests.unit.capture.steps import program_of
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
-from wholestep.passes import sink, tasks
+from wholestep.passes import schedule, sink, tasks
 from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.scalars import pack_scalars
@@ -33,22 +33,28 @@ COMPILED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def clipped() -> Program:
-    """AdamW by the calls that torch makes on the CPU, behind a norm over all gradients; two ranks."""
+def training(*, foreach: bool, clip: bool) -> Program:
+    """AdamW by the calls that torch makes where nothing is fused, with two buckets on two ranks."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    opt = torch.optim.AdamW(model.parameters(), foreach=False)
+    opt = torch.optim.AdamW(model.parameters(), foreach=foreach)
 
     def train(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
         return loss.detach()
 
     axis = MeshAxis(name="data", size=2, group=builders.world_group())
-    return place(program_of(train, torch.ones(16, 256)), DDP(bucket_bytes=600_000), axis)
+    return place(program_of(train, torch.ones(16, 256)), DDP(), axis)
+
+
+@pytest.fixture(scope="module")
+def clipped() -> Program:
+    """Behind a norm over all gradients, with an update for each parameter."""
+    return training(foreach=False, clip=True)
 
 
 def early_updates(program: Program) -> int:
@@ -81,15 +87,24 @@ def test_calls_that_stay_calls_fill_the_time(clipped: Program) -> None:
     assert early_updates(planned(clipped, KERNELS)) == 0
 
 
-def copied(program: Program) -> str:
+def copied(program: Program, cost: CostModel = KERNELS) -> str:
     """What the last pass says."""
-    done = run_passes(program, passes_of(cost=KERNELS, bucket_bytes=600_000, lowering=COMPILED))
+    done = run_passes(program, passes_of(cost=cost, bucket_bytes=600_000, lowering=COMPILED))
     (said,) = [note for record in done.history for note in record.notes if "of inputs are copied" in note]
     return said
 
 
-def test_a_compiled_update_writes_in_place(clipped: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not, where its first calls fill the time: their values are others' to read."""
-    assert copied(clipped) == "0 B of inputs are copied at the end of the step"
+@pytest.mark.parametrize("where", ["cpu+gloo", "h200+nvlink"])
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "lists"])
+@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
+def test_a_compiled_update_writes_in_place(where: str, foreach: bool, clip: bool) -> None:
+    cost = replace(CostModel.default(where), compiles=inductor.may_compile)
+    assert copied(training(foreach=foreach, clip=clip), cost) == "0 B of inputs are copied at the end of the step"
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
+def test_in_parts_it_does_not(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of calls that fill the time are for others to read."""
     monkeypatch.setattr(tasks, "_whole_updates", lambda *_: iter(()))
-    assert "MiB of inputs are copied" in copied(clipped)
+    monkeypatch.setattr(schedule, "_bring_together", lambda *_: None)
+    assert "MiB of inputs are copied" in copied(training(foreach=True, clip=clip))
