@@ -158,18 +158,29 @@ def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: b
 def beginnings(program: Program, compiles: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Calls that begin to compute what an input becomes, each with the one that ends it, if a compiler has both."""
     ends = {
-        program.placeholders[end.target]: value
+        program.placeholders[end.target]: value.args[0] if value.target is operator.getitem else value
         for end, value in zip(program.outputs, program.results, strict=True)
         if end.kind is OutputKind.WRITE and end.target is not None and isinstance(value, fx.Node)
     }
     for node, bases in sink.updates(program).items():
         if not _is_late(node) or not compiles(node):
             continue  # a product that adds a bias could write to the bias
-        for base in bases:
-            last = ends[base]
-            maker = last.args[0] if last.target is operator.getitem else last
-            if isinstance(maker, fx.Node) and maker is not node and maker.op == "call_function" and compiles(maker):
-                yield node, maker
+        for last in dict.fromkeys(ends[base] for base in bases if base in ends):
+            if isinstance(last, fx.Node) and last is not node and compiles(last) and _leads_to(node, last):
+                yield node, last
+
+
+def _leads_to(node: fx.Node, last: fx.Node) -> bool:
+    """Whether `last` depends on `node` by late nodes alone."""
+    seen, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user is last:
+                return True
+            if user not in seen and _is_late(user):
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _whole_updates(
