@@ -6,6 +6,7 @@ wait, memory stays within the bound, and the whole gives what eager code gives o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -42,7 +43,9 @@ SEGMENTS = [
     partial(form_segments, compiles=inductor.compiles),
 ]
 """Passes of a backend that compiles, as far as they keep the bits; the segments run node by node here."""
-COSTS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
+CALLS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
+COSTS = CALLS + [replace(cost, compiles=inductor.may_compile) for cost in CALLS]
+"""Of calls as they are, and of a backend that makes kernels of them."""
 PARTS = 4
 """Of one property, so that several workers can have a part: those seeds that leave the part's number as a remainder."""
 draws = st.integers(0, 10**6)
