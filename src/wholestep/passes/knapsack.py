@@ -61,8 +61,10 @@ def _undominated(choices: list[_Choice]) -> list[_Choice]:
 
 
 def _thinned(choices: list[_Choice], need_bytes: int) -> list[_Choice]:
-    """At most about `LIMIT`: of those with about equal bytes the cheapest, and always the last."""
+    """At most about `LIMIT`: of those with about equal bytes the cheapest, and always the last, without which what is
+    still to come may not be enough."""
     if len(choices) <= LIMIT:
         return choices
-    cells = {one.num_bytes * LIMIT // need_bytes: one for one in reversed(choices)}
-    return list(cells.values())[::-1]
+    *others, last = choices
+    cells = {one.num_bytes * LIMIT // need_bytes: one for one in reversed(others)}
+    return [*reversed(cells.values()), last]

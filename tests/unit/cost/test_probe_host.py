@@ -9,10 +9,14 @@ from wholestep.program.show import Rendered
 
 
 def test_calls_of_every_kind_are_measured_and_more_work_costs_more() -> None:
-    with torch.no_grad():
-        calls_us, listed_us = probe_host.probe_host(torch.device("cpu"))
+    for _ in range(3):  # a core that others use as well may be taken away in any line
+        with torch.no_grad():
+            calls_us, listed_us = probe_host.probe_host(torch.device("cpu"))
+        rising = [0, *(calls_us[kind] for kind in ("number", "view", "convolution", "convolution_backward"))]
+        if rising == sorted({*rising}):
+            break
     assert calls_us.keys() == set(Kind)
-    assert 0 < calls_us["number"] < calls_us["view"] < calls_us["convolution"] < calls_us["convolution_backward"]
+    assert rising == sorted({*rising}), calls_us
     assert 0 < listed_us < calls_us["convolution"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wholestep.passes import knapsack
@@ -57,7 +57,12 @@ def narrow():
         yield 20
 
 
+NEARLY_ALL = [(1, 0), (1, 0), (1, 0), (1, 0), (1, 1), (1, 1), (3, 3), (7, 5), (40, 10), (16, 0)]
+"""Where the largest of some alike choices is the only one that becomes enough."""
+
+
 @given(ITEMS, st.integers(1, 150))
+@example([Item(num_bytes=num_bytes, us=us) for num_bytes, us in NEARLY_ALL], 71)
 def test_choices_that_count_as_alike_cost_what_a_larger_need_would(narrow, items, need_bytes):
     chosen = cheapest(items, need_bytes)
     num_bytes, us = freed(items, chosen)
