@@ -13,8 +13,10 @@ BIN  := $(VENV)/bin
 # Modules are compiled as they are first imported: of torch's and of what tests install few ever are.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
-# The types are checked while what tests need is installed.
+# The types are checked while what tests need is installed. Of several goals each would install at the same time.
+ifeq ($(words $(MAKECMDGOALS)),1)
 MAKEFLAGS += --jobs=2
+endif
 
 TORCH_SPEC   := $(if $(TORCH),torch==$(TORCH),torch>=2.11,<2.14)
 # The annotations of torch differ by version: what must be ignored in one is no error in another.

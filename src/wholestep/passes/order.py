@@ -10,9 +10,9 @@ Note: the rules
     4. work that may stand anywhere (counters of the optimizer), to fill the time;
     5. if nothing of that is left, what needs the collective that ends first; here the device stands still.
 
-    A wait runs right before the first task that needs it, and so does what a compiler makes one kernel of with it: an
-    update runs as a whole. A task of 2 or 4 is put off while it would take memory beyond
-    the bound. Should an order pass the bound in spite of that, a more careful one is taken, in the end the one given.
+    A wait runs right before the first task that needs it, and so do the parts of an update of which a compiler makes
+    one kernel. A task of 2 or 4 is put off while it would take memory beyond the bound. Should an order pass the bound
+    in spite of that, a more careful one is taken, in the end the one given.
     List scheduling: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
 """
 
@@ -43,7 +43,7 @@ class Problem:
     """Whether the task may run long after its place in the given order: no activation lives longer for it."""
     usages: Sequence[Usage]
     joins: Sequence[bool] = ()
-    """Whether it is part of an update, of which a compiler makes one kernel; empty: none is."""
+    """Whether it may be part of an update of which a compiler makes one kernel; empty: none is."""
     pinned: Collection[int] = ()
     writable: Collection[int] = ()
     sharing: Sharing = ALONE

@@ -74,6 +74,16 @@ def program_of(step: Callable[..., Any], *args: Any) -> Program:
     return captured(step, *args).program
 
 
+def finish(model: nn.Module, opt: torch.optim.Optimizer, loss: Tensor, *, clip: bool) -> Tensor:
+    """What follows the loss in a step, which gives it back."""
+    loss.backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
 def names(program: Program, *kinds: InputKind) -> list[str]:
     return [record.name for record in program.inputs if record.kind in kinds]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.capture.steps import program_of
+from tests.unit.capture.steps import finish, program_of
 from wholestep.cli.gpt import GPT, GPTConfig
 from wholestep.config import DDP
 from wholestep.cost.memory import Ledger
@@ -64,12 +64,7 @@ def captured(*, clip: bool) -> tuple[Program, dict[str, int]]:
 
     def train(x: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
+        return finish(model, opt, loss, clip=clip)
 
     return program_of(train, tokens), {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from tests.unit import builders
-from tests.unit.capture.steps import program_of
+from tests.unit.capture.steps import finish, program_of
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
@@ -39,13 +39,7 @@ def training(*, foreach: bool, clip: bool) -> Program:
     opt = torch.optim.AdamW(model.parameters(), foreach=foreach)
 
     def train(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
+        return finish(model, opt, model(x).square().mean(), clip=clip)
 
     axis = MeshAxis(name="data", size=2, group=builders.world_group())
     return place(program_of(train, torch.ones(16, 256)), DDP(), axis)
@@ -80,6 +74,25 @@ def test_calls_that_become_one_kernel_wait_for_its_gradients(clipped: Program) -
     number_of = {node: number for number, node in enumerate(found.nodes)}
     assert len(beginnings(clipped)) == 2 * 8
     assert all(waits <= {*found.tasks[number_of[node]].deps} for node in beginnings(clipped))
+
+
+def test_what_only_reads_a_parameter_begins_no_update() -> None:
+    """Its result goes elsewhere, so nothing is gained where it stands beside the update."""
+    model = nn.Linear(8, 8, bias=False)
+    opt = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def train(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            told = model.weight * 2
+        opt.step()
+        return loss.detach(), told
+
+    program = program_of(train, torch.ones(4, 8))
+    readers = beginnings(program)
+    begun = {first for first, _ in tasks.beginnings(program, inductor.may_compile)}
+    assert [node in begun for node in readers] == [False, True, True]
 
 
 def test_calls_that_stay_calls_fill_the_time(clipped: Program) -> None:
