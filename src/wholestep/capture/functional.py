@@ -1,9 +1,10 @@
 """Makes a traced graph functional: no operation writes, what changes is returned.
 
-A second trace under torch's functionalization does the work, for the calls that writes concern; the others are copied
-(`wholestep.capture.part`). Two more things are ours: operators outside ATen that write to their arguments (torch
-refuses those) get a functional twin first, and the ``copy_`` calls at the end, which put new values into inputs,
-become outputs.
+Where all that is written to is written to as a whole, calls in place become their functional forms
+(`wholestep.capture.direct`). Elsewhere a second trace under torch's functionalization does the work, for the calls that
+writes concern; the others are copied (`wholestep.capture.part`). Two more things are ours: operators outside ATen that
+write to their arguments (torch refuses those) get a functional twin first, and the ``copy_`` calls at the end, which
+put new values into inputs, become outputs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
+from wholestep.capture.direct import rewritten, written_as_a_whole
 from wholestep.capture.host import HostValues, Known, host_branches
 from wholestep.capture.origin import node_hook
 from wholestep.capture.part import part_of, put_back
@@ -52,9 +54,20 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
     """
     keep_random_layout(traced.graph)
     replace_custom_writes(traced.graph)
+    plain = [_detached(one) for one in inputs]
+    groups = written_as_a_whole(traced)
+    found = None if groups is None else rewritten(traced, plain, groups, mode)
+    made = _traced_again(traced, plain, mode, known) if found is None else Functional(*found)
+    for op in _REPLACED_BY_FUNCTORCH:
+        for node in made.module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
+            node.target = op
+    return made
+
+
+def _traced_again(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
     part = part_of(traced)
     interpreter = _OriginKeeper(part.module)
-    plain = [_detached(one) for one in (*inputs, *map(meta.value, part.entering))]
+    plain = [*inputs, *(_detached(meta.value(one)) for one in part.entering)]
     known = [*known, *(None for _ in part.entering)]
     host: list[HostValues] = []
 
@@ -66,9 +79,6 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
     with mode, plainly(), unwritten(), node_hook(interpreter.tag), branches:
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
     module = put_back(traced, part, functional, interpreter.made_for)
-    for op in _REPLACED_BY_FUNCTORCH:
-        for node in module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
-            node.target = op
     fold_resizes(module.graph)
     return _take_writes(module)
 

@@ -91,13 +91,13 @@ def put_back(
     for old in whole.graph.nodes:
         if old in inside:
             for node in made.get(old, ()):
-                moved[node] = _named_copy(graph, node, moved.__getitem__)
+                moved[node] = named_copy(graph, node, moved.__getitem__)
         elif old.op not in ("placeholder", "output"):
-            new[old] = _named_copy(graph, old, lambda arg: new[arg] if arg in new else moved[gives[arg]])
+            new[old] = named_copy(graph, old, lambda arg: new[arg] if arg in new else moved[gives[arg]])
         if old in enters:
             moved[enters[old]] = new[old]
     for node in made.get(None, ()):
-        moved[node] = _named_copy(graph, node, moved.__getitem__)
+        moved[node] = named_copy(graph, node, moved.__getitem__)
     results = whole.graph.output_node().args[0]
     graph.output(fx.map_arg(results, lambda one: moved[gives[one]] if one in gives else new[one]))
     return module_of(functional, graph)
@@ -111,7 +111,8 @@ def _drop_writes(graph: fx.Graph, entering: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def _named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """The node at the end of a graph, of which `new` gives its arguments, named as a trace names it."""
     if node.op == "get_attr":
         copy = graph.node_copy(node, new)
     else:
@@ -135,27 +136,48 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args), {name: arg for name, arg in node.kwargs.items() if arg is not None or name not in plain}
 
 
+class Groups:
+    """Which nodes of a graph may share memory, and which memory is written to."""
+
+    def __init__(self, graph: fx.Graph, *, items_apart: bool = False) -> None:
+        """`items_apart`: whether tensors that a call gives in a list, each in memory of its own, are groups each."""
+        self._parent: dict[fx.Node, fx.Node] = {}
+        self.written: dict[fx.Node, int] = {}
+        """Group -> place of the first write."""
+        self.bases: dict[fx.Node, list[fx.Node]] = {}
+        """Group -> nodes that share memory with no node before them."""
+        alone, items = [], dict[tuple[fx.Node, Any], fx.Node]()
+        for node in graph.nodes:
+            shared = list(shares_with(node))
+            if items_apart and node.target is operator.getitem and _gives_new_tensors(shared[0]):
+                shared = [first] if (first := items.setdefault(node.args, node)) is not node else []
+            for source in shared:
+                self._parent[self.of(node)] = self.of(source)
+            if not shared:
+                alone.append(node)
+        for node in alone:
+            self.bases.setdefault(self.of(node), []).append(node)
+        for place, node in enumerate(graph.nodes):
+            for target in writes_to(node):
+                self.written.setdefault(self.of(target), place)
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The group of a node, by the name of one of its members."""
+        while (parent := self._parent.get(node, node)) is not node:
+            self._parent[node] = self._parent.get(parent, parent)
+            node = parent
+        return node
+
+
 class _Touched:
     """Which calls of a graph are in the part."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes = list(graph.nodes)
-        self._place = {node: place for place, node in enumerate(self._nodes)}
-        self._parent: dict[fx.Node, fx.Node] = {}
-        self._written: dict[fx.Node, int] = {}
-        """Group -> place of the first write."""
         self._returned = graph.output_node().all_input_nodes
-        for node in self._nodes:
-            for source in _shares_with(node):
-                self._parent[self._group(node)] = self._group(source)
-        sources = (node for node in self._nodes if not any(True for _ in _shares_with(node)))
-        self._bases: dict[fx.Node, list[fx.Node]] = {}
-        for node in sources:
-            self._bases.setdefault(self._group(node), []).append(node)
-        for place, node in enumerate(self._nodes):
-            for target in _writes_to(node):
-                self._written.setdefault(self._group(target), place)
-        self.calls = self._numbers() | {node for node in self._nodes if _is_new(node)}
+        groups = Groups(graph)
+        self._group, self._written, self._bases = groups.of, groups.written, groups.bases
+        self.calls = self._numbers() | {node for node in self._nodes if is_new(node)}
         self._whole = {group for group in self._written if len(self._bases.get(group, ())) != 1}
         """Groups of which every call is in the part."""
         for node in self._nodes:
@@ -167,12 +189,6 @@ class _Touched:
     def results(self) -> list[fx.Node]:
         """Results that the part makes or writes to."""
         return [one for one in self._returned if one in self.calls or self._group(one) in self._written]
-
-    def _group(self, node: fx.Node) -> fx.Node:
-        while (parent := self._parent.get(node, node)) is not node:
-            self._parent[node] = self._parent.get(parent, parent)
-            node = parent
-        return node
 
     def _numbers(self) -> set[fx.Node]:
         """Numbers and constants, what they are made of, and their readers."""
@@ -193,7 +209,7 @@ class _Touched:
             if node.op in ("placeholder", "output") or node in self.calls:
                 continue
             # A view of what the part makes: both would have memory of their own else.
-            follows = any(source in self.calls for source in _shares_with(node))
+            follows = any(source in self.calls for source in shares_with(node))
             if follows or any(self._concerns(self._group(one), place) for one in (node, *node.all_input_nodes)):
                 self.calls.add(node)
         for node in [one for one in self.calls if one.target is operator.getitem]:
@@ -218,7 +234,7 @@ class _Touched:
                 yield self._group(node)
 
 
-def _shares_with(node: fx.Node) -> Iterable[fx.Node]:
+def shares_with(node: fx.Node) -> Iterable[fx.Node]:
     """Arguments with which the results of a call may share memory."""
     if node.op != "call_function":
         return ()
@@ -227,7 +243,15 @@ def _shares_with(node: fx.Node) -> Iterable[fx.Node]:
     return (one for place in ops.viewed_args(node.target) for one in _argument(node, place))
 
 
-def _writes_to(node: fx.Node) -> Iterable[fx.Node]:
+def _gives_new_tensors(node: fx.Node) -> bool:
+    """Whether a list of tensors, or of such lists, shares memory with nothing else, and is read item by item."""
+    if any(user.target is not operator.getitem for user in node.users):
+        return False
+    return all(node.target is operator.getitem and _gives_new_tensors(source) for source in shares_with(node))
+
+
+def writes_to(node: fx.Node) -> Iterable[fx.Node]:
+    """Arguments that a call writes to."""
     if node.target in (ops.RESIZE_STORAGE, ops.SET_VERSION):
         return node.all_input_nodes
     return (one for place in ops.mutated_args(node.target) for one in _argument(node, place))
@@ -247,7 +271,7 @@ def _is_number(node: fx.Node) -> bool:
     return not isinstance(meta.value(node), (torch.Tensor, list, tuple, type(None)))
 
 
-def _is_new(node: fx.Node) -> bool:
+def is_new(node: fx.Node) -> bool:
     """Whether the call was put into the graph behind the trace: its value is not known, or that of another call."""
     if node.op != "call_function" or not ops.is_op(node):
         return node.op == "call_function" and meta.value(node) is None

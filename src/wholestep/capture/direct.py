@@ -1,0 +1,154 @@
+"""Makes a graph functional without a second trace, where all that is written to is written to as a whole.
+
+What an optimizer does to parameters and state is of this kind, and in most steps nothing else writes::
+
+    mul_ = aten.mul_.Tensor(exp_avg, 0.9)               mul = aten.mul.Tensor(exp_avg, 0.9)
+    aten._foreach_add_.Scalar([p, q], 1)          ->    _foreach_add = aten._foreach_add.Scalar([p, q], 1)
+    aten.copy_.default(mean, mul_)                      copy = aten.copy.default(mean, mul)
+
+Every call is copied as it is, or as its functional form, whose value alone is computed anew; so names and numbers of
+the host stay. The result is the graph that `torch.func.functionalize` would give, node by node. What it takes: memory
+that is written to belongs to one input or call; behind the first write nobody sees it but as a whole; and all writes
+are operators of ATen in place that have a functional form of the same signature and layout, and draw nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from wholestep.capture.part import Groups, is_new, named_copy, shares_with, writes_to
+from wholestep.program import meta, ops
+from wholestep.program.modules import module_of
+
+_aten = torch.ops.aten
+
+
+@cache
+def _functional_form(op: Any) -> Any:
+    """The operator of ATen that computes what `op` writes to its first argument; None if there is none like it."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or ops.mutated_args(op) != (0,):
+        return None
+    if torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.inplace_view in op.tags:
+        return None
+    name = op._schema.name.removeprefix("aten::")
+    packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
+    found = getattr(packet, op._overloadname, None)
+    if found is None or ops.mutated_args(found) or ops.viewed_args(found):
+        return None
+    own, other = ([(one.name, str(one.type)) for one in each._schema.arguments] for each in (op, found))
+    return found if own == other else None
+
+
+def written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
+    """The groups of a graph that `rewritten` takes; None for another one."""
+    groups = Groups(whole.graph, items_apart=True)
+    bases = {group: groups.bases.get(group, []) for group in groups.written}
+    if any(len(found) != 1 or found[0].op == "get_attr" for found in bases.values()):
+        return None
+    seen_whole = {found[0] for found in bases.values()}
+    for place, node in enumerate(whole.graph.nodes):
+        targets = list(writes_to(node))
+        if targets and (_functional_form(node.target) is None or len({*map(groups.of, targets)}) < len(targets)):
+            return None
+        if node.op not in ("call_function", "output"):
+            continue
+        touched = [one for one in node.all_input_nodes if groups.written.get(groups.of(one), place + 1) <= place]
+        if any(one not in seen_whole for one in touched):
+            return None
+        if targets:
+            seen_whole.add(node)
+        elif node.op == "call_function" and groups.written.get(groups.of(node), place + 1) <= place:
+            return None  # a view of what has been written to
+    return groups
+
+
+def rewritten(
+    whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: FakeTensorMode
+) -> tuple[fx.GraphModule, list[Any], dict[int, fx.Node]] | None:
+    """A graph as its functional form, the nodes of its results, and the new value per placeholder that was written to.
+
+    Args:
+        whole: a graph whose calls may write to its inputs; it stays as it is.
+        inputs: a value per placeholder.
+        groups: what `written_as_a_whole` gave.
+        mode: that of fake values.
+
+    None where a functional form gives another layout or type than what is written to.
+    """
+    graph = fx.Graph()
+    new = dict[fx.Node, fx.Node]()
+    last = dict[fx.Node, fx.Node]()
+    """Group -> its value now, once it has been written to."""
+
+    computed = set[fx.Node]()
+    """Whose value is another one than in `whole`: so are those of their views."""
+    items = dict[tuple[Any, Any], fx.Node]()
+
+    def now(node: fx.Node) -> fx.Node:
+        group = groups.of(node)
+        return last[group] if group in last else new[node]
+
+    placeholders = whole.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        new[node] = graph.placeholder(node.name)
+        meta.set_value(new[node], value)
+    for node in whole.graph.nodes:
+        targets = list(writes_to(node))
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and (known := items.get((now(node.args[0]), node.args[1]))) is not None:
+            new[node] = known
+            continue
+        new[node] = copied = named_copy(graph, node, now)
+        if not targets:
+            if is_new(node) or any(now(one) in computed for one in shares_with(node)):
+                _compute(copied, mode)
+                computed.add(copied)
+            if node.target is operator.getitem:
+                items[copied.args[0], copied.args[1]] = copied
+            continue
+        _make_functional(copied, mode)
+        parts = _items(graph, copied) if isinstance(meta.value(copied), (list, tuple)) else [copied]
+        for target, part in zip(targets, parts, strict=True):
+            if not _is_like(meta.value(part), meta.value(now(target))):
+                return None
+            last[groups.of(target)] = part
+    results = fx.map_arg(whole.graph.output_node().args[0], now)
+    graph.output(results)
+    writes = {place: last[groups.of(node)] for place, node in enumerate(placeholders) if groups.of(node) in last}
+    return module_of(whole, graph), list(results), writes  # type: ignore[arg-type]
+
+
+def _make_functional(call: fx.Node, mode: FakeTensorMode) -> None:
+    """Gives a call in place its functional form, with its value and the name that a trace would give it."""
+    call.target = _functional_form(call.target)
+    call.name = call.graph._graph_namespace.create_name(call.target._schema.name.removeprefix("aten::"), None)  # type: ignore[union-attr]
+    _compute(call, mode)
+
+
+def _items(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
+    found = []
+    for place, value in enumerate(meta.value(call)):
+        found.append(graph.create_node("call_function", operator.getitem, (call, place), {}, "getitem"))
+        meta.set_value(found[-1], value)
+        meta.set_origin(found[-1], meta.origin(call))
+    return found
+
+
+def _compute(call: fx.Node, mode: FakeTensorMode) -> None:
+    args, kwargs = pytree.tree_map(
+        lambda one: meta.value(one) if isinstance(one, fx.Node) else one, (call.args, call.kwargs)
+    )
+    with mode, torch.no_grad():
+        meta.set_value(call, call.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def _is_like(made: torch.Tensor, before: torch.Tensor) -> bool:
+    return made.dtype == before.dtype and made.shape == before.shape and made.stride() == before.stride()

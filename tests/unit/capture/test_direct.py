@@ -1,0 +1,171 @@
+"""What is made functional without a second trace, and that it is the graph that one would give."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+
+from tests.unit.capture import test_part as steps
+from tests.unit.capture.steps import calls, program_of
+from wholestep.capture import capture, direct, functional
+from wholestep.program import meta, ops
+
+aten = torch.ops.aten
+
+
+def a_type_that_only_the_call_in_place_keeps(x: Tensor, y: Tensor) -> Any:
+    x.add_(y.double())
+    return x * 2
+
+
+def a_layout_that_only_the_call_in_place_keeps(x: Tensor, y: Tensor) -> Any:
+    column = torch.full((2, 2), 3.0).as_strided((2,), (2,))
+    column.mul_(y[0])
+    return column.view(torch.int32), x
+
+
+def random_numbers_in_place(x: Tensor, y: Tensor) -> Any:
+    return torch.empty_like(x).bernoulli_(0.5) * y
+
+
+def one_tensor_twice_in_a_list(x: Tensor, y: Tensor) -> Any:
+    torch._foreach_mul_([x, x], 0)  # twice by something else, what functionalization gives is not what eager code does
+    return x + y
+
+
+def a_copy_of_an_input(x: Tensor, y: Tensor) -> Any:
+    x.copy_(y * 3)
+    y.copy_(x)
+    return x + y
+
+
+MORE = [
+    a_type_that_only_the_call_in_place_keeps, a_layout_that_only_the_call_in_place_keeps, random_numbers_in_place,
+    one_tensor_twice_in_a_list, a_copy_of_an_input,
+]  # fmt: skip
+TAKEN = {
+    "nothing_is_written", "an_input_at_the_end", "an_input_and_readers_behind", "lists_in_place",
+    "the_result_of_a_write_is_read", "several_results", "a_view_of_what_the_part_makes", "results_that_nobody_reads",
+    "a_copy_of_an_input",
+}  # fmt: skip
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """What is traced a second time."""
+    seen: list[fx.GraphModule] = []
+    original = functional._traced_again
+
+    def noted(traced: fx.GraphModule, *rest: Any) -> functional.Functional:
+        seen.append(traced)
+        return original(traced, *rest)
+
+    monkeypatch.setattr(functional, "_traced_again", noted)
+    return seen
+
+
+@pytest.mark.parametrize("step", [*steps.STEPS, *MORE], ids=lambda step: step.__name__)
+def test_what_is_written_to_as_a_whole_needs_no_second_trace(
+    step: Callable[..., Any], traces: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = steps.made_functional(step)
+    assert (not traces) == (step.__name__ in TAKEN)
+    monkeypatch.setattr(functional, "written_as_a_whole", lambda whole: None)
+    assert steps.described(ours) == steps.described(steps.made_functional(step))
+
+
+@pytest.mark.parametrize("step", [*steps.STEPS, *MORE[:2], *MORE[3:]], ids=lambda step: step.__name__)
+def test_it_computes_what_the_step_does(step: Callable[..., Any]) -> None:
+    steps.assert_it_computes_what_the_step_does(step)
+
+
+class Averaged(nn.Module):
+    """With statistics that the forward writes, and a layer of which torch's kernel has a form of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.cell, self.head = nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(self.cell(self.norm(x))[0])
+        return made
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD, one by one": lambda params: torch.optim.SGD(params, 0.1, 0.9, nesterov=True, foreach=False),
+    "SGD, lists": lambda params: torch.optim.SGD(params, 0.1, 0.9, foreach=True),
+    "AdamW, one by one": lambda params: torch.optim.AdamW(params, foreach=False),
+    "AdamW, lists": lambda params: torch.optim.AdamW(params, foreach=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_is_traced_once_and_the_graph_is_the_one_of_a_second_trace(
+    name: str, traces: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[int] = []
+
+    def twice(*args: Any) -> functional.Functional:
+        ours = functional.functionalize(*args)
+        assert not traces
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "written_as_a_whole", lambda whole: None)
+            assert values(ours) == values(functional.functionalize(*args))
+        captures.append(traces.clear() or 1)
+        return ours
+
+    monkeypatch.setattr(capture, "functionalize", twice)
+    model, average = Averaged(), torch.zeros(4, 4)
+    opt = OPTIMIZERS[name](model.parameters())
+
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        with torch.no_grad():
+            average.lerp_(model.head.weight, 0.5)
+        return loss.detach()
+
+    program = program_of(train, torch.ones(3, 4))
+    assert captures == [1]
+    assert not [node for node in calls(program) if ops.mutated_args(node.target)]
+
+
+def values(made: functional.Functional) -> tuple[Any, ...]:
+    """Results, writes, and how often each value is computed, in any order; names of nodes and of symbols left out."""
+    told: dict[fx.Node, str] = {}
+    storages: set[int] = set()
+    for node in made.module.graph.nodes:
+        if node.op == "output":
+            continue
+        tensors = [one for one in meta.tensors(node) if one.layout is torch.strided]
+        storages.update(one.untyped_storage()._cdata for one in tensors)
+        layouts = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors]
+        given = fx.map_arg((node.args, node.kwargs), lambda arg: told_number(told[arg]))
+        name = node.name if node.op == "placeholder" else ""
+        told[node] = f"{name} {node.target} {given} {layouts} {meta.origin(node)}"
+    ends = [told[one] if isinstance(one, fx.Node) else one for one in made.results]
+    return ends, {place: told[one] for place, one in made.writes.items()}, Counter(told.values()), len(storages)
+
+
+def told_number(text: str) -> str:
+    return f"#{hash(re.sub(r' at 0x[0-9a-f]+', '', text))}"
+
+
+def test_forms_are_those_with_the_same_arguments() -> None:
+    assert direct._functional_form(aten.add_.Tensor) is aten.add.Tensor
+    assert direct._functional_form(aten._foreach_lerp_.Scalar) is aten._foreach_lerp.Scalar
+    assert direct._functional_form(aten.copy_.default) is aten.copy.default
+    for op in (aten.bernoulli_.float, aten.t_.default, aten.mm.out, aten.add.Tensor, aten.set_.default, "add_"):
+        assert direct._functional_form(op) is None
