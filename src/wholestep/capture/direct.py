@@ -7,9 +7,9 @@ What an optimizer does to parameters and state is of this kind, and in most step
     aten.copy_.default(mean, mul_)                      copy = aten.copy.default(mean, mul)
 
 Every call is copied as it is, or as its functional form, whose value alone is computed anew; so names and numbers of
-the host stay. The result is the graph that `torch.func.functionalize` would give, node by node. What it takes: memory
-that is written to belongs to one input or call; behind the first write nobody sees it but as a whole; and all writes
-are operators of ATen in place that have a functional form of the same signature and layout, and draw nothing.
+the host stay. The result is the graph that `torch.func.functionalize` would give, but for the order of items of lists.
+What it takes: behind the first write to memory nobody sees it but as a whole; and all writes are operators of ATen in
+place that have a functional form of the same signature and layout, and draw nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.part import Groups, is_new, named_copy, shares_with, writes_to
@@ -32,7 +33,8 @@ _aten = torch.ops.aten
 
 @cache
 def _functional_form(op: Any) -> Any:
-    """The operator of ATen that computes what `op` writes to its first argument; None if there is none like it."""
+    """The operator of ATen that computes what `op` writes to its first argument; None if there is none like it:
+    ``pow_.Scalar`` is a tensor to the power of a number, and ``pow.Scalar`` a number to the power of a tensor."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or ops.mutated_args(op) != (0,):
         return None
     if torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.inplace_view in op.tags:
@@ -49,10 +51,8 @@ def _functional_form(op: Any) -> Any:
 def written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
     """The groups of a graph that `rewritten` takes; None for another one."""
     groups = Groups(whole.graph, items_apart=True)
-    bases = {group: groups.bases.get(group, []) for group in groups.written}
-    if any(len(found) != 1 or found[0].op == "get_attr" for found in bases.values()):
-        return None
-    seen_whole = {found[0] for found in bases.values()}
+    seen_whole = {groups.bases[group][0] for group in groups.written}
+    """Nodes that stand for all of their group. Where there may be two, the other one is not among them."""
     for place, node in enumerate(whole.graph.nodes):
         targets = list(writes_to(node))
         if targets and (_functional_form(node.target) is None or len({*map(groups.of, targets)}) < len(targets)):
@@ -64,14 +64,13 @@ def written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
             return None
         if targets:
             seen_whole.add(node)
-        elif node.op == "call_function" and groups.written.get(groups.of(node), place + 1) <= place:
-            return None  # a view of what has been written to
     return groups
 
 
-def rewritten(
-    whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: FakeTensorMode
-) -> tuple[fx.GraphModule, list[Any], dict[int, fx.Node]] | None:
+Rewritten = tuple[fx.GraphModule, list[Any], dict[int, fx.Node]]
+
+
+def rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: FakeTensorMode) -> Rewritten | None:
     """A graph as its functional form, the nodes of its results, and the new value per placeholder that was written to.
 
     Args:
@@ -80,8 +79,16 @@ def rewritten(
         groups: what `written_as_a_whole` gave.
         mode: that of fake values.
 
-    None where a functional form gives another layout or type than what is written to.
+    None where a functional form gives another layout or type than what is written to, or asks for the value of a
+    number of the host, as those of complex tensors do.
     """
+    try:
+        return _rewritten(whole, inputs, groups, mode)
+    except GuardOnDataDependentSymNode:
+        return None
+
+
+def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: FakeTensorMode) -> Rewritten | None:
     graph = fx.Graph()
     new = dict[fx.Node, fx.Node]()
     last = dict[fx.Node, fx.Node]()

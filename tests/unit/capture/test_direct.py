@@ -46,9 +46,33 @@ def a_copy_of_an_input(x: Tensor, y: Tensor) -> Any:
     return x + y
 
 
+LIBRARY = torch.library.Library("wholestep_direct_tests", "DEF")
+LIBRARY.define("either(Tensor x, Tensor y) -> Tensor")
+LIBRARY.impl("either", lambda x, y: x + y, "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep_direct_tests::either", lambda x, y: torch.empty_like(x), lib=LIBRARY)
+
+
+def memory_that_may_belong_to_either_of_two(x: Tensor, y: Tensor) -> Any:
+    """Schemas of others are not believed."""
+    made = torch.ops.wholestep_direct_tests.either(x.sin(), y.cos())
+    made.add_(1)
+    return made * 2
+
+
+def a_form_with_other_arguments(x: Tensor, y: Tensor) -> Any:
+    x.pow_(2)
+    return x + y
+
+
+def a_view_behind_a_write(x: Tensor, y: Tensor) -> Any:
+    x.add_(y)
+    return x.t().exp(), x[0]
+
+
 MORE = [
     a_type_that_only_the_call_in_place_keeps, a_layout_that_only_the_call_in_place_keeps, random_numbers_in_place,
-    one_tensor_twice_in_a_list, a_copy_of_an_input,
+    one_tensor_twice_in_a_list, a_copy_of_an_input, memory_that_may_belong_to_either_of_two,
+    a_form_with_other_arguments, a_view_behind_a_write,
 ]  # fmt: skip
 TAKEN = {
     "nothing_is_written", "an_input_at_the_end", "an_input_and_readers_behind", "lists_in_place",
@@ -167,5 +191,13 @@ def test_forms_are_those_with_the_same_arguments() -> None:
     assert direct._functional_form(aten.add_.Tensor) is aten.add.Tensor
     assert direct._functional_form(aten._foreach_lerp_.Scalar) is aten._foreach_lerp.Scalar
     assert direct._functional_form(aten.copy_.default) is aten.copy.default
-    for op in (aten.bernoulli_.float, aten.t_.default, aten.mm.out, aten.add.Tensor, aten.set_.default, "add_"):
+    for op in (
+        aten.bernoulli_.float,
+        aten.t_.default,
+        aten.mm.out,
+        aten.add.Tensor,
+        aten.set_.default,
+        aten.pow_.Scalar,
+        "add_",
+    ):
         assert direct._functional_form(op) is None
