@@ -21,6 +21,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from wholestep.capture.whose import library_frame
 from wholestep.errors import CaptureError, WholestepError
 
+ASKS_FOR_A_NUMBER = GuardOnDataDependentSymNode
+"""What torch raises where it has to know a number that the graph will compute."""
+
 _VALUE_DRIVES_PYTHON = (
     "the value of a tensor decides what Python does here (an `if`, `float()`, `int()`, a shape). A step that becomes "
     "one graph cannot look at values. Use torch.where, keep the value as a tensor or return it (`return loss.item()` "
@@ -105,7 +108,7 @@ def explain(error: BaseException) -> WholestepError:
     if isinstance(error, KeyError) and error.__context__ is not None and _last_file(error).endswith("fx/graph.py"):
         error = error.__context__  # torch 2.11 fails at printing the unfinished graph, which hides the cause
     where, text = user_line(error.__traceback__), str(error)
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, ASKS_FOR_A_NUMBER)):
         reason = " ".join([_VALUE_DRIVES_PYTHON, *_remedies(error)])
     elif (
         isinstance(error, UnsupportedOperatorException)

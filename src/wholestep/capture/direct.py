@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from wholestep.capture.blame import ASKS_FOR_A_NUMBER
 from wholestep.capture.part import Groups, is_new, named_copy, shares_with, writes_to
 from wholestep.program import meta, ops
 from wholestep.program.modules import module_of
@@ -84,7 +84,7 @@ def rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: Fa
     """
     try:
         return _rewritten(whole, inputs, groups, mode)
-    except GuardOnDataDependentSymNode:
+    except ASKS_FOR_A_NUMBER:
         return None
 
 
