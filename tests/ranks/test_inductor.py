@@ -61,7 +61,7 @@ def _alone() -> tuple[int, int, str]:
 
 def test_what_rank_0_has_not_is_compiled_where_it_is_needed(pool2: Any) -> None:
     """Nobody waits for it: a rank whose batch is smaller has other segments."""
-    (together, again, _), (none, own, told) = pool2.run(_alone, timeout_s=120.0)
+    (together, again, _), (none, own, told) = pool2.run(_alone)
     assert (together, again) == (1, 1)
     assert (none, own) == (0, 1)
     assert told.count("this rank compiles for itself: rank 0 has compiled no such segments") == 1
@@ -89,7 +89,7 @@ def _with_a_shelf_that(fails: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("fails", ["put", "take"])
 def test_every_rank_compiles_where_the_shelf_fails(pool2: Any, fails: str) -> None:
-    (first, of_rank_0), (second, of_rank_1) = pool2.run(_with_a_shelf_that, fails, timeout_s=120.0)
+    (first, of_rank_0), (second, of_rank_1) = pool2.run(_with_a_shelf_that, fails)
     assert (first, second) == (1, 1)
     told = of_rank_0 if fails == "put" else of_rank_1
     assert "OSError: the shelf is broken" in told

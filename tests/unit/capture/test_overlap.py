@@ -129,3 +129,24 @@ def test_writing_to_an_expanded_argument_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="an expanded tensor"):
         ws.compile(step, backend="eager")(torch.ones(1, 3).expand(4, 3))
+
+
+def test_one_tensor_twice_in_a_list_that_is_written_to_is_refused() -> None:
+    """Eager code scales it twice. One result per tensor would scale it once."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 4.0)
+
+    def step(x: Tensor) -> Tensor:
+        torch.nn.utils.clip_grad_norm_([weight, weight], 1.0, foreach=True)
+        return x * 2
+
+    with pytest.raises(CaptureError, match=r"test_overlap.py:\d+\n.*_foreach_mul_.* twice in one call"):
+        ws.compile(step, backend="eager")(torch.ones(3))
+    assert torch.equal(weight.grad, torch.full((3,), 4.0))
+
+
+def test_one_tensor_twice_in_a_list_that_is_read_is_none_of_our_business() -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.stack(torch._foreach_mul([x, x], 2))
+
+    assert torch.equal(ws.compile(step, backend="eager")(torch.ones(3)), torch.full((2, 3), 2.0))
