@@ -53,7 +53,9 @@ class Pool:
         self._environment = dict(os.environ)
         self._workers: Workers | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = COLLECTIVE_TIMEOUT_S + 20, grace_s: float = 5.0) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = COLLECTIVE_TIMEOUT_S + 20, grace_s: float = 5.0
+    ) -> list[Any]:
         """``fn(*args)`` on every rank; the results in rank order. Errors as in `wholestep.run.world.run`."""
         self.begin()
         assert self._workers is not None

@@ -3,7 +3,7 @@
 A graph knows its inputs apart. Where two of them are views of one memory (gradients in a flat buffer, a weight and its
 transpose), the graph would not see in one what it has written to the other, as eager code does. Nothing is lost while
 neither is written to, or while one is used before the write to the other and not behind it. All else is refused, as is
-one tensor twice in a list that a call writes to: eager code on a CPU goes through the list, a graph has one result each.
+one tensor twice in a list that a call writes to: eager code goes through the list, a graph has one result each.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _refuse_expanded(node: fx.Node, name: str) -> None:
 
 def _refuse_twice(node: fx.Node) -> None:
     raise CaptureError(
-        f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to one tensor twice in one "
-        f"call: a parameter or a gradient stands in its list more than once (tied weights of two models, say). Give it "
+        f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to one tensor twice in "
+        f"one call: a parameter or a gradient stands in its list more than once (tied weights of two models, say). Give it "
         f"every tensor once: list(dict.fromkeys(tensors))."
     )
