@@ -137,6 +137,6 @@ def _refuse_expanded(node: fx.Node, name: str) -> None:
 def _refuse_twice(node: fx.Node) -> None:
     raise CaptureError(
         f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to one tensor twice in "
-        f"one call: a parameter or a gradient stands in its list more than once (tied weights of two models, say). Give it "
-        f"every tensor once: list(dict.fromkeys(tensors))."
+        f"one call: a parameter or a gradient stands in its list more than once (tied weights of two models, say). "
+        f"Give it every tensor once: list(dict.fromkeys(tensors))."
     )
