@@ -9,7 +9,8 @@ What an optimizer does to parameters and state is of this kind, and in most step
 Every call is copied as it is, or as its functional form, whose value alone is computed anew; so names and numbers of
 the host stay. The result is the graph that `torch.func.functionalize` would give, but for the order of items of lists.
 What it takes: behind the first write to memory nobody sees it but as a whole; and all writes are operators of ATen in
-place that have a functional form of the same signature and layout, and draw nothing.
+place that have a functional form of the same signature and layout, and draw nothing. Steps that resize storages are not
+of this kind.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from wholestep.capture.blame import ASKS_FOR_A_NUMBER
 from wholestep.capture.part import Groups, is_new, named_copy, shares_with, writes_to
+from wholestep.capture.storage import gives_memory
 from wholestep.program import meta, ops
 from wholestep.program.modules import module_of
 
@@ -56,6 +58,8 @@ def written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
     for place, node in enumerate(whole.graph.nodes):
         targets = list(writes_to(node))
         if targets and (_functional_form(node.target) is None or len({*map(groups.of, targets)}) < len(targets)):
+            return None
+        if gives_memory(node):
             return None
         if node.op not in ("call_function", "output"):
             continue

@@ -186,9 +186,16 @@ def check_places(tensors: Sequence[torch.Tensor], before: Sequence[tuple[Any, ..
 def fold_resizes(graph: fx.Graph) -> None:
     """``copy(x, new)``, which functionalization makes of a resize, is `new`: nothing of `x` is left to be read."""
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
-        new = node.args[1]
-        if isinstance(new, fx.Node) and new.target in (ops.RESIZE_STORAGE, _aten.empty_strided.default):
-            edit.replace_node(node, new)
+        if gives_memory(node):
+            edit.replace_node(node, node.args[1])  # type: ignore[arg-type]
+
+
+def gives_memory(node: fx.Node) -> bool:
+    """Whether a call is such a copy, or the one in place that it is made of."""
+    if node.target not in (_aten.copy.default, _aten.copy_.default):
+        return False
+    new = node.args[1]
+    return isinstance(new, fx.Node) and new.target in (ops.RESIZE_STORAGE, _aten.empty_strided.default)
 
 
 def _make_functional(graph: fx.Graph, node: fx.Node, *, own: bool) -> None:
