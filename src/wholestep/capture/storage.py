@@ -187,7 +187,7 @@ def fold_resizes(graph: fx.Graph) -> None:
     """``copy(x, new)``, which functionalization makes of a resize, is `new`: nothing of `x` is left to be read."""
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         if gives_memory(node):
-            edit.replace_node(node, node.args[1])  # type: ignore[arg-type]
+            edit.replace_node(node, node.args[1])
 
 
 def gives_memory(node: fx.Node) -> bool:
