@@ -278,9 +278,14 @@ ONE_BY_ONE = ("gpt2", "resnet")
 """Architectures with the optimizer as torch chooses it on the CPU: an update per parameter."""
 
 
+DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
+"""Options for the number of layers. Two are alike, share biases and follow each other; masks do so in one."""
+
+
 def build_model(architecture: Architecture, dropout: bool) -> Any:
     rates = architecture.dropout if dropout else dict.fromkeys(architecture.dropout, 0.0)
-    config = architecture.config(**architecture.options, **rates)
+    depth = dict.fromkeys((name for name in DEPTH if dropout and name in architecture.options), 1)
+    config = architecture.config(**{**architecture.options, **depth}, **rates)
     model = architecture.model._from_config(config, **architecture.from_config)
     return model.train()
 
