@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from wholestep.capture.blame import ASKS_FOR_A_NUMBER
 from wholestep.capture.part import Groups, is_new, named_copy, shares_with, writes_to
 from wholestep.capture.storage import gives_memory
-from wholestep.program import meta, ops
+from wholestep.program import edit, meta, ops
 from wholestep.program.modules import module_of
+from wholestep.program.plain import plainly
 
 _aten = torch.ops.aten
 
@@ -50,8 +49,8 @@ def _functional_form(op: Any) -> Any:
     return found if own == other else None
 
 
-def written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
-    """The groups of a graph that `rewritten` takes; None for another one."""
+def _written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
+    """The groups of a graph that is taken; None for another one."""
     groups = Groups(whole.graph, items_apart=True)
     seen_whole = {groups.bases[group][0] for group in groups.written}
     """Nodes that stand for all of their group. Where there may be two, the other one is not among them."""
@@ -74,25 +73,27 @@ def written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
 Rewritten = tuple[fx.GraphModule, list[Any], dict[int, fx.Node]]
 
 
-def rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: FakeTensorMode) -> Rewritten | None:
+def rewritten(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
     """A graph as its functional form, the nodes of its results, and the new value per placeholder that was written to.
 
     Args:
         whole: a graph whose calls may write to its inputs; it stays as it is.
-        inputs: a value per placeholder.
-        groups: what `written_as_a_whole` gave.
-        mode: that of fake values.
+        inputs: a fake tensor, or a symbol, per placeholder.
 
-    None where a functional form gives another layout or type than what is written to, or asks for the value of a
-    number of the host, as those of complex tensors do.
+    None for a graph that needs a second trace: where not all is written to as a whole, where a functional form gives
+    another layout or type than what is written to, and where one asks for the value of a number of the host, as those
+    of complex tensors do.
     """
+    if (groups := _written_as_a_whole(whole)) is None:
+        return None
     try:
-        return _rewritten(whole, inputs, groups, mode)
+        with plainly():
+            return _rewritten(whole, inputs, groups)
     except ASKS_FOR_A_NUMBER:
         return None
 
 
-def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: FakeTensorMode) -> Rewritten | None:
+def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups) -> Rewritten | None:
     graph = fx.Graph()
     new = dict[fx.Node, fx.Node]()
     last = dict[fx.Node, fx.Node]()
@@ -120,12 +121,12 @@ def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: F
         new[node] = copied = named_copy(graph, node, now)
         if not targets:
             if is_new(node) or any(now(one) in computed for one in shares_with(node)):
-                _compute(copied, mode)
+                edit.evaluate(copied)
                 computed.add(copied)
             if node.target is operator.getitem:
                 items[copied.args[0], copied.args[1]] = copied
             continue
-        _make_functional(copied, mode)
+        _make_functional(copied)
         parts = _items(graph, copied) if isinstance(meta.value(copied), (list, tuple)) else [copied]
         for target, part in zip(targets, parts, strict=True):
             if not _is_like(meta.value(part), meta.value(now(target))):
@@ -137,11 +138,11 @@ def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups, mode: F
     return module_of(whole, graph), list(results), writes  # type: ignore[arg-type]
 
 
-def _make_functional(call: fx.Node, mode: FakeTensorMode) -> None:
+def _make_functional(call: fx.Node) -> None:
     """Gives a call in place its functional form, with its value and the name that a trace would give it."""
     call.target = _functional_form(call.target)
     call.name = call.graph._graph_namespace.create_name(call.target._schema.name.removeprefix("aten::"), None)  # type: ignore[union-attr]
-    _compute(call, mode)
+    edit.evaluate(call)
 
 
 def _items(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
@@ -151,14 +152,6 @@ def _items(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
         meta.set_value(found[-1], value)
         meta.set_origin(found[-1], meta.origin(call))
     return found
-
-
-def _compute(call: fx.Node, mode: FakeTensorMode) -> None:
-    args, kwargs = pytree.tree_map(
-        lambda one: meta.value(one) if isinstance(one, fx.Node) else one, (call.args, call.kwargs)
-    )
-    with mode, torch.no_grad():
-        meta.set_value(call, call.target(*args, **kwargs))  # type: ignore[operator]
 
 
 def _is_like(made: torch.Tensor, before: torch.Tensor) -> bool:

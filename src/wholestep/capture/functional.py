@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
-from wholestep.capture.direct import rewritten, written_as_a_whole
+from wholestep.capture.direct import rewritten
 from wholestep.capture.host import HostValues, Known, host_branches
 from wholestep.capture.origin import node_hook
 from wholestep.capture.part import part_of, put_back
@@ -55,8 +55,7 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
     keep_random_layout(traced.graph)
     replace_custom_writes(traced.graph)
     plain = [_detached(one) for one in inputs]
-    groups = written_as_a_whole(traced)
-    found = None if groups is None else rewritten(traced, plain, groups, mode)
+    found = rewritten(traced, plain)
     made = _traced_again(traced, plain, mode, known) if found is None else Functional(*found)
     for op in _REPLACED_BY_FUNCTORCH:
         for node in made.module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):

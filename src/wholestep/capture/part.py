@@ -146,11 +146,13 @@ class Groups:
         """Group -> place of the first write."""
         self.bases: dict[fx.Node, list[fx.Node]] = {}
         """Group -> nodes that share memory with no node before them."""
-        alone, items = [], dict[tuple[fx.Node, Any], fx.Node]()
+        alone, items, lists = [], dict[tuple[fx.Node, Any], fx.Node](), set[fx.Node]()
         for node in graph.nodes:
             shared = list(shares_with(node))
-            if items_apart and node.target is operator.getitem and _gives_new_tensors(shared[0]):
+            if items_apart and node.target is operator.getitem and shared[0] in lists:
                 shared = [first] if (first := items.setdefault(node.args, node)) is not node else []
+            if not shared and all(user.target is operator.getitem for user in node.users):
+                lists.add(node)  # if it gives one: new tensors, or lists of them, of which only items are read
             for source in shared:
                 self._parent[self.of(node)] = self.of(source)
             if not shared:
@@ -241,13 +243,6 @@ def shares_with(node: fx.Node) -> Iterable[fx.Node]:
     if ops.is_op(node) and node.target.namespace not in _DECLARES:  # type: ignore[union-attr]
         return node.all_input_nodes
     return (one for place in ops.viewed_args(node.target) for one in _argument(node, place))
-
-
-def _gives_new_tensors(node: fx.Node) -> bool:
-    """Whether a list of tensors, or of such lists, shares memory with nothing else, and is read item by item."""
-    if any(user.target is not operator.getitem for user in node.users):
-        return False
-    return all(node.target is operator.getitem and _gives_new_tensors(source) for source in shares_with(node))
 
 
 def writes_to(node: fx.Node) -> Iterable[fx.Node]:

@@ -131,7 +131,7 @@ STEPS: list[Callable[..., Any]] = [
 @pytest.fixture
 def never_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else most of these steps need no second trace."""
-    monkeypatch.setattr("wholestep.capture.functional.written_as_a_whole", lambda whole: None)
+    monkeypatch.setattr("wholestep.capture.functional.rewritten", lambda whole, inputs: None)
 
 
 def traced(step: Callable[..., Any]) -> tuple[fx.GraphModule, list[Tensor], FakeTensorMode]:
