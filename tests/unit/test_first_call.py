@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import gc
 import pstats
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from wholestep.passes.default import passes_of
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.segments import form_segments
 from wholestep.place import strategies
+from wholestep.program import edit
 from wholestep.program.program import MeshAxis, Program
 from wholestep.program.show import plan_text
 
@@ -43,7 +44,7 @@ def counted(call: Callable[[], Any]) -> tuple[Any, int]:
     return result, pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 
-def first_call(layers: int) -> dict[str, int]:
+def first_call(layers: int, bucket_bytes: int = 1 << 12) -> dict[str, int]:
     """Function calls of each stage of a language model's training, as `wholestep bench` has it."""
     size = LanguageModelSize(num_layers=layers, width=16, num_heads=2, vocabulary=32, length=8, rows=1)
     model = build(size, torch.device("cpu"))
@@ -54,7 +55,7 @@ def first_call(layers: int) -> dict[str, int]:
     placed, found["place"] = counted(lambda: strategies.place(captured.program, DDP(), axis))
     segments = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
     # Buckets of a size: the search for the best ones has a bound of its own on what it tries.
-    passes = passes_of(cost=cost, bucket_bytes=1 << 12, lowering=[segments])
+    passes = passes_of(cost=cost, bucket_bytes=bucket_bytes, lowering=[segments])
     planned, found["plan"] = counted(lambda: run_passes(placed, passes))
     _, found["text"] = counted(lambda: (plan_text(planned), eager.lower(planned)))
     return found
@@ -65,6 +66,36 @@ def test_the_work_is_linear_in_the_layers() -> None:
     one, two, four = map(first_call, LAYERS)
     growth = {stage: (four[stage] - two[stage]) / (two[stage] - one[stage]) for stage in one}
     assert {stage: round(times, 2) for stage, times in growth.items() if times > MOST} == {}
+
+
+def test_arguments_that_editing_writes_are_linear_in_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replacing the items of a list one by one writes every reader of the list, as long as it is, once per item."""
+    lengths: list[int] = []
+    one_by_one, at_once = fx.Node.replace_all_uses_with, edit.replace_nodes
+
+    def count(replaced: Iterable[fx.Node]) -> None:
+        readers = dict.fromkeys(user for old in replaced for user in old.users)
+        lengths.extend(len(reader.all_input_nodes) for reader in readers)
+
+    def replace_one(old: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        count([old])
+        return one_by_one(old, *args, **kwargs)
+
+    def replace_many(replaced: Mapping[fx.Node, fx.Node]) -> None:
+        count(replaced)
+        at_once(replaced)
+
+    monkeypatch.setattr(fx.Node, "replace_all_uses_with", replace_one)
+    monkeypatch.setattr(edit, "replace_nodes", replace_many)
+
+    def written(layers: int) -> int:
+        lengths.clear()
+        first_call(layers, bucket_bytes=1 << 30)  # each bucket takes its items from the optimizer's lists by itself
+        return sum(lengths)
+
+    one, two, four = map(written, LAYERS)
+    assert two > one > 0
+    assert (four - two) / (two - one) <= MOST
 
 
 def test_no_graph_is_turned_into_python_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:

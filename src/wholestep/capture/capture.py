@@ -173,11 +173,13 @@ class _Job:
 
 def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> None:
     """A HYPER input is the number itself: readers of its ``item()`` read the placeholder."""
+    replaced = {}
     for node, record in zip(placeholders, records, strict=True):
         if record.kind is InputKind.HYPER:
-            for user in list(node.users):
+            for user in node.users:
                 meta.set_value(node, meta.value(user))
-                edit.replace_node(user, node)
+                replaced[user] = node
+    edit.replace_nodes(replaced)
 
 
 def _check_discovered(trace: Trace) -> None:

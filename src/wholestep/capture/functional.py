@@ -179,8 +179,7 @@ def _written(node: fx.Node) -> tuple[int, ...]:
         return ()
     hidden = _HIDDEN_WRITES.get(node.target, ())
     if hidden:
-        names = [arg.name for arg in node.target._schema.arguments]  # type: ignore[union-attr]
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        names, given = ops.argument_names(node.target), ops.by_name(node.target, node.args, node.kwargs)
         return tuple(i for i in hidden if given["training"] and isinstance(given[names[i]], fx.Node))
     fused = node.target._schema.name.startswith("aten::_fused_")  # type: ignore[union-attr]
     if node.target.namespace in ("aten", "prims", "_c10d_functional") and not fused:  # type: ignore[union-attr]
@@ -273,10 +272,10 @@ portable.register_namespace("wholestep_functional", _described, _twin_of)
 
 def _runner(op: Any, written: tuple[int, ...], *, run_op: bool) -> Callable[..., Any]:
     """What the twin of `op` does: copies, calls, returns results and copies."""
-    names = [arg.name for arg in op._schema.arguments]
+    names = ops.argument_names(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = ops.by_name(op, args, kwargs)
         copies = [_clone(given[names[i]]) for i in written]
         given.update({names[i]: copy for i, copy in zip(written, copies, strict=True)})
         returned: Any = ()

@@ -36,13 +36,15 @@ class Markers:
 
     def settle(self, graph: fx.Graph) -> None:
         """Removes the markers that were withdrawn from the traced graph; the others keep the name alone."""
+        withdrawn = {}
         for node in graph.find_nodes(op="call_function", target=ops.GRADIENT):
             grad, numbered = node.args
             number, _, name = numbered.partition(":")
             if int(number) in self._withdrawn:
-                edit.replace_node(node, grad)
+                withdrawn[node] = grad
             else:
                 node.args = (grad, name)
+        edit.replace_nodes(withdrawn)
 
     @contextmanager
     def on(self, params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:

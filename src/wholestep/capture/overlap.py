@@ -3,12 +3,14 @@
 A graph knows its inputs apart. Where two of them are views of one memory (gradients in a flat buffer, a weight and its
 transpose), the graph would not see in one what it has written to the other, as eager code does. Nothing is lost while
 neither is written to, or while one is used before the write to the other and not behind it. All else is refused, as is
-one tensor twice in a list that a call writes to: eager code goes through the list, a graph has one result each.
+a list that a call writes to whose items use one another's memory: eager code goes through the list, and later items see
+what was written for earlier ones; a graph computes all of them from what was there before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -56,11 +58,15 @@ def check_writes(graph: fx.Graph, names: Sequence[str]) -> None:
 
     `names`: of its placeholders, as far as they are tensors.
     """
-    for node in graph.nodes:
-        targets = _arguments(node, ops.mutated_args(node.target))
-        if len({*targets}) < len(targets):
-            _refuse_twice(node)
     placeholders = graph.find_nodes(op="placeholder")[: len(names)]
+    _check_inputs(graph, placeholders, names)
+    for node in graph.nodes:
+        if clash := _written_and_used(node):
+            _refuse_item(node, *clash, dict(zip(placeholders, names, strict=True)))
+
+
+def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Sequence[str]) -> None:
+    """Refuses a use of an input behind a write to another one in the same memory."""
     tensors = [meta.tensor(node) for node in placeholders]
     partners: dict[int, set[int]] = {}
     for one, other in overlaps(tensors):
@@ -74,7 +80,7 @@ def check_writes(graph: fx.Graph, names: Sequence[str]) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        writes = _reached(roots, _arguments(node, ops.mutated_args(node.target)))
+        writes = _reached(roots, ops.argument_nodes(node, ops.mutated_args(node.target)))
         if again := expanded & writes:
             _refuse_expanded(node, names[min(again)])
         written.update(dict.fromkeys(writes & partners.keys(), node))
@@ -82,8 +88,43 @@ def check_writes(graph: fx.Graph, names: Sequence[str]) -> None:
             for other in sorted(partners.get(number, set()) & written.keys()):
                 if written[other] is not node or number in writes:  # what a call only reads it reads before it writes
                     _refuse(node, names[number], names[other], written[other])
-        if shared := _reached(roots, _arguments(node, ops.viewed_args(node.target))):
+        if shared := _reached(roots, ops.argument_nodes(node, ops.viewed_args(node.target))):
             roots[node] = shared
+
+
+class _Use(NamedTuple):
+    """One tensor among the arguments of a call."""
+
+    node: fx.Node
+    item: int | None  # its place in a list
+    written: bool
+
+    def disturbs(self, other: _Use) -> bool:
+        """Whether eager code may see in the other what the call has written to this one."""
+        return self.written and (other.written or (self.item is not None and self.item != other.item))
+
+
+def _written_and_used(node: fx.Node) -> tuple[_Use, _Use] | None:
+    """A tensor that a call writes to, and another item or argument of the same call that has memory in common with it.
+
+    What stands at the same place in another list is read before the write, as in `torch._foreach_add_(a, a)`.
+    """
+    written = ops.written_by(node.target, node.kwargs) if ops.is_op(node) else ()
+    if not written:
+        return None
+    uses: list[_Use] = []
+    for place in range(len(ops.argument_names(node.target))):
+        value = ops.argument(node, place)
+        for item, one in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
+            if isinstance(one, fx.Node) and isinstance(meta.value(one), torch.Tensor):
+                uses.append(_Use(one, item, place in written))
+    if not any(use.written and use.item is not None for use in uses) and sum(use.written for use in uses) < 2:
+        return None
+    for a, b in overlaps([meta.tensor(use.node) for use in uses]):
+        one, other = uses[a], uses[b]
+        if one.disturbs(other) or other.disturbs(one):
+            return (one, other) if one.disturbs(other) else (other, one)
+    return None
 
 
 def _reached(roots: Mapping[fx.Node, set[int]], nodes: Iterable[fx.Node]) -> set[int]:
@@ -105,17 +146,6 @@ def _repeats_itself(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _arguments(node: fx.Node, places: Sequence[int]) -> list[fx.Node]:
-    """The nodes in some arguments of a call, by their places in the schema."""
-    found: list[fx.Node] = []
-    for place in places:
-        if place < len(node.args):
-            fx.map_arg(node.args[place], found.append)
-        elif ops.is_op(node):
-            fx.map_arg(node.kwargs.get(node.target._schema.arguments[place].name), found.append)  # type: ignore[union-attr]
-    return found
-
-
 def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
     does = "the step returns" if node.op == "output" else f"{node.target} uses"
     where = f" at {meta.origin(node).source}" if node.op != "output" else ""
@@ -134,9 +164,16 @@ def _refuse_expanded(node: fx.Node, name: str) -> None:
     )
 
 
-def _refuse_twice(node: fx.Node) -> None:
+def _refuse_item(node: fx.Node, written: _Use, other: _Use, names: Mapping[fx.Node, str]) -> None:
+    def told(use: _Use) -> str:
+        place = "an argument" if use.item is None else f"item {use.item} of a list"
+        return f"{place} ({names[use.node]})" if use.node in names else place
+
+    again = "writes to it again as" if other.written else "reads the same memory in"
     raise CaptureError(
-        f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to one tensor twice in "
-        f"one call: a parameter or a gradient stands in its list more than once (tied weights of two models, say). "
-        f"Give it every tensor once: list(dict.fromkeys(tensors))."
+        f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to {told(written)} and "
+        f"{again} {told(other)}: one tensor twice, or views of one memory (tied weights of two models, say). Eager "
+        f"code goes through its lists item by item and sees each write in the next item, a graph takes all items as "
+        f"they were before the call. Give every tensor once (list(dict.fromkeys(tensors))), read from a clone(), or "
+        f"make one call for each item."
     )

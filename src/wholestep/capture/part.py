@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import meta, ops
+from wholestep.program import edit, meta, ops
 from wholestep.program.modules import module_of
 
 _DECLARES = ("aten", "prims", "wholestep", "wholestep_functional")
@@ -107,8 +107,7 @@ def _drop_writes(graph: fx.Graph, entering: set[fx.Node]) -> None:
     """What functionalization writes back to its arguments; those that no input of the whole is nobody sees again."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if node.args[0] in entering:
-            node.replace_all_uses_with(node.args[1])
-            graph.erase_node(node)
+            edit.replace_node(node, node.args[1])
 
 
 def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -242,24 +241,14 @@ def shares_with(node: fx.Node) -> Iterable[fx.Node]:
         return ()
     if ops.is_op(node) and node.target.namespace not in _DECLARES:  # type: ignore[union-attr]
         return node.all_input_nodes
-    return (one for place in ops.viewed_args(node.target) for one in _argument(node, place))
+    return ops.argument_nodes(node, ops.viewed_args(node.target))
 
 
 def writes_to(node: fx.Node) -> Iterable[fx.Node]:
     """Arguments that a call writes to."""
     if node.target in (ops.RESIZE_STORAGE, ops.SET_VERSION):
         return node.all_input_nodes
-    return (one for place in ops.mutated_args(node.target) for one in _argument(node, place))
-
-
-def _argument(node: fx.Node, place: int) -> list[fx.Node]:
-    """The nodes in one argument of a call, by its place in the schema."""
-    found: Any = node.args[place] if place < len(node.args) else None
-    if place >= len(node.args) and ops.is_op(node):
-        found = node.kwargs.get(node.target._schema.arguments[place].name)  # type: ignore[union-attr]
-    nodes: list[fx.Node] = []
-    fx.map_arg(found, nodes.append)
-    return nodes
+    return ops.argument_nodes(node, ops.mutated_args(node.target))
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -185,9 +185,8 @@ def check_places(tensors: Sequence[torch.Tensor], before: Sequence[tuple[Any, ..
 
 def fold_resizes(graph: fx.Graph) -> None:
     """``copy(x, new)``, which functionalization makes of a resize, is `new`: nothing of `x` is left to be read."""
-    for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
-        if gives_memory(node):
-            edit.replace_node(node, node.args[1])
+    copies = graph.find_nodes(op="call_function", target=_aten.copy.default)
+    edit.replace_nodes({node: node.args[1] for node in copies if gives_memory(node)})
 
 
 def gives_memory(node: fx.Node) -> bool:

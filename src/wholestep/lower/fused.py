@@ -134,8 +134,7 @@ def is_written_out(node: fx.Node) -> bool:
 
 def written_out(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Tensor]]:
     """What the functional form of a fused optimizer gives: the lists it would have written to."""
-    names = [arg.name for arg in target._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    names, given = ops.argument_names(target), ops.by_name(target, args, kwargs)
     lists = [name for name in names if isinstance(given.get(name), (list, tuple))]
     rest = {name: value for name, value in given.items() if name not in lists}
     return _RULES[_name(target)]([list(given[name]) for name in lists], **rest)[: len(target._schema.returns)]

@@ -291,9 +291,8 @@ def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket) 
             split = edit.emit(graph, _aten.split_with_sizes.default, waited, sizes, like=last)
             parts = [edit.emit(graph, operator.getitem, split, index, like=last) for index in range(len(sizes))]
         views = [_unflatten(graph, part, one.grad) for part, one in zip(parts, members, strict=True)]
-    for one, view in zip(members, views, strict=True):
-        for wait in one.waits:
-            edit.replace_node(wait, view)
+    edit.replace_nodes({wait: view for one, view in zip(members, views, strict=True) for wait in one.waits})
+    for one in members:
         graph.erase_node(one.start)
 
 

@@ -65,19 +65,20 @@ def _fold_copies(program: Program) -> int:
 
 def _fold(program: Program, find: Callable[[fx.Node], fx.Node | None]) -> int:
     """Replaces nodes by the value that `find` gives for them. Gives how many were replaced."""
-    folded = 0
+    folded: dict[fx.Node, fx.Node] = {}
     pairs = zip(program.results, program.outputs, strict=True)
     returned = {result for result, output in pairs if output.kind is not OutputKind.WRITE}
     for node in list(program.graph.nodes):
         original = find(node)
+        original = folded.get(original, original) if original is not None else None
         # What is returned must stay a tensor of its own: not the caller's parameter, not another result.
         if original is None or (node in returned and (original in returned or original.op != "call_function")):
             continue
         if node in returned:
             returned.add(original)
-        edit.replace_node(node, original)
-        folded += 1
-    return folded
+        folded[node] = original
+    edit.replace_nodes(folded)
+    return len(folded)
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
@@ -107,7 +108,9 @@ def _original(node: fx.Node) -> fx.Node | None:
 
 def _fold_items_of_literals(graph: fx.Graph) -> None:
     """``[a, b][1]`` -> ``b``."""
+    folded = {}
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         items, index = node.args
         if isinstance(items, (list, tuple)) and isinstance(index, int) and isinstance(items[index], fx.Node):
-            edit.replace_node(node, items[index])
+            folded[node] = items[index]
+    edit.replace_nodes(folded)

@@ -332,5 +332,4 @@ def _unjoin(flat: fx.Node) -> None:
     sizes = [meta.tensor(part).numel() for part in parts]
     for split in [user for user in flat.users if user.target is _aten.split_with_sizes.default]:
         if list(split.args[1]) == sizes:  # type: ignore[arg-type]
-            for item in list(split.users):
-                edit.replace_node(item, parts[item.args[1]])
+            edit.replace_nodes({item: parts[item.args[1]] for item in split.users})

@@ -119,6 +119,7 @@ class _Reinplace:
     def _store(self, node: fx.Node) -> None:
         """Lets a segment write what it gives to the inputs it is meant for, where nobody can see the difference."""
         arguments, stored, segment = self._by_block(node), [], node.target
+        replaced: dict[fx.Node, fx.Node] = {}
         assert isinstance(segment, Segment)
         targets = self._targets()
         for item in list(node.users):
@@ -134,7 +135,8 @@ class _Reinplace:
             stored.append((place, int(item.args[1])))  # type: ignore[arg-type]
             self.overwritten.add(target)
             self.memory.extend(target, self.memory.last_read[item])
-            edit.replace_node(item, target)
+            replaced[item] = target
+        edit.replace_nodes(replaced)
         if stored:
             node.target = replace(segment, stored=tuple(stored))
             self.num_done += 1
@@ -226,12 +228,14 @@ class _Reinplace:
         found: dict[tuple[int, int], list[fx.Node]] = {}
         for group, index, item in elements.items(node):
             found.setdefault((group, index), []).append(item)
+        replaced: dict[fx.Node, fx.Node] = {}
         for (group, index), readers in found.items():
             # What is not in `into` is an argument that the call leaves alone, whatever its schema says.
             element: fx.Node = into.get((group, index)) or node.args[group][index]  # type: ignore[index,assignment]
             for reader in readers:
                 self.memory.extend(element, self.memory.last_read[reader])
-                edit.replace_node(reader, element)
+                replaced[reader] = element
+        edit.replace_nodes(replaced)
         for item in list(node.users):
             self.graph.erase_node(item)
         self.graph.erase_node(node)

@@ -242,13 +242,14 @@ def _replace(
     call.name = segment.name.removeprefix("run_")
     meta.set_value(call, [meta.value(node) for node in results])
     meta.set_origin(call, meta.origin(run[0]))
-    last, members = call, set(run)
+    last, replaced = call, {}
     for place, node in enumerate(results):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (call, place))
         meta.copy_meta(node, last)
-        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in members)
-    for node in reversed(run):
+        replaced[node] = last
+    edit.replace_nodes(replaced)
+    for node in reversed([node for node in run if node not in replaced]):
         _drop_views(node)
         graph.erase_node(node)
 

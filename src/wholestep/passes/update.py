@@ -118,8 +118,7 @@ def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
                 for place, index in enumerate(chosen):
                     if (result, index) in wanted:
                         new_item[result, index] = _item(graph, taken, place, node)
-    for result, index, item in list(elements.items(node)):
-        edit.replace_node(item, new_item[result, index])
+    edit.replace_nodes({item: new_item[result, index] for result, index, item in elements.items(node)})
     for user in list(node.users):
         graph.erase_node(user)
     graph.erase_node(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +78,27 @@ def evaluate(node: fx.Node) -> None:
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:
     """Every reader of `old` reads `new`; `old` is erased."""
-    old.replace_all_uses_with(new)
-    old.graph.erase_node(old)
+    replace_nodes({old: new})
+
+
+def replace_nodes(replaced: Mapping[fx.Node, fx.Node]) -> None:
+    """Every reader of a key reads its value (or what replaces that); the keys are erased.
+
+    Each reader is written once, however many of its arguments change: an optimizer's list or the results of a step
+    are as long as the model has parameters.
+    """
+    final: dict[fx.Node, fx.Node] = {}
+    for old in replaced:
+        new = replaced[old]
+        while new in replaced:
+            new = replaced[new]
+        final[old] = new
+    for user in dict.fromkeys(user for old in final for user in old.users if user not in final):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda arg: final.get(arg, arg))
+    for old in final:
+        old.args, old.kwargs = (), {}
+    for old in final:
+        old.graph.erase_node(old)
 
 
 def renew_views(node: fx.Node) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -135,6 +135,32 @@ def frees_storage(node: fx.Node) -> bool:
 def is_op(node: fx.Node) -> bool:
     """Whether the node calls a torch operator (and not, say, ``operator.getitem``)."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+@cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """The arguments that an operator's schema declares, in order."""
+    return tuple(arg.name for arg in op._schema.arguments)
+
+
+def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call of an operator is given, by the names in its schema. What is left out is absent."""
+    return dict(zip(argument_names(op), args, strict=False)) | dict(kwargs)
+
+
+def argument(node: fx.Node, place: int) -> Any:
+    """What a call is given for the argument at a place of its schema; None where it is left out."""
+    if place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(argument_names(node.target)[place]) if is_op(node) else None
+
+
+def argument_nodes(node: fx.Node, places: Iterable[int]) -> list[fx.Node]:
+    """The nodes in some arguments of a call, those in lists as well."""
+    found: list[fx.Node] = []
+    for place in places:
+        fx.map_arg(argument(node, place), found.append)
+    return found
 
 
 @cache

@@ -131,8 +131,61 @@ def test_writing_to_an_expanded_argument_is_refused() -> None:
         ws.compile(step, backend="eager")(torch.ones(1, 3).expand(4, 3))
 
 
-def test_one_tensor_twice_in_a_list_that_is_written_to_is_refused() -> None:
-    """Eager code scales it twice. One result per tensor would scale it once."""
+def scales_a_tensor_twice(x: Tensor, y: Tensor) -> None:
+    torch._foreach_mul_([x, y, x], 2)
+
+
+def scales_a_view_as_well(x: Tensor, y: Tensor) -> None:
+    torch._foreach_mul_([x, y, x[1:]], 2)
+
+
+def reads_what_the_item_before_wrote(x: Tensor, y: Tensor) -> None:
+    torch._foreach_add_([x, y], [y, x])
+
+
+def reads_a_view_of_what_the_item_before_wrote(x: Tensor, y: Tensor) -> None:
+    torch._foreach_add_([x, y], [y, x.view(1, 3)[0]])
+
+
+def scales_by_one_of_its_items(x: Tensor, y: Tensor) -> None:
+    torch._foreach_mul_([y, x], y)
+
+
+def writes_two_results_to_one(x: Tensor, y: Tensor) -> None:
+    torch.aminmax(x, out=(y[0], y[0]))
+
+
+@pytest.mark.parametrize(
+    "write", [scales_a_tensor_twice, scales_a_view_as_well, reads_what_the_item_before_wrote,
+              reads_a_view_of_what_the_item_before_wrote, writes_two_results_to_one],
+    ids=lambda write: write.__name__,
+)  # fmt: skip
+def test_items_of_a_call_that_use_one_memory_are_refused(write: Callable[[Tensor, Tensor], None]) -> None:
+    """Eager code goes through a list, each item sees the writes before it. A graph would give other numbers."""
+    x, y = torch.arange(3.0), torch.ones(3)
+
+    def step(z: Tensor) -> Tensor:
+        write(x, y)
+        return z * 2
+
+    with pytest.raises(CaptureError, match=r"test_overlap.py:\d+\naten\.\w+\.\w+ writes to .*one memory"):
+        ws.compile(step, backend="eager")(torch.ones(3))
+    assert torch.equal(x, torch.arange(3.0))
+    assert torch.equal(y, torch.ones(3))
+
+
+def test_a_list_that_is_scaled_by_one_of_its_items_is_refused() -> None:
+    x, y = torch.arange(3.0), torch.tensor(2.0)
+
+    def step(z: Tensor) -> Tensor:
+        scales_by_one_of_its_items(x, y)
+        return z * 2
+
+    with pytest.raises(CaptureError, match=r"item 0 of a list \(y\) and reads the same memory in an argument"):
+        ws.compile(step, backend="eager")(torch.ones(3))
+
+
+def test_a_clipped_gradient_that_stands_in_the_list_twice_is_told_by_name() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 4.0)
 
@@ -140,9 +193,44 @@ def test_one_tensor_twice_in_a_list_that_is_written_to_is_refused() -> None:
         torch.nn.utils.clip_grad_norm_([weight, weight], 1.0, foreach=True)
         return x * 2
 
-    with pytest.raises(CaptureError, match=r"test_overlap.py:\d+\n.*_foreach_mul_.* twice in one call"):
+    told = (
+        r"_foreach_mul_.* item 0 of a list \(weight.grad\) and writes to it again as item 1 of a list \(weight.grad\)"
+    )
+    with pytest.raises(CaptureError, match=told):
         ws.compile(step, backend="eager")(torch.ones(3))
     assert torch.equal(weight.grad, torch.full((3,), 4.0))
+
+
+def parts_of_one_tensor(x: Tensor, y: Tensor) -> None:
+    torch._foreach_mul_([x[:1], x[1:], y[::2], y[1::2]], 2)
+
+
+def each_item_by_itself(x: Tensor, y: Tensor) -> None:
+    torch._foreach_mul_([x, y], [x.view(1, 3)[0], y])
+
+
+def one_gradient_of_two_parameters(x: Tensor, y: Tensor) -> None:
+    weights = [torch.ones(3), torch.ones(3)]
+    zeros = [[torch.zeros(3), torch.zeros(3)] for _ in range(2)]
+    steps = [torch.ones(()), torch.ones(())]
+    torch._fused_adamw_(
+        weights, [y, y], *zeros, [], steps, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False,
+        maximize=False,
+    )  # fmt: skip
+    x.copy_(weights[0] + weights[1])
+
+
+@pytest.mark.parametrize(
+    "write", [parts_of_one_tensor, each_item_by_itself, one_gradient_of_two_parameters], ids=lambda one: one.__name__
+)
+def test_items_that_meet_nowhere_or_in_their_own_place_are_done(write: Callable[[Tensor, Tensor], None]) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        write(x, y)
+        return x + y
+
+    x, y = torch.arange(3.0), torch.arange(1.0, 4)
+    expected = step(x.clone(), y.clone())
+    assert torch.equal(ws.compile(step, backend="eager")(x, y), expected)
 
 
 def test_one_tensor_twice_in_a_list_that_is_read_is_none_of_our_business() -> None:

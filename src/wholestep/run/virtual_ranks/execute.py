@@ -244,7 +244,7 @@ class _Run:
             return
         if ops.reads_no_values(node.target):
             return
-        named = [argument.name for argument in node.target._schema.arguments]
+        named = ops.argument_names(node.target)
         written = {named[i] for i in ops.written_by(node.target, node.kwargs)}
         for name, arg in [*zip(named, args, strict=False), *kwargs.items()]:
             for tensor in meta.tensors_in(arg):

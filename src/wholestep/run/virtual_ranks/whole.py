@@ -135,8 +135,7 @@ def _is_batch_norm(node: fx.Node) -> bool:
     name = node.target._schema.name if ops.is_op(node) else ""  # type: ignore[union-attr]
     if "batch_norm" not in name or "backward" in name or "_no_" in name:  # ``_batch_norm_no_update``
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = ops.by_name(node.target, node.args, node.kwargs)
     # A variant without the flag (``_batch_norm_with_update``) exists for training only.
     return bool(given.get("training", given.get("train", True)))
 
