@@ -66,6 +66,9 @@ def loads(data: bytes) -> Any:
     return _Reader(io.BytesIO(data)).load()
 
 
+_PLAIN = frozenset({str, int, float, bool, type(None), tuple, list, dict, type})
+
+
 class _Writer(pickle.Pickler):
     """Numbers storages as they come by."""
 
@@ -75,6 +78,8 @@ class _Writer(pickle.Pickler):
         self._facts: dict[Any, Any] = {}
 
     def persistent_id(self, thing: Any) -> Any:
+        if type(thing) in _PLAIN:  # most of what a program consists of; each question below takes its time
+            return None
         if isinstance(thing, FakeTensor):
             return ("fake", *self._layout(thing))
         if isinstance(thing, torch._ops.OpOverload):
@@ -104,10 +109,10 @@ class _Writer(pickle.Pickler):
         numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset()) if _is_strided(tensor) else (None,)
         if not all(isinstance(number, int) for number in numbers) or tensor.is_conj() or tensor.is_neg():
             raise NotPortable(f"it holds a tensor whose layout is no plain one: {tensor}")
-        storage = tensor.untyped_storage()
+        storage, device = tensor.untyped_storage(), tensor.device
         return (
             self._storages.setdefault(storage._cdata, len(self._storages)), int(storage.nbytes()), tensor.dtype,
-            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.device,
+            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), self._facts.setdefault(device, device),
         )  # fmt: skip
 
     def _written(self, module: fx.GraphModule) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
