@@ -314,7 +314,7 @@ def forms_segments(*, on_gpu: bool) -> Pass:
     return partial(
         form_segments,
         compiles=inductor.compiles,
-        apart=lists.takes,
+        apart=lists.apart,
         postpones=inductor.follows,
         pays_alone=inductor.pays_alone,
         # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a segment

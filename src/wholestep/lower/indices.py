@@ -2,6 +2,8 @@
 
 Of ``foreach_add([w0, w1], foreach_mul([g0, g1], rate))`` index 1 has the leaves g1, rate and w1, and the lines
 ``mul(g1, rate)`` and ``add(w1, mul)``. Equal lines on other leaves are the same kernel for other tensors.
+
+An optimizer that goes through its parameters in a loop calls ``mul(g1, rate)`` itself. Its lines are the same.
 """
 
 from __future__ import annotations
@@ -18,27 +20,51 @@ from torch import Tensor
 from wholestep.lower import fused, numbers, pointwise
 from wholestep.lower.pointwise import NotPointwise
 from wholestep.program import meta, ops
+from wholestep.program.meta import Region
 from wholestep.program.numbers import element
-
-_FOREACH = "aten::_foreach_"
 
 
 def takes(node: fx.Node) -> bool:
-    """Whether a call may be computed here: on lists of tensors on a GPU, element by element."""
-    if not ops.is_indexwise(node.target) or not fused.on_gpu(node):
+    """Whether a call may be computed here: element by element on a GPU, on lists or in the loop of an optimizer."""
+    if not ops.is_op(node) or not fused.on_gpu(node):
         return False
-    if any(one.dtype not in pointwise.TYPES for one in meta.tensors(node)):
+    if ops.is_indexwise(node.target):
+        if any(one.dtype not in pointwise.TYPES for one in meta.tensors(node)):
+            return False
+        return fused.is_written_out(node) or _has_text(node)
+    return _is_of_loop(node) and isinstance(meta.value(node), Tensor) and _has_text(node)
+
+
+def apart(graph: fx.Graph) -> set[fx.Node]:
+    """The calls of a graph that are to be computed here.
+
+    Those of a loop are if nothing else of the optimizers is left for a compiler: it may be products by turns with them
+    (Muon), and to take them out would leave it a piece for every parameter.
+    """
+    taken = {node for node in graph.nodes if takes(node)}
+    others = [
+        node for node in graph.nodes
+        if ops.is_op(node) and node not in taken and _is_of_loop(node) and fused.on_gpu(node)
+    ]  # fmt: skip
+    return {node for node in taken if ops.is_indexwise(node.target)} if others else taken
+
+
+def _is_of_loop(node: fx.Node) -> bool:
+    """Whether a call of an optimizer computes something from tensors that are no lists."""
+    if meta.origin(node).region is not Region.OPTIMIZER or ops.is_indexwise(node.target) or ops.is_view(node):
         return False
-    if fused.is_written_out(node):
-        return True
-    name = _foreach_name(node.target)
+    return not ops.needs_peers(node.target) and any(True for _ in meta.tensors(node))
+
+
+def _has_text(node: fx.Node) -> bool:
+    name = _plain_name(node.target)
     return bool(name) and (numbers.takes_numbers(node) or pointwise.has_text(name))
 
 
-def _foreach_name(op: Any) -> str:
-    """``add`` for ``_foreach_add``; empty for what is no foreach operator of ATen."""
-    name: str = op._schema.name
-    return name.removeprefix(_FOREACH) if name.startswith(_FOREACH) else ""
+def _plain_name(op: Any) -> str:
+    """``add`` for ``_foreach_add`` and ``add``; empty for what is no operator of ATen."""
+    namespace, name = op._schema.name.split("::")
+    return name.removeprefix("_foreach_") if namespace == "aten" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +91,7 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One index of a call. Arguments are leaves, items, lists of one of them, and constants."""
+    """One index of a call, or a call without lists. Arguments: leaves, items, lists of one of them, and constants."""
 
     op: Any
     args: tuple[Any, ...]
@@ -76,11 +102,14 @@ class Line:
     def run(self, bound: Callable[[Any], Any]) -> list[Any]:
         """The entries of the lists that the call gives; None of lists that are empty. `bound` gives arguments."""
         args, kwargs = tuple(map(bound, self.args)), {key: bound(value) for key, value in self.kwargs}
-        name = _foreach_name(self.op)
+        name, like = _plain_name(self.op), torch.empty(0, dtype=self.dtype)
+        if not ops.is_indexwise(self.op):
+            is_rule = numbers.has_rule(name)
+            return [numbers.by_rule(self.op, args, kwargs, like) if is_rule else self.op(*args, **kwargs)]
         if not name:
             return [one[0] if one else None for one in fused.written_out(self.op, args, kwargs)]
         if numbers.has_rule(name):
-            return numbers.by_rule(self.op, args, kwargs, [torch.empty(0, dtype=self.dtype)])  # type: ignore[no-any-return]
+            return numbers.by_rule(self.op, args, kwargs, [like])  # type: ignore[no-any-return]
         single = [arg[0] if isinstance(arg, list) else arg for arg in args]
         return [getattr(torch.ops.aten, name)(*single, **kwargs)]
 
@@ -100,8 +129,8 @@ class Reading:
         while call.target is operator.getitem and not ops.is_view(call):
             path.insert(0, call.args[1])  # type: ignore[arg-type]
             call = call.args[0]  # type: ignore[assignment]
-        if path:
-            return Item(self._line(call, path[-1]), path[0] if len(path) > 1 else 0)
+        if path or takes(call):
+            return Item(self._line(call, path[-1] if path else 0), path[0] if len(path) > 1 else 0)
         if root_of(node).op != "placeholder":
             raise NotPointwise(f"{node.name} is a view of what the segment computes")
         return Leaf(self.leaves.setdefault(node, len(self.leaves)))
@@ -109,8 +138,13 @@ class Reading:
     def _line(self, call: fx.Node, index: int) -> int:
         if (call, index) not in self.made:
             first = first_list(call)
-            args = tuple(self._argument(arg, index, len(first)) for arg in call.args)
-            kwargs = tuple((key, self._argument(arg, index, len(first))) for key, arg in call.kwargs.items())
+
+            def entry(arg: Any) -> Any:
+                if ops.is_indexwise(call.target):
+                    return self._argument(arg, index, len(first))
+                return self._operand(arg, first[0].shape)
+
+            args, kwargs = tuple(map(entry, call.args)), tuple((key, entry(arg)) for key, arg in call.kwargs.items())
             self.lines.append(Line(call.target, args, kwargs, first[index].dtype))
             self.made[call, index] = len(self.lines) - 1
         return self.made[call, index]
@@ -122,6 +156,13 @@ class Reading:
             return One(self._entry(arg[index])) if arg else ()
         if isinstance(arg, fx.Node) and any(one.ndim for one in meta.tensors(arg)) and arg.target is not element:
             raise NotPointwise(f"{arg.name} is the same tensor for all indices")
+        return self._entry(arg)
+
+    def _operand(self, arg: Any, shape: torch.Size) -> Any:
+        """An argument of a call without lists that gives this shape."""
+        tensors = meta.tensors(arg) if isinstance(arg, fx.Node) and arg.target is not element else ()
+        if any(one.ndim and one.shape != shape for one in tensors):
+            raise NotPointwise(f"{arg.name} is repeated along dimensions")
         return self._entry(arg)
 
     def _entry(self, arg: Any) -> Any:
@@ -136,8 +177,10 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def first_list(call: fx.Node) -> Sequence[Tensor]:
-    """The fake values of the list that a call gives, or of the first one."""
+    """The fake values of the list that a call gives, or of the first one; the one value of what gives no list."""
     value = meta.value(call)
+    if isinstance(value, Tensor):
+        return [value]
     return value[0] if isinstance(value[0], (list, tuple)) else value
 
 

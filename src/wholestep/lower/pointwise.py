@@ -75,7 +75,7 @@ _BINARY: dict[str, Callable[[str, str, torch.dtype], str]] = {
     "copy": lambda a, b, t: b,
 }
 _COMPARISONS = {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "eq": "==", "ne": "!="}
-_FILLED = {"full": 1, "full_like": 1, "zeros_like": None, "ones_like": None}
+_FILLED = {"full": 1, "full_like": 1, "scalar_tensor": 0, "zeros_like": None, "ones_like": None}
 """Operators that give one number everywhere, and the place of that argument."""
 
 _IGNORED = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
@@ -84,7 +84,7 @@ _IGNORED = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_f
 
 def has_text(name: str) -> bool:
     """Whether there is text for the operator with this name."""
-    return name in _UNARY or name in _BINARY
+    return name == "where" or any(name in table for table in (_UNARY, _BINARY, _COMPARISONS, _FILLED))
 
 
 def kernel(name: str, graph: fx.Graph, *, elementwise: Sequence[bool]) -> str:

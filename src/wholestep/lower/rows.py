@@ -142,6 +142,7 @@ class _Planner:
     def __init__(self, segment: Segment, texts: dict[str, str]) -> None:
         self._texts = texts
         self._arguments = segment.graph.find_nodes(op="placeholder")
+        self._places = {argument: place for place, argument in enumerate(self._arguments)}
         self._results: Sequence[fx.Node] = segment.graph.output_node().args[0]  # type: ignore[assignment]
         self._stored = {result: argument for argument, result in segment.stored}
         self._fresh = [number for number in range(len(self._results)) if number not in self._stored]
@@ -172,8 +173,10 @@ class _Planner:
         )
 
     def _units(self) -> Iterator[_Unit]:
-        """Results that share a value of their own size and order are computed together."""
+        """Results that share a value of their own size and order are computed together, and so are those of which one
+        is stored where another one reads: memory is read once, and nobody has to be first."""
         parents = list(range(len(self._results)))
+        writers = {self._arguments[argument]: number for number, argument in self._stored.items()}
         owners: dict[Any, int] = {}
 
         def head(number: int) -> int:
@@ -188,6 +191,11 @@ class _Planner:
                 if first_list(call)[index].shape == like.shape:
                     owner = owners.setdefault((call, index, _order(like)), number)
                     parents[head(number)] = head(owner)
+            for leaf in reading.leaves:
+                writer = writers.get(leaf, number)
+                written = meta.tensor(self._results[writer])
+                if (written.shape, _order(written)) == (like.shape, _order(like)):
+                    parents[head(number)] = head(writer)
         together: dict[int, list[int]] = {}
         for number in range(len(self._results)):
             together.setdefault(head(number), []).append(number)
@@ -223,7 +231,7 @@ class _Planner:
 
     def _read(self, leaf: fx.Node, unit: _Unit) -> Cell:
         root = root_of(leaf)
-        argument = self._arguments.index(root)
+        argument = self._places[root]
         if leaf.target is element:
             return Cell(base=1 + argument, offset=int(leaf.args[1]) * torch.float64.itemsize)  # type: ignore[arg-type]
         seen, start = self._seen[leaf], self._starts[leaf]

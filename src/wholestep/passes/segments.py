@@ -48,11 +48,15 @@ def _never(node: fx.Node) -> bool:
     return False
 
 
+def _none(graph: fx.Graph) -> Collection[fx.Node]:
+    return ()
+
+
 def form_segments(
     program: Program,
     *,
     compiles: Says,
-    apart: Says = _never,
+    apart: Callable[[fx.Graph], Collection[fx.Node]] = _none,
     postpones: Says = _never,
     pays_alone: Says = _never,
     by_library: Says | None = None,
@@ -62,7 +66,7 @@ def form_segments(
     Args:
         program: one that is not scheduled yet; another comes back as it is.
         compiles: whether the compiler may have a node.
-        apart: whether a node that it may have goes into segments with its like alone, for a compiler of their own.
+        apart: the nodes of a graph that go into segments with their like alone, for a compiler of their own.
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
         by_library: whether the compiler leaves a node that it may have to a library. Runs are cut before such nodes
@@ -75,7 +79,7 @@ def form_segments(
     graph = program.graph
     edit.remove_dead_code(graph)
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
-    runs = [run for run in _runs(program, updates, compiles, apart, postpones) if _is_worth_it(run, pays_alone)]
+    runs = [run for run in _runs(program, updates, compiles, apart(graph), postpones) if _is_worth_it(run, pays_alone)]
     if by_library is not None:
         runs = repeats.pieces(runs, by_library=by_library, updates=updates)
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
@@ -119,7 +123,7 @@ class _Open:
 
 
 def _runs(
-    program: Program, updates: Collection[fx.Node], compiles: Says, apart: Says, postpones: Says
+    program: Program, updates: Collection[fx.Node], compiles: Says, apart: Collection[fx.Node], postpones: Says
 ) -> list[list[fx.Node]]:
     """Nodes to be compiled together. Between the first and the last of a run nothing depends on it but itself."""
     _bring_items_up(program.graph)
@@ -144,7 +148,7 @@ def _runs(
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
-            kind = (True, True) if apart(node) else (updating, False)  # lists are mostly of what an optimizer updates
+            kind = (True, True) if node in apart else (updating, False)  # lists are mostly of what an optimizer updates
             other = run.calls and kind != (run.updating, run.apart)
             if follows or (run.may_fail and node in updates) or other:
                 done.append(run.calls)

@@ -49,7 +49,7 @@ from wholestep.program.show import Step
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
 FORM: list[Pass] = [
     partial(pack_scalars, reads=inductor.reads_packed),
-    partial(form_segments, compiles=inductor.compiles, apart=lists.takes),
+    partial(form_segments, compiles=inductor.compiles, apart=lists.apart),
 ]
 
 
@@ -381,12 +381,22 @@ def test_what_reads_an_updated_value_goes_into_its_kernel():
     assert found.kernels[0].text.count("tl.store(q") == 2
 
 
-def test_an_index_that_reads_what_another_one_overwrites_is_left_to_others():
-    def fn(a: Tensor, b: Tensor) -> None:
-        torch._foreach_add_([a, b], [b, a])
+def exchanged(a: Tensor, b: Tensor) -> None:
+    """Both are computed from what was there before: capture refuses the lists of which eager code would not."""
+    new = torch._foreach_add([a, b], torch._foreach_mul([b, a], 2.0))
+    a.copy_(new[0])
+    b.copy_(new[1])
 
-    tensors = draw([(3,), (3,)], torch.float32, 0)
-    (segment,) = segments(scheduled(fn, tensors))
+
+def test_what_one_index_reads_and_another_one_overwrites_are_computed_together(interpreted):
+    a, b = draw([(BLOCK + 3,), (BLOCK + 3,)], torch.float32, 0)
+    (new_a, new_b), _ = run(exchanged, [a, b])
+    assert torch.equal(new_a, a + 2 * b)
+    assert torch.equal(new_b, b + 2 * a)
+
+
+def test_an_index_that_reads_what_another_one_overwrites_in_another_order_is_left_to_others():
+    (segment,) = segments(scheduled(exchanged, [torch.ones(3, 2), torch.ones(2, 3).t()]))
     assert len(segment.stored) == 2
     found = plan(segment, {})
     assert isinstance(found, str)

@@ -1,0 +1,158 @@
+"""Optimizers that go through their parameters in a loop, as kernels over all of them.
+
+Where triton is, kernels run in its interpreter, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+import wholestep.step
+from tests.unit import builders
+from tests.unit.lower.test_lists import FORM, Listed, interpreted, on_the_cpu, segments
+from wholestep.capture.capture import capture
+from wholestep.lower import indices, inductor, lists
+from wholestep.lower.rows import plan
+from wholestep.passes.cleanup import cleanup
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.passes.scalars import pack_scalars
+from wholestep.passes.segments import form_segments
+from wholestep.program import meta, ops
+from wholestep.program.meta import Region
+from wholestep.program.program import Program
+
+__all__ = ["interpreted", "on_the_cpu"]  # fixtures
+
+Update = Callable[[Tensor, Tensor, dict[str, Tensor], float], None]
+
+
+class Looped(torch.optim.Optimizer):
+    """A user's own optimizer: an update of a parameter, its gradient, its state and the rate, one after another."""
+
+    def __init__(self, params: Iterable[Tensor], update: Update) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.update = update
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one] = {"mean": torch.zeros_like(one), "square": torch.zeros_like(one)}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.update(one, one.grad, self.state[one], group["lr"])
+
+
+def lion(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
+    weight.mul_(1 - rate * 0.1).add_(torch.lerp(grad, state["mean"], 0.9).sign_(), alpha=-rate)
+    state["mean"].lerp_(grad, 0.01)
+
+
+def cautious(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
+    """AdamW whose steps go where the gradient points, or nowhere."""
+    state["mean"].lerp_(grad, 0.1)
+    state["square"].mul_(0.99).addcmul_(grad, grad, value=0.01)
+    move = state["mean"] / state["square"].sqrt().add_(1e-8)
+    weight.sub_(torch.where(move * grad > 0, move, torch.zeros_like(move)) * rate)
+
+
+def clamped(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
+    state["mean"].copy_((state["mean"] * 0.9 + grad**2).clamp(1e-4, 10.0))
+    weight.copy_(weight - rate * grad * state["mean"].rsqrt())
+
+
+def normed(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
+    state["mean"].lerp_(grad, 0.1)
+    weight.sub_(state["mean"] / state["mean"].norm() * rate)
+
+
+def by_rows(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
+    weight.sub_(grad * state["square"][:1] * rate)
+
+
+POINTWISE = [lion, cautious, clamped]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+
+
+def train_step(model: nn.Module, opt: Looped, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def program_of(update: Update) -> Program:
+    model = net()
+    args = (model, Looped(model.parameters(), update), torch.ones(4, 6, dtype=torch.float64))
+    return run_passes(builders.without_gradients(capture(train_step, args, {}).program), [cleanup])
+
+
+def updating(program: Program) -> list[Any]:
+    """The segments of an optimizer."""
+    return [one for one in segments(program) if meta.origin([*one.calls][-1]).region is Region.OPTIMIZER]
+
+
+@pytest.mark.parametrize("update", POINTWISE, ids=lambda update: update.__name__)
+def test_a_loop_trains_as_eager_code_does(update: Update, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Listed()
+    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
+    found = []
+    for step in (ws.compile(train_step), train_step):
+        model = net()
+        opt = Looped(model.parameters(), update)
+        losses = []
+        for number in range(6):
+            opt.param_groups[0]["lr"] = 0.05 / (1 + number)
+            losses.append(step(model, opt, torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6) + number))
+        states = [value for one in model.parameters() for value in opt.state[one].values()]
+        found.append([*losses, *(one.detach() for one in model.parameters()), *states])
+    torch.testing.assert_close(*found, rtol=1e-13, atol=1e-13)
+    assert backend.num_segments == 1
+
+
+@pytest.mark.parametrize("update", POINTWISE, ids=lambda update: update.__name__)
+def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
+    program = run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True), lists.Plans().tell_lists])
+    assert program.history[-1].notes == ("4 tensors are updated by 1 kernels over lists",)
+    assert len(updating(program)) == 1
+
+
+@pytest.mark.parametrize(("update", "told"), [(normed, "norm"), (by_rows, "repeated along dimensions")])
+def test_what_is_not_element_by_element_is_left_to_inductor(update: Update, told: str) -> None:
+    program = run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True)])
+    for segment in updating(program):
+        found = plan(segment, {})
+        assert isinstance(found, str)
+        assert told in found
+
+
+def test_a_compiler_keeps_whole_what_has_other_calls_between_those_of_the_loop() -> None:
+    """Else a norm by turns with updates would be a segment for every parameter, and so would they."""
+    program = program_of(normed)
+    assert not indices.apart(program.graph)
+    pack = partial(pack_scalars, reads=inductor.reads_packed)
+    plain = run_passes(program, [pack, partial(form_segments, compiles=inductor.compiles)])
+    formed = run_passes(program, FORM)
+    assert [len([*one.calls]) for one in segments(formed)] == [len([*one.calls]) for one in segments(plain)]
+
+
+def test_only_what_an_optimizer_does_is_taken() -> None:
+    program = program_of(lion)
+    taken = indices.apart(program.graph)
+    assert taken
+    assert {meta.origin(node).region for node in taken} == {Region.OPTIMIZER}
+    tanh = next(node for node in program.graph.nodes if ops.is_op(node) and "tanh" in str(node.target))
+    assert not indices.takes(tanh)
