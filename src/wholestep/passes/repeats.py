@@ -108,7 +108,11 @@ def occurrences(kinds: Sequence[int], unit: tuple[int, ...], may_cut: Callable[[
 
 
 def pieces(
-    runs: Sequence[list[fx.Node]], *, by_library: Callable[[fx.Node], bool], updates: Collection[fx.Node]
+    runs: Sequence[list[fx.Node]],
+    *,
+    by_library: Callable[[fx.Node], bool],
+    updates: Collection[fx.Node],
+    whole: Collection[fx.Node] = (),
 ) -> list[list[fx.Node]]:
     """The runs in pieces, in order. A unit that one run repeats is cut out of all of them.
 
@@ -116,12 +120,14 @@ def pieces(
         runs: nodes that a compiler gets together, in the order of the graph, without views.
         by_library: whether the compiler leaves a node to a library.
         updates: nodes whose values are written to inputs, of these runs or not.
+        whole: nodes whose runs stay as they are.
     """
     numbers: dict[Any, int] = {}
-    told = [
-        ([numbers.setdefault(_kind(node), len(numbers)) for node in run], _Cuts(run, by_library, updates))
-        for run in runs
-    ]
+
+    def number(node: fx.Node) -> int:
+        return numbers.setdefault(node if node in whole else _kind(node), len(numbers))
+
+    told = [([number(node) for node in run], _Cuts(run, by_library, updates)) for run in runs]
     units = units_of(told)
     return [
         run[start:end]

@@ -79,9 +79,10 @@ def form_segments(
     graph = program.graph
     edit.remove_dead_code(graph)
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
-    runs = [run for run in _runs(program, updates, compiles, apart(graph), postpones) if _is_worth_it(run, pays_alone)]
+    alone = apart(graph)
+    runs = [run for run in _runs(program, updates, compiles, alone, postpones) if _is_worth_it(run, pays_alone)]
     if by_library is not None:
-        runs = repeats.pieces(runs, by_library=by_library, updates=updates)
+        runs = repeats.pieces(runs, by_library=by_library, updates=updates, whole=alone)
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
     edit.sort_topologically(graph)
     _bring_items_up(graph)

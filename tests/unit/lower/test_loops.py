@@ -19,7 +19,8 @@ from tests.unit import builders
 from tests.unit.lower.test_lists import FORM, Listed, interpreted, on_the_cpu, segments
 from wholestep.capture.capture import capture
 from wholestep.lower import indices, inductor, lists
-from wholestep.lower.rows import plan
+from wholestep.lower.backend import forms_segments
+from wholestep.lower.rows import Plan, plan
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
@@ -81,9 +82,10 @@ def by_rows(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float)
 POINTWISE = [lion, cautious, clamped]
 
 
-def net() -> nn.Module:
+def net(layers: int = 0) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+    between = [layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), *between, nn.Linear(16, 5)).double()
 
 
 def train_step(model: nn.Module, opt: Looped, x: Tensor) -> Tensor:
@@ -94,8 +96,8 @@ def train_step(model: nn.Module, opt: Looped, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def program_of(update: Update) -> Program:
-    model = net()
+def program_of(update: Update, layers: int = 0) -> Program:
+    model = net(layers)
     args = (model, Looped(model.parameters(), update), torch.ones(4, 6, dtype=torch.float64))
     return run_passes(builders.without_gradients(capture(train_step, args, {}).program), [cleanup])
 
@@ -128,6 +130,18 @@ def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
     program = run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True), lists.Plans().tell_lists])
     assert program.history[-1].notes == ("4 tensors are updated by 1 kernels over lists",)
     assert len(updating(program)) == 1
+
+
+def test_a_loop_is_not_cut_where_it_repeats_itself() -> None:
+    """As Inductor's segments are on a GPU, which it compiles once for all pieces: a kernel over lists is one anyway."""
+    passes = [
+        partial(pack_scalars, reads=inductor.reads_packed), forms_segments(on_gpu=True),
+        partial(reinplace, hold_updates=True),
+    ]  # fmt: skip
+    (segment,) = updating(run_passes(program_of(lion, layers=6), passes))
+    assert isinstance(found := plan(segment, {}), Plan)
+    assert [len(kernel.rows) for kernel in found.kernels] == [16]
+    assert len(updating(run_passes(program_of(normed, layers=6), passes))) > 1
 
 
 @pytest.mark.parametrize(("update", "told"), [(normed, "norm"), (by_rows, "repeated along dimensions")])
