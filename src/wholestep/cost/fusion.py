@@ -79,11 +79,19 @@ def _of_segment(segment: Segment) -> Iterator[Work]:
 
 
 def fused(
-    nodes: Sequence[fx.Node], *, joins: Callable[[fx.Node], bool], stored: Set[fx.Node] = frozenset()
+    nodes: Sequence[fx.Node],
+    *,
+    joins: Callable[[fx.Node], bool],
+    stored: Set[fx.Node] = frozenset(),
+    at_once: Set[fx.Node] = frozenset(),
 ) -> list[Fused]:
     """The kernels that are made of nodes of a graph, in its order. Calls of libraries are in none.
 
-    `joins`: whether the compiler may have a node; `stored`: results that overwrite an argument.
+    Args:
+        nodes: in the order of their graph.
+        joins: whether the compiler may have a node.
+        stored: results that overwrite an argument.
+        at_once: nodes that are one kernel without being connected.
     """
     own: dict[fx.Node, tuple[Work, ...]] = {node: works(node) for node in nodes}
     libraries = {node for node, found in own.items() if any(work.kind in OF_LIBRARIES for work in found)}
@@ -92,7 +100,7 @@ def fused(
         for node, found in own.items()
         if node not in libraries and any(work.kind not in OF_HOST for work in found) and joins(node)
     ]
-    groups = _groups(joined, _levels(nodes, libraries))
+    groups = _groups(joined, _levels(nodes, libraries), at_once)
     return [Fused(work=_kernel({node: own[node] for node in group}, stored), members=tuple(group)) for group in groups]
 
 
@@ -104,14 +112,18 @@ def _levels(nodes: Iterable[fx.Node], libraries: Set[fx.Node]) -> dict[fx.Node, 
     return levels
 
 
-def _groups(nodes: Iterable[fx.Node], levels: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Nodes of a level that are connected."""
+def _groups(nodes: Iterable[fx.Node], levels: Mapping[fx.Node, int], at_once: Set[fx.Node]) -> list[list[fx.Node]]:
+    """Nodes of a level that are connected, or that are to be one kernel anyway."""
     groups: dict[fx.Node, list[fx.Node]] = {}
+    last: fx.Node | None = None
     for node in nodes:
         mine = [node]
-        for source in map(source_of, node.all_input_nodes):
+        sources = [source for source in map(source_of, node.all_input_nodes) if levels.get(source) == levels[node]]
+        if node in at_once:
+            sources, last = [*sources, *([last] if last else [])], node
+        for source in sources:
             other = groups.get(source)
-            if other is not None and other is not mine and levels[source] == levels[node]:
+            if other is not None and other is not mine:
                 longer, shorter = (other, mine) if len(other) >= len(mine) else (mine, other)
                 longer += shorter
                 groups.update(dict.fromkeys(shorter, longer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -18,6 +18,10 @@ from wholestep.program.segment import Segment
 _NOT_MEASURED = "not calibrated"
 
 
+def _none(graph: fx.Graph) -> Set[fx.Node]:
+    return frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """Predicted times. The same numbers on every rank, or ranks would plan differently (`calibrate.shared`)."""
@@ -30,6 +34,8 @@ class CostModel:
     """Times of collectives."""
     compiles: Callable[[fx.Node], bool] | None = None
     """Which nodes a compiler makes kernels of before the program runs; None: each is a call as it is."""
+    at_once: Callable[[fx.Graph], Set[fx.Node]] = _none
+    """Those of a graph of which it makes one kernel though they are not connected: updates of many parameters."""
 
     def node_us(self, node: fx.Node) -> float:
         """Time of one node from its fake values, in microseconds.
@@ -54,7 +60,7 @@ class CostModel:
         if self.compiles is None:
             return times
         times.update((node, 0.0) for node in nodes if is_of_host(node) and self.compiles(node))
-        for kernel in fused(nodes, joins=self.compiles):
+        for kernel in fused(nodes, joins=self.compiles, at_once=self.at_once(nodes[0].graph) if nodes else set()):
             apart_us = sum(times[node] for node in kernel.members)
             call_us = self.device.host_us([kernel.work]) if self.device.host_is_device else 0.0
             share = min(1.0, (self.device.kernel_us(kernel.work) + call_us) / apart_us)

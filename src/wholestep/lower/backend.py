@@ -172,7 +172,7 @@ class Inductor:
         links = cost.links
         for ranks in {*self._copying.values()}:
             links = with_copies(links, ranks=ranks, least_bytes=MIN_BYTES)
-        return replace(cost, compiles=inductor.may_compile, links=links)
+        return replace(cost, compiles=inductor.may_compile, at_once=lists.loops, links=links)
 
     def travels_as(self, grad: fx.Node, group: str) -> Way:
         """See `Eager.travels_as`. Copies leave gradients as their products are, and take rows of tables."""

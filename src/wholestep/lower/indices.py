@@ -36,17 +36,18 @@ def takes(node: fx.Node) -> bool:
 
 
 def apart(graph: fx.Graph) -> set[fx.Node]:
-    """The calls of a graph that are to be computed here.
+    """The calls of a graph that are to be computed here: those on lists and those of loops."""
+    return loops(graph).union(node for node in graph.nodes if ops.is_indexwise(node.target) and takes(node))
 
-    Those of a loop are if nothing else of the optimizers is left for a compiler: it may be products by turns with them
-    (Muon), and to take them out would leave it a piece for every parameter.
+
+def loops(graph: fx.Graph) -> set[fx.Node]:
+    """The calls of loops that are to be computed here.
+
+    None if something else of the optimizers is left for a compiler: it may be products by turns with them (Muon), and
+    to take them out would leave it a piece for every parameter.
     """
-    taken = {node for node in graph.nodes if takes(node)}
-    others = [
-        node for node in graph.nodes
-        if ops.is_op(node) and node not in taken and _is_of_loop(node) and fused.on_gpu(node)
-    ]  # fmt: skip
-    return {node for node in taken if ops.is_indexwise(node.target)} if others else taken
+    found = {node for node in graph.nodes if ops.is_op(node) and _is_of_loop(node) and fused.on_gpu(node)}
+    return found if all(map(takes, found)) else set()
 
 
 def _is_of_loop(node: fx.Node) -> bool:

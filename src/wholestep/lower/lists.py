@@ -34,7 +34,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from wholestep.lower import ahead, binaries, captures, copies, pointwise
-from wholestep.lower.indices import apart, takes
+from wholestep.lower.indices import apart, loops, takes
 from wholestep.lower.rows import Cell, Plan, Turned, plan
 from wholestep.passes import sink
 from wholestep.program import edit, meta, ops, portable
@@ -45,7 +45,7 @@ from wholestep.run import beside
 
 log = logging.getLogger("wholestep")
 
-__all__ = ["Lists", "Plans", "apart", "takes"]
+__all__ = ["Lists", "Plans", "apart", "loops", "takes"]
 
 _WARPS = 4
 

@@ -6,6 +6,7 @@ Where triton is, kernels run in its interpreter, on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import wholestep.step
 from tests.unit import builders
 from tests.unit.lower.test_lists import FORM, Listed, interpreted, on_the_cpu, segments
 from wholestep.capture.capture import capture
+from wholestep.cost.model import CostModel
 from wholestep.lower import indices, inductor, lists
 from wholestep.lower.backend import forms_segments
 from wholestep.lower.rows import Plan, plan
@@ -142,6 +144,18 @@ def test_a_loop_is_not_cut_where_it_repeats_itself() -> None:
     assert isinstance(found := plan(segment, {}), Plan)
     assert [len(kernel.rows) for kernel in found.kernels] == [16]
     assert len(updating(run_passes(program_of(normed, layers=6), passes))) > 1
+
+
+def test_a_loop_is_predicted_as_one_kernel() -> None:
+    """Of a kernel for every parameter the least time of one would be counted as often, and hide what it does not."""
+    program = program_of(lion, layers=6)
+    cost = replace(CostModel.default("h200+nvlink"), compiles=inductor.may_compile)
+
+    def update_us(cost: CostModel) -> float:
+        times_us = cost.times_us(list(program.graph.nodes))
+        return sum(us for node, us in times_us.items() if meta.origin(node).region is Region.OPTIMIZER)
+
+    assert 0 < update_us(replace(cost, at_once=lists.loops)) < update_us(cost) / 8
 
 
 @pytest.mark.parametrize(("update", "told"), [(normed, "norm"), (by_rows, "repeated along dimensions")])
