@@ -23,6 +23,9 @@ from wholestep.program import meta, ops
 from wholestep.program.meta import Region
 from wholestep.program.numbers import element
 
+_OF_LOOPS = frozenset({*pointwise.TYPES, torch.bool})
+"""What the calls of a loop may read and give."""
+
 
 def takes(node: fx.Node) -> bool:
     """Whether a call may be computed here: element by element on a GPU, on lists or in the loop of an optimizer."""
@@ -32,7 +35,7 @@ def takes(node: fx.Node) -> bool:
         if any(one.dtype not in pointwise.TYPES for one in meta.tensors(node)):
             return False
         return fused.is_written_out(node) or _has_text(node)
-    return _is_of_loop(node) and isinstance(meta.value(node), Tensor) and _has_text(node)
+    return _is_of_loop(node) and _has_text(node) and _is_of_one_size(node)
 
 
 def apart(graph: fx.Graph) -> set[fx.Node]:
@@ -55,6 +58,15 @@ def _is_of_loop(node: fx.Node) -> bool:
     if meta.origin(node).region is not Region.OPTIMIZER or ops.is_indexwise(node.target) or ops.is_view(node):
         return False
     return not ops.needs_peers(node.target) and any(True for _ in meta.tensors(node))
+
+
+def _is_of_one_size(node: fx.Node) -> bool:
+    """Whether a call gives one tensor and reads others of its shape, or numbers; all of types that a kernel knows."""
+    value = meta.value(node)
+    if not isinstance(value, Tensor):
+        return False
+    read = [one for arg in node.all_input_nodes if arg.target is not element for one in meta.tensors(arg)]
+    return all(one.shape in (value.shape, ()) and one.dtype in _OF_LOOPS for one in (value, *read))
 
 
 def _has_text(node: fx.Node) -> bool:
@@ -140,10 +152,10 @@ class Reading:
         if (call, index) not in self.made:
             first = first_list(call)
 
+            of_lists = ops.is_indexwise(call.target)
+
             def entry(arg: Any) -> Any:
-                if ops.is_indexwise(call.target):
-                    return self._argument(arg, index, len(first))
-                return self._operand(arg, first[0].shape)
+                return self._argument(arg, index, len(first)) if of_lists else self._entry(arg)
 
             args, kwargs = tuple(map(entry, call.args)), tuple((key, entry(arg)) for key, arg in call.kwargs.items())
             self.lines.append(Line(call.target, args, kwargs, first[index].dtype))
@@ -157,13 +169,6 @@ class Reading:
             return One(self._entry(arg[index])) if arg else ()
         if isinstance(arg, fx.Node) and any(one.ndim for one in meta.tensors(arg)) and arg.target is not element:
             raise NotPointwise(f"{arg.name} is the same tensor for all indices")
-        return self._entry(arg)
-
-    def _operand(self, arg: Any, shape: torch.Size) -> Any:
-        """An argument of a call without lists that gives this shape."""
-        tensors = meta.tensors(arg) if isinstance(arg, fx.Node) and arg.target is not element else ()
-        if any(one.ndim and one.shape != shape for one in tensors):
-            raise NotPointwise(f"{arg.name} is repeated along dimensions")
         return self._entry(arg)
 
     def _entry(self, arg: Any) -> Any:

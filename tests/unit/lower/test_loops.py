@@ -77,6 +77,10 @@ def normed(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) 
     weight.sub_(state["mean"] / state["mean"].norm() * rate)
 
 
+def counted(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
+    weight.sub_(grad * rate * (grad > 0).to(torch.int64))
+
+
 def by_rows(weight: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float) -> None:
     weight.sub_(grad * state["square"][:1] * rate)
 
@@ -158,18 +162,22 @@ def test_a_loop_is_predicted_as_one_kernel() -> None:
     assert 0 < update_us(replace(cost, at_once=lists.loops)) < update_us(cost) / 8
 
 
-@pytest.mark.parametrize(("update", "told"), [(normed, "norm"), (by_rows, "repeated along dimensions")])
-def test_what_is_not_element_by_element_is_left_to_inductor(update: Update, told: str) -> None:
+OTHERS = {normed: "norm", by_rows: "mul", counted: "to_copy"}
+
+
+@pytest.mark.parametrize("update", OTHERS, ids=lambda update: update.__name__)
+def test_what_is_not_element_by_element_is_left_to_inductor(update: Update) -> None:
     program = run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True)])
     for segment in updating(program):
         found = plan(segment, {})
         assert isinstance(found, str)
-        assert told in found
+        assert OTHERS[update] in found
 
 
-def test_a_compiler_keeps_whole_what_has_other_calls_between_those_of_the_loop() -> None:
+@pytest.mark.parametrize("update", OTHERS, ids=lambda update: update.__name__)
+def test_a_compiler_keeps_whole_what_has_other_calls_between_those_of_the_loop(update: Update) -> None:
     """Else a norm by turns with updates would be a segment for every parameter, and so would they."""
-    program = program_of(normed)
+    program = program_of(update)
     assert not indices.apart(program.graph)
     pack = partial(pack_scalars, reads=inductor.reads_packed)
     plain = run_passes(program, [pack, partial(form_segments, compiles=inductor.compiles)])
