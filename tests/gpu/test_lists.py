@@ -131,6 +131,38 @@ def test_a_loop_of_the_users_own_is_one_kernel(backend: str, update: Update) -> 
     assert events.count("update_lists") == 1, events
 
 
+LOOPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, capturable=True, foreach=False),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True, foreach=False),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True, foreach=False),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2, capturable=True, foreach=False),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True, foreach=False),
+}
+
+
+COUNTED_ON_DEVICE = 50 * 2.0**-24
+"""Counters are float32 tensors there, and so is what becomes of them: some roundings in some steps."""
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_loops_of_torchs_optimizers(kind: str) -> None:
+    """With counters on the host and on the device (capturable)."""
+    step = ws.compile(train_step, backend="inductor")
+    found = []
+    for call in (step, train_step):
+        torch.manual_seed(0)
+        model = Small().double().cuda()
+        opt = LOOPS[kind](model.parameters())
+        losses = [call(model, opt, *batch(number, 0)) for number in range(STEPS)]
+        found.append([torch.stack(losses), *(value.detach().clone() for value in model.state_dict().values())])
+        tolerance = COUNTED_ON_DEVICE if opt.defaults.get("capturable") else TOLERANCE
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+    notes = [note for record in step.program().history for note in record.notes]
+    assert any("kernels over lists" in note for note in notes), notes
+    assert not any("left to Inductor" in note for note in notes), notes
+
+
 def test_two_signatures_have_tables_of_their_own() -> None:
     """Two graphs are alive, and each updates through addresses of its own."""
     found = []
