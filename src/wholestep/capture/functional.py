@@ -194,15 +194,13 @@ def replace_custom_writes(graph: fx.Graph) -> None:
         if not mutated and node.target not in _NEEDS_GRAD_MODE | _REPLACED_BY_FUNCTORCH:
             continue
         schema = node.target._schema
-        names = [arg.name for arg in schema.arguments]
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
         count, total = len(schema.returns), len(schema.returns) + len(mutated)
         with graph.inserting_before(node):
             call = graph.call_function(functional_twin(node.target, mutated), node.args, node.kwargs)
             meta.copy_meta(node, call)
             parts = [call] if total == 1 else [_item(graph, call, i) for i in range(total)]
             for part, position in zip(parts[count:], mutated, strict=True):
-                _copy_back(graph, given[names[position]], part)
+                _copy_back(graph, ops.argument(node, position), part)
         if count == 1:
             node.replace_all_uses_with(parts[0])
         elif count > 1:

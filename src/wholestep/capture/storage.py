@@ -335,8 +335,7 @@ def _filled(node: fx.Node) -> Iterator[fx.Node]:
     schema = node.target._schema  # type: ignore[union-attr]
     if schema.name.split("::")[1] in _FILLS:
         yield from edit.nodes_of([node.args[0]])
-    given = dict(zip([arg.name for arg in schema.arguments], node.args, strict=False)) | node.kwargs
-    yield from edit.nodes_of([given.get(arg.name) for arg in schema.arguments if arg.is_out])
+    yield from ops.argument_nodes(node, [place for place, arg in enumerate(schema.arguments) if arg.is_out])
 
 
 def _spell(tensor: torch.Tensor) -> str:

@@ -61,12 +61,16 @@ def _is_of_loop(node: fx.Node) -> bool:
 
 
 def _is_of_one_size(node: fx.Node) -> bool:
-    """Whether a call gives one tensor and reads others of its shape, or numbers; all of types that a kernel knows."""
+    """Whether a call gives one tensor and reads others of its shape, or numbers; all of types that a kernel knows, and
+    on one device: a rate that is a tensor of the host lies where no kernel can read it."""
     value = meta.value(node)
     if not isinstance(value, Tensor):
         return False
-    read = [one for arg in node.all_input_nodes if arg.target is not element for one in meta.tensors(arg)]
-    return all(one.shape in (value.shape, ()) and one.dtype in _OF_LOOPS for one in (value, *read))
+    every = [value, *(one for arg in node.all_input_nodes if arg.target is not element for one in meta.tensors(arg))]
+    if any(not isinstance(size, int) for one in every for size in one.shape):
+        return False  # it is data, and not known before the step runs
+    same = all(one.shape in (value.shape, ()) and one.device == value.device for one in every)
+    return same and all(one.dtype in _OF_LOOPS for one in every)
 
 
 def _has_text(node: fx.Node) -> bool:
@@ -150,9 +154,7 @@ class Reading:
 
     def _line(self, call: fx.Node, index: int) -> int:
         if (call, index) not in self.made:
-            first = first_list(call)
-
-            of_lists = ops.is_indexwise(call.target)
+            first, of_lists = first_list(call), ops.is_indexwise(call.target)
 
             def entry(arg: Any) -> Any:
                 return self._argument(arg, index, len(first)) if of_lists else self._entry(arg)

@@ -151,8 +151,7 @@ def _one_device(tensors: Sequence[torch.Tensor]) -> bool:
 def _is_quiet(node: fx.Node) -> bool:
     if node.target not in _QUIET_ATTENTION:
         return False
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = dict(zip((arg.name for arg in schema.arguments), node.args, strict=False)) | node.kwargs
+    given = ops.by_name(node.target, node.args, node.kwargs)
     return bool(given.get("dropout_p", 0.0) == 0.0)
 
 

@@ -67,6 +67,7 @@ def loads(data: bytes) -> Any:
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None), tuple, list, dict, type})
+"""Types of most of what a program consists of, and of nothing that is written in a way of its own."""
 
 
 class _Writer(pickle.Pickler):
@@ -78,7 +79,7 @@ class _Writer(pickle.Pickler):
         self._facts: dict[Any, Any] = {}
 
     def persistent_id(self, thing: Any) -> Any:
-        if type(thing) in _PLAIN:  # most of what a program consists of; each question below takes its time
+        if type(thing) in _PLAIN:  # each question below takes its time
             return None
         if isinstance(thing, FakeTensor):
             return ("fake", *self._layout(thing))

@@ -163,7 +163,7 @@ def _read(tree: Any) -> Any:
 def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A collective of torch.distributed: launched, and remembered by the wrappers that it writes to."""
     schema = func._schema
-    given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+    given = ops.by_name(func, args, kwargs)
     targets = pytree.tree_leaves(args[0])
     if get_proxy_mode() is None:
         result = func(*_read(args), **_read(kwargs))

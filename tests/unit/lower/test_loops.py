@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import wholestep as ws
 import wholestep.step
 from tests.unit import builders
+from tests.unit.builders import aten
 from tests.unit.lower.test_lists import FORM, Listed, interpreted, on_the_cpu, segments
 from wholestep.capture.capture import capture
 from wholestep.cost.model import CostModel
@@ -167,8 +171,9 @@ OTHERS = {normed: "norm", by_rows: "mul", counted: "to_copy"}
 
 @pytest.mark.parametrize("update", OTHERS, ids=lambda update: update.__name__)
 def test_what_is_not_element_by_element_is_left_to_inductor(update: Update) -> None:
-    program = run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True)])
-    for segment in updating(program):
+    left = updating(run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True)]))
+    assert left
+    for segment in left:
         found = plan(segment, {})
         assert isinstance(found, str)
         assert OTHERS[update] in found
@@ -192,3 +197,28 @@ def test_only_what_an_optimizer_does_is_taken() -> None:
     assert {meta.origin(node).region for node in taken} == {Region.OPTIMIZER}
     tanh = next(node for node in program.graph.nodes if ops.is_op(node) and "tanh" in str(node.target))
     assert not indices.takes(tanh)
+
+
+def product(other: str, *, counted: bool = False) -> fx.Node:
+    """A weight on a GPU times a number on the device `other`, as an optimizer's call; a size may be data."""
+    graph, shapes = fx.Graph(), ShapeEnv()
+    weight, rate = graph.placeholder("weight"), graph.placeholder("rate")
+    made = graph.call_function(aten.mul.Tensor, (weight, rate))
+    with FakeTensorMode(shape_env=shapes):
+        size = shapes.create_unbacked_symint() if counted else 3
+        for node in (weight, made):
+            meta.set_value(node, torch.empty(size, device="cuda"))
+        meta.set_value(rate, torch.empty((), device=other))
+    meta.set_origin(made, meta.Origin(Region.OPTIMIZER))
+    return made
+
+
+def test_what_lies_on_the_host_is_read_by_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that is a tensor of the CPU may stand beside a weight of a GPU."""
+    monkeypatch.undo()
+    assert indices.loops(product("cuda").graph)
+    assert not indices.loops(product("cpu").graph)
+
+
+def test_a_size_that_is_data_is_neither_asked_for_nor_taken() -> None:
+    assert not indices.takes(product("cuda", counted=True))
