@@ -104,14 +104,15 @@ def bucket(
     notes = []
     for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1])):
         members = [reductions[item] for item in group.items]
-        names = tuple(name for one in members for name in _bucket_of(one).members)
-        orders = tuple(order for one in members for order in _orders(one))
+        laid_out = sorted(members, key=_breaks_alignment)
+        names = tuple(name for one in laid_out for name in _bucket_of(one).members)
+        orders = tuple(order for one in laid_out for order in _orders(one))
         first = group.items[0]
         reason = tables.get(first, group.reason)
         record = meta.Bucket(
             index, names, group.num_bytes, reason, orders, as_rows=first in tables, share=shares[first]
         )  # fmt: skip
-        _merge(program.graph, members, record)
+        _merge(program.graph, laid_out, record, last=members[-1].start)
         notes.append(f"bucket {index}: {len(names)} gradients, {show.bytes_text(group.num_bytes)}; {reason}")
     edit.sort_topologically(program.graph)
     edit.remove_dead_code(program.graph)
@@ -268,9 +269,13 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket) -> None:
-    """Makes one reduction of `members`, started where the last of them starts."""
-    last = members[-1].start
+def _breaks_alignment(one: _Reduction) -> bool:
+    """Whether what lies behind it in a bucket is not aligned; such gradients lie at the end."""
+    return meta.num_bytes(one.grad) % meta.ALIGNMENT_BYTES != 0
+
+
+def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket, *, last: fx.Node) -> None:
+    """Makes one reduction of `members`, which lie so in the bucket, in the place of the one that starts last."""
     if len(members) == 1 and meta.tensor(members[0].grad).is_contiguous():
         meta.set_bucket(last, record)
         _delay_waits(graph, members[0])

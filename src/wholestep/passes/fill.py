@@ -10,7 +10,8 @@ Before and after, behind `reinplace`::
 
 Note: when a gradient may live in its bucket
     Its memory was made by an operator that can write its result anywhere; it is dense, and of the bucket's type;
-    nothing reads it behind the place where the bucket is filled, since the reduction changes it. Gradients for which
+    nothing reads it behind the place where the bucket is filled, since the reduction changes it. Its place is aligned
+    where it is a matrix product: to memory that is not, MKL writes other bits (seen with AVX2). Gradients for which
     that does not hold are copied into their place. A bucket of which less than half could be filled so keeps its one
     ``cat``, but for one of many parts on a GPU. The bucket is alive from its first gradient on; where that would raise
     the peak, the first ones are copied.
@@ -42,6 +43,8 @@ _OUT = {
     _aten.mul.Tensor: _aten.mul.out,
 }
 
+
+_PRODUCTS = (_aten.mm.out, _aten.mm.dtype_out, _aten.bmm.out, _aten.addmm.out)
 
 _FEW = 16
 """Parts of which a ``cat`` of GPUs is as fast as copies by a list. It cuts all of them as the largest one wants it: for
@@ -115,12 +118,18 @@ def _parts(cat: fx.Node, memory: Memory) -> list[_Part]:
     seen: set[int] = set()
     for flat in edit.nodes_of(cat.args[0]):
         maker = _maker(flat, cat, memory)
-        if maker is not None and memory.storage(meta.tensor(maker)) in seen:
+        if maker is not None and (memory.storage(meta.tensor(maker)) in seen or not _may_write(maker, start)):
             maker = None
         seen.add(memory.storage(meta.tensor(flat)))
         parts.append(_Part(start, flat, maker))
         start += meta.tensor(flat).numel()
     return parts
+
+
+def _may_write(maker: fx.Node, start: int) -> bool:
+    """Whether it gives the same bits where it writes behind `start` elements."""
+    place_bytes = start * meta.tensor(maker).element_size()
+    return _OUT[maker.target] not in _PRODUCTS or place_bytes % meta.ALIGNMENT_BYTES == 0  # type: ignore[index]
 
 
 def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:

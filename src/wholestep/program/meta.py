@@ -60,6 +60,9 @@ class Bucket:
 UNKNOWN = Origin(Region.OTHER)
 UNBUCKETED = "not bucketed yet"
 """The reason of a reduction that stands for one gradient as it was placed."""
+ALIGNMENT_BYTES = 16
+"""Where memory begins at a multiple of it, libraries of matrix products compute as in memory of its own. Elsewhere MKL
+takes other kernels, which round differently, and cuBLAS slower ones."""
 
 
 def value(node: fx.Node) -> Any:

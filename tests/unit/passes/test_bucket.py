@@ -56,6 +56,23 @@ def test_one_reduction_for_all(mean):
     assert after.history[-1].notes == (f"bucket 0: 3 gradients, 72 B; {END}",)
 
 
+def test_gradients_behind_which_nothing_is_aligned_lie_at_the_end():
+    """And the reduction starts where the last gradient is ready, wherever that one lies."""
+
+    def fn(a, b, c):
+        grads = gradient(a * 2, "a"), gradient(b * 2, "b"), gradient(c * 2, "c")
+        return *grads, c.sin()
+
+    odd, even, last_odd = torch.randn(5), torch.randn(4, 3), torch.randn(3)
+    after = bucketed(fn, [odd, even, last_odd])
+    assert [one.members for one in starts(after)] == [("b", "a", "c")]
+    (cat,) = after.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert [meta.tensor(one).numel() for one in cat.args[0]] == [12, 5, 3]
+    called = builders.calls(after)
+    assert called.index("aten.cat.default") > max(i for i, one in enumerate(called) if one == "aten.reshape.default")
+    assert called.index("_c10d_functional.all_reduce.default") < called.index("aten.sin.default")
+
+
 def test_after_reinplace_the_bucket_costs_one_copy():
     after = run_passes(bucketed(three, THREE), [reinplace])
     called = builders.calls(after)

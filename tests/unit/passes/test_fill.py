@@ -66,6 +66,21 @@ def test_what_cannot_be_computed_there_is_copied():
     assert builders.count(after, aten.mm.out) == builders.count(after, aten._foreach_copy_.default) == 1
 
 
+@pytest.mark.parametrize(("first", "copied"), [(4, 0), (8, 0), (5, 1), (6, 1), (7, 1)])
+def test_a_product_is_copied_to_a_place_that_is_not_aligned(first: int, copied: int):
+    """There MKL writes other bits. Sums are the same everywhere."""
+
+    def fn(x, y, z):
+        products = gradient(z.t() @ x, "first"), gradient(y.t() @ x, "second")
+        return *products, gradient((y * 2).sum(0), "bias")
+
+    _, after = filled(fn, [torch.randn(6, 5), torch.randn(6, 3), torch.randn(6, first)])
+    copies = after.graph.find_nodes(op="call_function", target=aten._foreach_copy_.default)
+    assert sum(len(one.args[0]) for one in copies) == copied
+    assert builders.count(after, aten.mm.out) == 2 - copied
+    assert builders.count(after, aten.sum.IntList_out) == 1
+
+
 def test_a_bucket_that_is_mostly_copied_keeps_its_cat():
     def fn(x, y):
         return gradient(torch.cumsum(x, 0), "other"), gradient(y.sum(0), "bias")

@@ -114,7 +114,7 @@ def test_a_table_has_a_bucket_of_its_own_and_goes_with_its_indices():
     assert meta.bucket(table).members == ("words.weight",)
     assert meta.bucket(table).as_rows
     assert meta.bucket(table).reason == "rows: a batch of rank 0 looks up 12 of 200"
-    assert meta.bucket(other).members == ("head.bias", "head.weight")
+    assert meta.bucket(other).members == ("head.weight", "head.bias")
     assert not meta.bucket(other).as_rows
     assert table.args[1:] == ("avg", "0")
     assert meta.tensor(table.args[0]).shape == (WORDS, WIDTH)
