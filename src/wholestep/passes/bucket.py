@@ -66,6 +66,7 @@ def bucket(
     bucket_bytes: int | None = None,
     choose: Choose = choose_alone,
     travels_as: TravelsAs = as_it_is,
+    aligned: bool = True,
 ) -> Program:
     """The program with its gradient reductions in buckets.
 
@@ -76,9 +77,10 @@ def bucket(
         choose: how ranks whose batches differ come by the same buckets.
         travels_as: the same on every rank; gradients that travel in different types share no bucket, and one that
             travels as rows has one of its own.
+        aligned: gradients of odd sizes lie at the end of a bucket. False: as they become ready, which is how the hooks
+            of DistributedDataParallel, whose numbers a compressor may have to meet, are given them.
 
-    Only reductions that placement has marked, and that are in no bucket yet, take part. Order of random operators:
-    unchanged.
+    Only reductions that placement has marked, and that are in no bucket yet, take part. Random operators stay in order.
     """
     reductions = list(_reductions(program))
     if not reductions:
@@ -104,7 +106,7 @@ def bucket(
     notes = []
     for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1])):
         members = [reductions[item] for item in group.items]
-        laid_out = sorted(members, key=_breaks_alignment)
+        laid_out = sorted(members, key=_granularity_bytes, reverse=True) if aligned else members
         names = tuple(name for one in laid_out for name in _bucket_of(one).members)
         orders = tuple(order for one in laid_out for order in _orders(one))
         first = group.items[0]
@@ -269,9 +271,13 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _breaks_alignment(one: _Reduction) -> bool:
-    """Whether what lies behind it in a bucket is not aligned; such gradients lie at the end."""
-    return meta.num_bytes(one.grad) % meta.ALIGNMENT_BYTES != 0
+def _granularity_bytes(one: _Reduction) -> int:
+    """The power of two that divides the gradient's size; no more than alignment asks for in a type a quarter as wide.
+
+    In falling order of it, every gradient of a bucket begins as aligned as the sizes allow.
+    """
+    num_bytes = meta.num_bytes(one.grad)
+    return min(num_bytes & -num_bytes, 4 * meta.ALIGNMENT_BYTES)
 
 
 def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket, *, last: fx.Node) -> None:

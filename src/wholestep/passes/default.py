@@ -103,7 +103,14 @@ def passes_of(
         # equal arguments the same node.
         dedupe,
         # On the functional graph: readers of gradients can still be moved freely.
-        partial(bucket, cost=cost, bucket_bytes=bucket_bytes, choose=choose, travels_as=way),
+        partial(
+            bucket,
+            cost=cost,
+            bucket_bytes=bucket_bytes,
+            choose=choose,
+            travels_as=way,
+            aligned=compress is None,
+        ),
         # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.
         *([compress] if compress is not None else []),
         # Behind bucket, whose buckets it splits by; before schedule, which moves the parts.

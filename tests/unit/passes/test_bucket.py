@@ -56,21 +56,29 @@ def test_one_reduction_for_all(mean):
     assert after.history[-1].notes == (f"bucket 0: 3 gradients, 72 B; {END}",)
 
 
-def test_gradients_behind_which_nothing_is_aligned_lie_at_the_end():
-    """And the reduction starts where the last gradient is ready, wherever that one lies."""
+def test_gradients_lie_as_aligned_as_sizes_allow():
+    """In falling order of the power of two in their sizes; the reduction starts where the last one to come is ready."""
 
-    def fn(a, b, c):
-        grads = gradient(a * 2, "a"), gradient(b * 2, "b"), gradient(c * 2, "c")
-        return *grads, c.sin()
+    def fn(a, b, c, d):
+        grads = tuple(gradient(x * 2, name) for x, name in ((a, "a"), (b, "b"), (c, "c"), (d, "d")))
+        return *grads, d.sin()
 
-    odd, even, last_odd = torch.randn(5), torch.randn(4, 3), torch.randn(3)
-    after = bucketed(fn, [odd, even, last_odd])
-    assert [one.members for one in starts(after)] == [("b", "a", "c")]
+    after = bucketed(fn, [torch.randn(5), torch.randn(6), torch.randn(4, 3), torch.randn(3)])
+    assert [one.members for one in starts(after)] == [("c", "b", "a", "d")]
     (cat,) = after.graph.find_nodes(op="call_function", target=aten.cat.default)
-    assert [meta.tensor(one).numel() for one in cat.args[0]] == [12, 5, 3]
+    assert [meta.tensor(one).numel() for one in cat.args[0]] == [12, 6, 5, 3]
     called = builders.calls(after)
     assert called.index("aten.cat.default") > max(i for i, one in enumerate(called) if one == "aten.reshape.default")
     assert called.index("_c10d_functional.all_reduce.default") < called.index("aten.sin.default")
+
+
+def test_order_does_not_move_gradients_of_whole_vectors():
+    sizes = [torch.randn(64), torch.randn(16), torch.randn(48), torch.randn(32, 2)]
+
+    def fn(*tensors):
+        return tuple(gradient(x * 2, f"p{number}") for number, x in enumerate(tensors))
+
+    assert [one.members for one in starts(bucketed(fn, sizes))] == [("p0", "p1", "p2", "p3")]
 
 
 def test_after_reinplace_the_bucket_costs_one_copy():
