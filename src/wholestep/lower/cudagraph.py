@@ -32,6 +32,7 @@ from wholestep.program.modules import module_of
 from wholestep.program.numbers import pack
 from wholestep.program.program import Input, InputKind, OutputKind, Program
 from wholestep.program.show import Step
+from wholestep.run import teardown
 from wholestep.run.collector import uncollected
 
 WARM_UP_CALLS = 2
@@ -185,7 +186,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._handle: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._keeper: torch.cuda.CUDAGraph | None = None
@@ -197,11 +198,11 @@ class Pool:
         it was before.
         """
         gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
-        with torch.cuda.device(self._device), uncollected():
+        with torch.cuda.device(self.device), uncollected():
             if self._keeper is None:
                 self._renew()
             graph, results = self._captured(body)
-            memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self._device)
+            memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
             graph.instantiate()
             return graph, results
 
@@ -223,7 +224,7 @@ class Pool:
     def _renew(self) -> None:
         """A pool that nobody uses, with the graph that keeps it, and a stream to capture on."""
         self._handle, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        number, keeper = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+        number, keeper = torch.zeros(1, device=self.device), torch.cuda.CUDAGraph()
         with self._capturing(keeper):
             number.zero_()
         self._keeper = keeper
@@ -274,6 +275,15 @@ class Graphed:
         self._static: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._outputs: Sequence[Any] = ()
+        self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
+        teardown.goes_first(self)
+
+    def let_go(self, group: str) -> None:
+        """Gives up the graph if it may hold collectives of the group. The next call captures again."""
+        if self._graph is not None and group in self._groups:
+            torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._graph, self._outputs = None, ()
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """One step. Results are the caller's own."""

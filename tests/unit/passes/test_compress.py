@@ -44,7 +44,9 @@ def turned(a, b, c):
 
 def bucketed(fn=three, *, bucket_bytes: int = 1 << 20, mean: bool = True, dtype=torch.float32) -> Program:
     found = builders.capture(fn, [one.to(dtype) for one in tensors()], names=list(SHAPES), kinds=[InputKind.PARAM] * 3)
-    return run_passes(builders.place(found, mean=mean), [partial(bucket, cost=COST, bucket_bytes=bucket_bytes, aligned=False)])
+    return run_passes(
+        builders.place(found, mean=mean), [partial(bucket, cost=COST, bucket_bytes=bucket_bytes, aligned=False)]
+    )
 
 
 def compressed(how: Compress, program: Program) -> Program:
