@@ -43,9 +43,9 @@ _OPTIONS = {"num_warps": 32, "debug": True, "sanitize_overflow": False}
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.constexpr, all_classes: tl.constexpr):  # type: ignore[no-untyped-def]
     logits, target, share, losses, gradient = tensors
-    columns, stride = size
+    classes, columns, stride = size
     lanes: tl.constexpr = block[0]
     width: tl.constexpr = block[1]
     at = tl.arange(0, lanes)[:, None] * width + tl.arange(0, width)[None, :]
@@ -55,6 +55,8 @@ def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.conste
     total = tl.full([lanes], 0.0, tl.float32)
     for first in range(0, columns, lanes * width):
         x = tl.load(read + first + at, mask=first + at < columns, other=float("-inf")).to(tl.float32)
+        if not all_classes:
+            x = tl.where(first + at < classes, x, float("-inf"))
         new = tl.maximum(highest, tl.max(x, 1))
         # A lane may have seen nothing but -inf, whose share is zero.
         unit = tl.where(new == float("-inf"), 0.0, new) * log2e
@@ -66,7 +68,7 @@ def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.conste
     answer = tl.load(target + row)
     counts = answer != ignored
     answer = tl.where(counts, answer, 0)
-    tl.device_assert((answer >= 0) & (answer < columns), "an answer is out of range")
+    tl.device_assert((answer >= 0) & (answer < classes), "an answer is out of range")
     picked = tl.load(read + answer).to(tl.float32)
     tl.store(losses + row, tl.where(counts, lse / log2e - picked, 0.0))
     factor = tl.where(counts, tl.load(share), 0.0)
@@ -76,7 +78,10 @@ def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.conste
         x = tl.load(read + first + at, mask=inside, other=0.0).to(tl.float32)
         chance = tl.exp2(x * log2e - lse)
         hit = tl.where(first + at == answer, 1.0, 0.0)
-        tl.store(write + first + at, ((chance - hit) * factor).to(gradient.dtype.element_ty), mask=inside)
+        found = (chance - hit) * factor
+        if not all_classes:
+            found = tl.where(first + at < classes, found, 0.0)
+        tl.store(write + first + at, found.to(gradient.dtype.element_ty), mask=inside)
 
 
 _kernel: Any = triton.jit(_cross_entropy) if triton is not None else None
@@ -88,26 +93,34 @@ def takes(product: fx.Node) -> bool:
     return value.is_cuda and value.dtype in _TYPES and _kernel is not None
 
 
-def cross_entropy(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, target: Tensor, share: Tensor, ignored: int, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
     """See `wholestep.passes.cross_entropy`, which says what the operator of this name gives."""
-    rows, columns = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    gradient = torch.empty(rows, columns, dtype=logits.dtype, device=logits.device)
-    if rows:
-        tensors, size = (logits, target, share, losses, gradient), (columns, logits.stride(0))
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if len(logits):
+        tensors = logits, target, share, losses, gradient
         binaries.wait()
         with torch.cuda.device_of(logits):
-            binaries.keep(_kernel[(rows,)](tensors, size, ignored, *_CONSTANTS, **_OPTIONS))
+            binaries.keep(_kernel[(len(logits),)](tensors, *_rest(logits, ignored, classes), **_OPTIONS))
     return losses, gradient
+
+
+def _rest(logits: Tensor, ignored: int, classes: int | None) -> tuple[Any, ...]:
+    """What the kernel is told besides its tensors."""
+    columns = logits.shape[1]
+    classes = columns if classes is None else classes
+    return (classes, columns, logits.stride(0)), ignored, *_CONSTANTS, classes == columns
 
 
 def build(node: fx.Node) -> binaries.Job:
     """What has Triton compile the kernel for a call, as its launch would."""
-    logits, target, share, ignored = node.args
+    logits, target, share, ignored, *classes = node.args
     types = [meta.tensor(one).dtype for one in (logits, target, share)]  # type: ignore[arg-type]
     given, value = binaries.addresses([*types, torch.float32, types[0]]), meta.tensor(logits)  # type: ignore[arg-type]
-    size = (value.shape[1], value.stride(0))
-    return partial(_kernel.warmup, given, size, ignored, *_CONSTANTS, grid=(1,), **_OPTIONS)
+    rest = _rest(value, ignored, *(classes or [None]))  # type: ignore[arg-type]
+    return partial(_kernel.warmup, given, *rest, grid=(1,), **_OPTIONS)
 
 
 ops.LIBRARY.impl("cross_entropy", cross_entropy, "CompositeExplicitAutograd")

@@ -22,23 +22,28 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from wholestep.passes import whole_rows
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program, Stage
 
-ops.LIBRARY.define("cross_entropy(Tensor logits, Tensor target, Tensor share, int ignored) -> (Tensor, Tensor)")
+ops.LIBRARY.define(
+    "cross_entropy(Tensor logits, Tensor target, Tensor share, int ignored, int? classes=None) -> (Tensor, Tensor)"
+)
 
 
 @torch.library.register_fake("wholestep::cross_entropy", lib=ops.LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
-def _fake(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def _fake(
+    logits: Tensor, target: Tensor, share: Tensor, ignored: int, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
     return logits.new_empty(logits.shape[:1], dtype=torch.float32), logits.new_empty(logits.shape)
 
 
 CROSS_ENTROPY = torch.ops.wholestep.cross_entropy.default
 """Losses and gradient of logits, in one: ``lower/cross_entropy.py`` implements it.
 
-Takes logits (rows, classes), answers (rows) int64, the gradient of every loss, one number in float32, and the answer
-that does not count. Gives the losses (rows) in float32, 0 where the answer does not count, and the gradient of the
-logits, contiguous and in their type.
+Takes logits (rows, columns), answers (rows) int64, the gradient of every loss, one number in float32, the answer that
+does not count, and how many of the columns are classes, if not all are. Gives the losses (rows) in float32, 0 where the
+answer does not count, and the gradient of the logits, contiguous and in their type, 0 in columns that are no classes.
 """
 
 _aten = torch.ops.aten
@@ -147,6 +152,8 @@ class _Path:
     """How logits come to a loss, and their gradient back."""
 
     product: fx.Node
+    alone: bool
+    """Whether nothing else reads the product."""
     views: list[fx.Node]
     """What views there are between the two, first to last, a cast to float32 left out."""
     back: dict[fx.Node, list[fx.Node]]
@@ -158,15 +165,16 @@ def _path(loss: _Loss) -> _Path | None:
     if loss.gradient is None or not meta.tensor(loss.gradient).is_contiguous():
         return None
     views: list[fx.Node] = []
-    node, cast = loss.logits, None
+    node, cast, alone = loss.logits, None, len(loss.logits.users) == 1
     while ops.is_view(node) or (cast is None and _widens(node)):
         cast = cast if ops.is_view(node) else node
+        alone &= len(node.all_input_nodes[0].users) == 1
         views += [node] if node is not cast else []
         node = node.all_input_nodes[0]
     back = {loss.gradient: list[fx.Node]()} if cast is None else _casts(loss.gradient, _dtype(node))
     if back is None or meta.tensor(loss.logits).stride(1) != 1:
         return None
-    return _Path(product=node, views=views[::-1], back=back)
+    return _Path(product=node, alone=alone, views=views[::-1], back=back)
 
 
 def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]] | None:
@@ -253,16 +261,34 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
         weight = to(call(_aten.sum.default, call(_aten.ne.Scalar, loss.target, loss.ignored)), single)
         share = to(loss.backward.args[0], single)  # type: ignore[arg-type]
         share = call(_aten.div.Tensor, share, weight) if is_mean else share
-        both = call(CROSS_ENTROPY, seen(path.product, path.views), loss.target, share, loss.ignored)
+        wide = _in_whole_rows(graph, loss, path)
+        if wide is None:
+            both = call(CROSS_ENTROPY, seen(path.product, path.views), loss.target, share, loss.ignored)
+        else:
+            both = call(CROSS_ENTROPY, wide.logits, loss.target, share, loss.ignored, wide.classes)
         result = call(_aten.sum.default, call(operator.getitem, both, 0))
         result = call(_aten.div.Tensor, result, weight) if is_mean else result
         result, weight = to(result, dtype), to(weight, dtype)
         gradient = call(operator.getitem, both, 1)
-        found = {reader: seen(gradient, views) for reader, views in path.back.items()}
+        part = gradient if wide is None else call(_aten.slice.Tensor, gradient, 1, 0, wide.classes)
+        found = {reader: seen(part, views) for reader, views in path.back.items()}
     for item in list(loss.forward.users):
         edit.replace_node(item, (result, weight)[item.args[1] == 1])
     for reader, new in found.items():
         edit.replace_node(reader, new)
+    if wide is not None:
+        wide.take(gradient, found.values())
+
+
+def _in_whole_rows(graph: fx.Graph, loss: _Loss, path: _Path) -> whole_rows.WholeRows | None:
+    """The products of the logits' weight in whole rows, where that pays and can be."""
+    if not path.alone or not whole_rows.pay(path.product, loss.logits, path.views):
+        return None
+    columns = meta.tensor(path.product).shape[1]
+    part = meta.tensor(path.product).new_empty(meta.tensor(loss.logits).shape[0], columns + 1)[:, :columns]
+    if not all(whole_rows.allow(part, views, reader) for reader, views in path.back.items()):
+        return None
+    return whole_rows.WholeRows(graph, path.product)
 
 
 def _rewrite(graph: fx.Graph, loss: _Loss) -> None:

@@ -83,6 +83,20 @@ def test_rows_that_lie_apart() -> None:
     check(torch.cat([logits, torch.full_like(logits, torch.nan)], 1)[:, :40], target)
 
 
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize(("classes", "columns"), [(50, 64), (48, 64), (5, 32)])
+def test_columns_that_are_no_classes(classes: int, columns: int, dtype: torch.dtype) -> None:
+    """Whatever they hold, they count for nothing, and their gradient is zero."""
+    logits, target = drawn(9, classes, dtype)
+    wide = torch.cat([logits, torch.full((9, columns - classes), torch.nan, dtype=dtype)], 1)
+    found = cross_entropy.cross_entropy(wide, target, torch.tensor(0.3), IGNORED, classes)
+    wanted = cross_entropy.cross_entropy(logits, target, torch.tensor(0.3), IGNORED)
+    assert found[1].shape == wide.shape
+    assert not found[1][:, classes:].any()
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1][:, :classes], wanted[1])
+
+
 def test_classes_that_are_masked_out() -> None:
     logits, target = drawn(6, 40)
     target[target == 7] = 8

@@ -320,7 +320,12 @@ def kernel() -> Iterator[None]:
     library._destroy()
 
 
-def in_words_of_aten(logits: Tensor, target: Tensor, share: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def in_words_of_aten(
+    logits: Tensor, target: Tensor, share: Tensor, ignored: int, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if classes is not None:
+        losses, gradient = in_words_of_aten(logits[:, :classes], target, share, ignored)
+        return losses, F.pad(gradient, [0, logits.shape[1] - classes])
     leaf = logits.float().requires_grad_()
     with torch.enable_grad():
         losses = F.cross_entropy(leaf, target, ignore_index=ignored, reduction="none")
@@ -474,3 +479,81 @@ def test_a_kernel_is_put_in_once(kernel):
     before, _ = lean(loss_and_gradient(), tensors())
     once = fused(before)
     assert show.diff(run_passes(once, [FUSE]), once) == ""
+
+
+# ---- whole rows ----------------------------------------------------------------------------------------------------
+
+
+def of_a_head(*, bias: bool, turned: bool, classes: int) -> Callable[..., Any]:
+    """Loss and gradients of a linear layer in half precision; its weight lies either way."""
+
+    def step(x: Tensor, weight: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        x, weight, offset = (one.detach().requires_grad_() for one in (x, weight, offset))
+        used = weight if turned else weight.t()
+        hidden = x.view(2, -1, x.shape[1])
+        flat = hidden.flatten(0, 1)
+        logits = torch.addmm(offset, flat, used) if bias else flat @ used
+        loss = F.cross_entropy(logits.view(2, -1, classes).float().view(-1, classes), y)
+        leaves = (x, weight, offset) if bias else (x, weight)
+        return loss.detach(), *torch.autograd.grad(loss * 3, leaves)
+
+    return step
+
+
+def head_tensors(classes: int, *, turned: bool) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(classes)
+    x, weight, offset = (
+        torch.randn(shape, generator=draw).bfloat16() for shape in ((8, 16), (classes, 16), (classes,))
+    )
+    return [x, weight.t().contiguous() if turned else weight, offset, torch.randint(classes, (8,), generator=draw)]
+
+
+class Strides(fx.Interpreter):
+    """Compares what nodes are said to give with what they give."""
+
+    def run_node(self, node: fx.Node) -> object:
+        found = super().run_node(node)
+        if node.op == "call_function":
+            said = [(one.shape, one.stride()) for one in meta.tensors(node)]
+            assert [(one.shape, one.stride()) for one in meta.tensors_in(found)] == said, node.format_node()
+        return found
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_vocabulary_of_an_odd_size_is_read_in_whole_rows(bias, turned, kernel):
+    classes, wide = 517, 576
+    given = head_tensors(classes, turned=turned)
+    before, _ = lean(of_a_head(bias=bias, turned=turned, classes=classes), given)
+    after = fused(before)
+    (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
+    assert (tuple(meta.tensor(node.args[0]).shape), node.args[4]) == ((8, wide), classes)
+    assert node.args[0].target in (aten.mm.default, aten.addmm.default)
+    assert builders.count(after, aten.constant_pad_nd.default) == 1 + bias  # the weight, for both of its products
+    products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
+    inner = [meta.tensor(one.args[0]).shape[1] for one in products]
+    assert inner.count(wide) == 1  # the gradient of x: all of it is added up
+    Strides(after.module).run(*given)
+    wanted, found = (builders.execute(one, given)[0] for one in (before, after))
+    for one, other in zip(wanted, found, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(other, one, rtol=2.0**-6, atol=2.0**-7)
+
+
+@pytest.mark.parametrize(("classes", "dtype"), [(576, torch.bfloat16), (517, torch.float32), (11, torch.bfloat16)])
+def test_rows_that_are_whole_or_small_stay_as_they_are(classes, dtype, kernel):
+    given = [one.to(dtype) if one.is_floating_point() else one for one in head_tensors(classes, turned=False)]
+    before, _ = lean(of_a_head(bias=False, turned=False, classes=classes), given)
+    after = fused(before)
+    assert builders.count(after, aten.constant_pad_nd.default) == 0
+
+
+def test_logits_that_somebody_else_reads_stay_as_they_are(kernel):
+    def step(x: Tensor, weight: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        weight = weight.detach().requires_grad_()
+        logits = x @ weight.t()
+        loss = F.cross_entropy(logits.float(), y)
+        return loss.detach(), logits.detach(), *torch.autograd.grad(loss, weight)
+
+    before, _ = lean(step, head_tensors(517, turned=False))
+    assert builders.count(fused(before), aten.constant_pad_nd.default) == 0
