@@ -75,10 +75,11 @@ def names(step: Callable[[], Any]) -> list[str]:
     return [one.name for one in profile.events()]
 
 
+@pytest.mark.parametrize("classes", [5056, 5008, 5003])
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_step_runs_one_kernel(graph: bool) -> None:
+def test_a_step_runs_one_kernel(graph: bool, classes: int) -> None:
     draw = torch.Generator("cuda").manual_seed(1)
-    x, classes = torch.randn(4096, 64, generator=draw, device="cuda"), 5008
+    x = torch.randn(4096, 64, generator=draw, device="cuda")
     y = torch.randint(classes, (4096,), generator=draw, device="cuda")
     y[::5] = IGNORED
     step = ws.compile(train_step, backend=ws.Inductor(cuda_graph="auto" if graph else False))
@@ -97,6 +98,8 @@ def test_a_step_runs_one_kernel(graph: bool) -> None:
     assert not any("softmax" in name.lower() for name in launched), launched
     notes = [note for record in step.program().history for note in record.notes]
     assert any("are one kernel with their gradient" in note for note in notes), notes
+    assert any("whole rows" in note for note in notes) == (classes == 5003), notes
+    assert not any("align1" in name for name in launched), launched  # products of rows that begin anywhere
 
 
 def test_a_loss_that_is_scaled_and_one_that_is_squared() -> None:

@@ -84,7 +84,7 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     """
     if program.stage is Stage.SCHEDULED:
         return program
-    graph, saved, count, fused = program.graph, 0, 0, 0
+    graph, saved, count, fused, whole = program.graph, 0, 0, 0, 0
     for found in graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
         node = _write_cast_out(graph, found) if found.args[2] else found
         loss = _match(node)
@@ -92,7 +92,7 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
             continue
         path = _path(loss)
         if path is not None and fuses(path.product) and _bring_share_up(graph, loss):
-            _fuse(graph, loss, path)
+            whole += _fuse(graph, loss, path)
             fused += 1
         else:
             _rewrite(graph, loss)
@@ -104,6 +104,7 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     return program.with_notes(
         f"{count} cross-entropies without {saved:,} B of logarithms for their backward",
         *([f"{fused} cross-entropies are one kernel with their gradient"] if fused else []),
+        *([f"{whole} of them have logits in whole rows, with zeros behind the classes"] if whole else []),
     )
 
 
@@ -241,8 +242,8 @@ def _write_out(graph: fx.Graph, ones: fx.Node) -> None:
     edit.replace_node(ones, new)
 
 
-def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
-    """Puts one call of `CROSS_ENTROPY` in the place of the loss and its gradient."""
+def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> bool:
+    """Puts one call of `CROSS_ENTROPY` in the place of the loss and its gradient. Whether logits have whole rows."""
     assert loss.backward is not None  # there is a gradient
     dtype, single, is_mean = _dtype(loss.logs), torch.float32, loss.forward.args[3] == _MEAN
 
@@ -278,6 +279,7 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
         edit.replace_node(reader, new)
     if wide is not None:
         wide.take(gradient, found.values())
+    return wide is not None
 
 
 def _in_whole_rows(graph: fx.Graph, loss: _Loss, path: _Path) -> whole_rows.WholeRows | None:

@@ -533,6 +533,7 @@ def test_a_vocabulary_of_an_odd_size_is_read_in_whole_rows(bias, turned, kernel)
     products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
     inner = [meta.tensor(one.args[0]).shape[1] for one in products]
     assert inner.count(wide) == 1  # the gradient of x: all of it is added up
+    assert after.history[-1].notes[2] == "1 of them have logits in whole rows, with zeros behind the classes"
     Strides(after.module).run(*given)
     wanted, found = (builders.execute(one, given)[0] for one in (before, after))
     for one, other in zip(wanted, found, strict=True):
