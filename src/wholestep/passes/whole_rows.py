@@ -100,7 +100,7 @@ def allow(part: torch.Tensor, views: Sequence[fx.Node], reader: fx.Node) -> bool
         for view in views:
             part = _through(view, part)
         return all(True for _ in _viewed(reader, part))
-    except RuntimeError:  # other columns are in the way
+    except (RuntimeError, ValueError):  # other columns are in the way; fake tensors say so by a ValueError
         return False
 
 
@@ -110,12 +110,14 @@ def _viewed(node: fx.Node, value: torch.Tensor) -> Iterator[tuple[fx.Node, torch
         if ops.is_view(user) and user.args[0] is node:
             seen = _through(user, value)
             yield user, seen
-            if isinstance(seen, torch.Tensor):
-                yield from _viewed(user, seen)
+            yield from _viewed(user, seen)
 
 
 def _through(view: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    return view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator,no-any-return]
+    seen = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    if not isinstance(seen, torch.Tensor):
+        raise RuntimeError(f"{view.target} gives several views")
+    return seen
 
 
 def _last_of_inputs(node: fx.Node) -> fx.Node:

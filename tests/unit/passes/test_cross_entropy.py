@@ -558,3 +558,19 @@ def test_logits_that_somebody_else_reads_stay_as_they_are(kernel):
 
     before, _ = lean(step, head_tensors(517, turned=False))
     assert builders.count(fused(before), aten.constant_pad_nd.default) == 0
+
+
+@pytest.mark.parametrize("view", [lambda grad: grad.view(-1), lambda grad: grad.split(4)[0]], ids=["flat", "parts"])
+def test_a_gradient_that_is_seen_otherwise_stays_as_it_is(view, kernel):
+    def step(x: Tensor, weight: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        weight = weight.detach().requires_grad_()
+        logits = x @ weight.t()
+        loss = F.cross_entropy(logits.float(), y)
+        of_weight, of_logits = torch.autograd.grad(loss, (weight, logits))
+        return loss.detach(), of_weight, view(of_logits).sin()
+
+    given = head_tensors(517, turned=False)
+    before, _ = lean(step, given)
+    after = fused(before)
+    assert builders.count(after, aten.constant_pad_nd.default) == 0
+    Strides(after.module).run(*given)
