@@ -43,9 +43,9 @@ _OPTIONS = {"num_warps": 32, "debug": True, "sanitize_overflow": False}
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _cross_entropy(tensors, size, ignored, block: tl.constexpr, log2e: tl.constexpr, all_classes: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy(tensors, numbers, block: tl.constexpr, log2e: tl.constexpr, all_classes: tl.constexpr):  # type: ignore[no-untyped-def]
     logits, target, share, losses, gradient = tensors
-    classes, columns, stride = size
+    classes, columns, stride, ignored = numbers
     lanes: tl.constexpr = block[0]
     width: tl.constexpr = block[1]
     at = tl.arange(0, lanes)[:, None] * width + tl.arange(0, width)[None, :]
@@ -111,7 +111,7 @@ def _rest(logits: Tensor, ignored: int, classes: int | None) -> tuple[Any, ...]:
     """What the kernel is told besides its tensors."""
     columns = logits.shape[1]
     classes = columns if classes is None else classes
-    return (classes, columns, logits.stride(0)), ignored, *_CONSTANTS, classes == columns
+    return (classes, columns, logits.stride(0), ignored), *_CONSTANTS, classes == columns
 
 
 def build(node: fx.Node) -> binaries.Job:
