@@ -293,13 +293,14 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
     args = [graph.placeholder(f"arg{number}") for number in range(len(tensors))]
     for node, tensor in zip(args, tensors, strict=True):
         meta.set_value(node, mode.from_tensor(tensor))
-    call = graph.call_function(CROSS_ENTROPY, (*args, -100))
+    calls = [graph.call_function(CROSS_ENTROPY, (*args, -100, *classes)) for classes in ([], [3990])]
     made = list[str]()
     with counted(made), gpu(old), fresh_cache():
         sums = "[buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)\n"
         row = "torch.ops.wholestep.sum_rows.default([buf1, buf3], 512, [768, 64], torch.bfloat16, torch.float32)"
         jobs = [
-            cross_entropy.build(call), *column_sums.builds(sums), *row_sums.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
+            *map(cross_entropy.build, calls), *column_sums.builds(sums),
+            *row_sums.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
             addition.build(torch.float32, torch.float32, size=2, rank=0, averages=True),
         ]  # fmt: skip
         binaries.build_beside(jobs, torch.device("cuda", old))
@@ -311,6 +312,7 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
     with counted(made), gpu(new) as loader, fresh_cache():
         binaries.take(data)
         cross_entropy.cross_entropy(*tensors, -100)
+        cross_entropy.cross_entropy(*tensors, -100, 3990)
         column_sums.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
         matrices = [torch.zeros(512, size, dtype=torch.bfloat16) for size in (768, 64)]
         row_sums.sum_rows(matrices, 512, [768, 64], torch.bfloat16, torch.float32)
