@@ -28,7 +28,7 @@ from torch.fx.traceback import preserve_node_meta
 from wholestep.lower import launches, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
 from wholestep.lower.postponed import put_off
-from wholestep.program import meta
+from wholestep.program import meta, ops
 from wholestep.program.modules import unwritten
 from wholestep.program.segment import Segment
 
@@ -131,13 +131,36 @@ def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return base.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
+class _AsCaptured(Numbers):
+    """Runs a graph with every result in the layout that it was captured with.
+
+    What operators are decomposed into may give other strides: ``cat`` of one tensor beside empty ones becomes a
+    ``clone``, which keeps those of its input. Views and ``as_strided`` behind it count on what was captured.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node, copied where its layout is another one; mostly it is not."""
+        found, wanted = super().run_node(n), meta.value(n)
+        both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
+        if not both or n.op != "call_function" or ops.is_view(n) or _steps(found) == _steps(wanted):
+            return found
+        dims = sorted(range(wanted.ndim), key=lambda dim: -wanted.stride(dim))
+        back = sorted(range(wanted.ndim), key=dims.__getitem__)
+        return found.permute(dims).contiguous().permute(back)
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """The strides that anybody takes."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1 and tensor.numel()]
+
+
 def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
 
     `inputs` are fake tensors of `mode`, one per argument.
     """
     stored = {result: argument for argument, result in segment.stored}
-    interpreter = Numbers(segment.module)
+    interpreter = _AsCaptured(segment.module)
 
     def run(*arguments: Any) -> list[Any]:
         results = list(interpreter.run(*arguments))

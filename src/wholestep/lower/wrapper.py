@@ -9,6 +9,9 @@ becomes::
 
     [buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)
 
+Before torch 2.13 such lines gave vectors whatever the shape of the buffer is, as of a sum with ``keepdim``. They give
+that shape here.
+
 Products of matrices (`lower/products.py`): what Inductor calls them by is put into a namespace of ours, in which they
 are ours, behind its own imports.
 
@@ -51,6 +54,10 @@ _SUM = re.compile(
     r"\.view\((?P=rows), (?P=columns)\)\.sum\(dim=0\)"
     r"(?P<rest>(\.view\(\[[\d, ]*\]\))?(\.to\([\w.]+\))?)"
 )
+_LAST_OF_WORKSPACE = re.compile(
+    r"(?P<vector>(?P<name>\w+) = \w+\[[^\]]+\]\.view\([^()]+\)\.\w+\(dim=0\))(?P<cast>(\.to\([\w.]+\))?)"
+)
+"""Without a shape."""
 
 
 def joined(lines: Sequence[Any]) -> list[Any]:
@@ -73,6 +80,18 @@ def joined(lines: Sequence[Any]) -> list[Any]:
             for one in sums
             if one["rest"] not in ("", f".view([{columns}])")
         ]
+    return found
+
+
+def shaped(lines: Sequence[Any], shape_of: Callable[[str], Sequence[int]]) -> list[Any]:
+    """Lines of a wrapper, those that end the reduction of a workspace with the shape of their buffer."""
+    found: list[Any] = []
+    for line in lines:
+        match = _LAST_OF_WORKSPACE.fullmatch(line) if isinstance(line, str) else None
+        if match is not None:
+            shape = ", ".join(map(str, shape_of(match["name"])))
+            line = f"{match['vector']}.view([{shape}]){match['cast']}"
+        found.append(line)
     return found
 
 
@@ -126,7 +145,8 @@ def _instead(where: tuple[type, str], method: Callable[..., Any], *, tag: str, u
 
 
 def _join(lines: list[Any], start: int) -> None:
-    fresh = joined(lines[start:])
+    graph = V.graph
+    fresh = joined(shaped(lines[start:], lambda name: graph.get_buffer(name).get_layout().size))
     if not any(isinstance(line, str) and _TAG.replace("::", ".") in line for line in fresh):
         _tell_once("sums of gradients of norms' weights have a form that is not known, and are left to ATen")
     lines[start:] = fresh
