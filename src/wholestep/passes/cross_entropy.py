@@ -47,6 +47,7 @@ answer does not count, and the gradient of the logits, contiguous and in their t
 """
 
 _aten = torch.ops.aten
+_LOSS = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss_backward.default})
 _MEAN = 1
 _SUM = 2
 
@@ -86,7 +87,7 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
         return program
     graph, saved, count, fused, whole = program.graph, 0, 0, 0, 0
     for found in graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
-        node = _write_cast_out(graph, found) if found.args[2] else found
+        node = _in_float32(graph, found)
         loss = _match(node)
         if loss is None:
             continue
@@ -108,20 +109,36 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     )
 
 
-def _write_cast_out(graph: fx.Graph, logs: fx.Node) -> fx.Node:
-    """Puts a cast to float32 and logarithms in the place of logarithms in float32 of logits in half precision, as
-    autocast has them on a GPU, and likewise for the gradient. The arithmetic is the same."""
+def _in_float32(graph: fx.Graph, logs: fx.Node) -> fx.Node:
+    """Logarithms of logits in half precision, in float32 with the casts as nodes of their own; others as they are.
+
+    Under autocast on a GPU ``log_softmax`` gives float32, and its gradient in half precision: casts in front of the one
+    and behind the other. What ``cross_entropy`` calls gives half precision there, of which the loss reads a cast to
+    float32: that rounding is left out, as compilers leave it out that fuse both.
+    """
+    gradients = {
+        user: user.args[0] for user in logs.users if user.target is _aten._log_softmax_backward_data.default
+    }
+    readers = [user for user in logs.users if user not in gradients]
+    old = logs
+    if not logs.args[2]:
+        alone = len(readers) == 1 and _widens(readers[0]) and {user.target for user in readers[0].users} <= _LOSS
+        if not alone or not all(map(_narrows, gradients.values())):
+            return logs
+        old = readers[0]
+        gradients = {user: narrow.all_input_nodes[0] for user, narrow in gradients.items()}  # type: ignore[union-attr]
     logits, dim, _ = logs.args
     with graph.inserting_before(logs):
         wide = edit.emit(graph, _aten._to_copy.default, logits, dtype=torch.float32, like=logs)
         new = edit.emit(graph, _aten._log_softmax.default, wide, dim, False, like=logs)
-    for user in list(logs.users):
-        if user.target is _aten._log_softmax_backward_data.default and user.args[1] is logs:
-            with graph.inserting_before(user):
-                given = edit.emit(graph, user.target, user.args[0], new, dim, torch.float32, like=user)
-                cast = edit.emit(graph, _aten._to_copy.default, given, dtype=user.args[3], like=user)
-            edit.replace_node(user, cast)
-    edit.replace_node(logs, new)
+    for user, given in gradients.items():
+        with graph.inserting_before(user):
+            full = edit.emit(graph, user.target, given, new, dim, torch.float32, like=user)  # type: ignore[arg-type]
+            cast = edit.emit(graph, _aten._to_copy.default, full, dtype=_dtype(user), like=user)
+        edit.replace_node(user, cast)
+    edit.replace_node(old, new)
+    if old is not logs:
+        graph.erase_node(logs)
     return new
 
 
@@ -204,6 +221,10 @@ def _is_cast(node: fx.Node) -> bool:
 def _widens(node: fx.Node) -> bool:
     half = (torch.bfloat16, torch.float16)
     return _is_cast(node) and _dtype(node) is torch.float32 and _dtype(node.all_input_nodes[0]) in half
+
+
+def _narrows(node: object) -> bool:
+    return isinstance(node, fx.Node) and _is_cast(node) and _dtype(node.all_input_nodes[0]) is torch.float32
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -368,6 +368,42 @@ def with_casts_inside(program: Program) -> Program:
     return program
 
 
+def with_rounded_logs(program: Program) -> Program:
+    """The same as ``cross_entropy`` has it on a GPU under autocast: logarithms in half precision, their loss not."""
+    program = with_casts_inside(program)
+    (logs,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
+    (grad,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default)
+    half = {"dtype": torch.bfloat16}
+    with program.graph.inserting_before(logs):
+        rounded = edit.emit(program.graph, logs.target, *logs.args[:2], False, like=logs)
+        wide = edit.emit(program.graph, aten._to_copy.default, rounded, dtype=torch.float32, like=logs)
+    edit.replace_node(logs, wide)
+    with program.graph.inserting_before(grad):
+        narrow = edit.emit(program.graph, aten._to_copy.default, grad.args[0], like=grad, **half)
+    grad.args = (narrow, rounded, *grad.args[2:])
+    return program
+
+
+@pytest.mark.parametrize("rewrite", [lean_cross_entropy, partial(lean_cross_entropy, fuses=lambda product: True)])
+@pytest.mark.parametrize("reads_rounded", [False, True])
+def test_a_loss_of_rounded_logs_is_computed_without_the_rounding(rewrite, reads_rounded, kernel):
+    given = tensors(torch.bfloat16)
+    before, _ = lean(in_float32, given)
+    rounded = with_rounded_logs(before)
+    assert builders.count(rounded, aten._to_copy.default) == 2
+    builders.execute(rounded, given)  # it is a program
+    if reads_rounded:  # by somebody else, who wants them
+        (logs,) = rounded.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
+        end = rounded.graph.output_node()
+        end.args = ((*end.args[0][:1], logs),)
+    after = run_passes(rounded, [rewrite])
+    gone = (aten._log_softmax.default, aten._log_softmax_backward_data.default)
+    assert builders.count(after, *gone) == (2 if reads_rounded else 0)
+    if not reads_rounded:
+        wanted, found = (builders.execute(one, given) for one in (run_passes(before, [rewrite]), after))
+        assert builders.same(wanted[0], found[0])
+
+
 @pytest.mark.parametrize("rewrite", [lean_cross_entropy, partial(lean_cross_entropy, fuses=lambda product: True)])
 def test_a_cast_may_be_a_part_of_the_logarithms(rewrite, kernel):
     given = tensors(torch.bfloat16)
