@@ -137,8 +137,7 @@ def _in_float32(graph: fx.Graph, logs: fx.Node) -> fx.Node:
             cast = edit.emit(graph, _aten._to_copy.default, full, dtype=_dtype(user), like=user)
         edit.replace_node(user, cast)
     edit.replace_node(old, new)
-    if old is not logs:
-        graph.erase_node(logs)
+    edit.remove_dead_code(graph)
     return new
 
 
