@@ -40,6 +40,7 @@ def cleanup(program: Program) -> Program:
     views = _fold_views(program)
     copies = _fold_copies(program)
     _fold_items_of_literals(graph)
+    _write_numbers_out(program)
     dead = edit.remove_dead_code(graph)
     return program.with_notes(
         f"dropped {marks} profiler marks, {views} views and {copies} copies of what was there, {dead} dead nodes"
@@ -114,3 +115,22 @@ def _fold_items_of_literals(graph: fx.Graph) -> None:
         if isinstance(items, (list, tuple)) and isinstance(index, int) and isinstance(items[index], fx.Node):
             folded[node] = items[index]
     edit.replace_nodes(folded)
+
+
+_WITH_NUMBER = {_aten.fill.Tensor: _aten.fill.Scalar, _aten.masked_fill.Tensor: _aten.masked_fill.Scalar}
+"""Operators that take a tensor of no dimensions -> their forms that take a number; both write it in the same type."""
+
+
+def _write_numbers_out(program: Program) -> None:
+    """``x[0] = 2`` fills with a tensor on the CPU that holds 2, copied afresh in every call: with 2 instead.
+
+    A GPU would read it from the host, which no CUDA graph does.
+    """
+    for copy in program.graph.find_nodes(op="call_function", target=_aten.lift_fresh_copy.default):
+        held = getattr(program.module, str(copy.args[0].target), None) if copy.args[0].op == "get_attr" else None
+        if not isinstance(held, torch.Tensor) or held.ndim > 0 or held.device.type != "cpu":
+            continue
+        for user in list(copy.users):
+            if user.target in _WITH_NUMBER and user.args[-1] is copy and not user.kwargs:
+                user.args = (*user.args[:-1], held.item())
+                user.target = _WITH_NUMBER[user.target]

@@ -180,3 +180,25 @@ def test_notes_say_what_went():
     program = builders.without_gradients(builders.capture(lambda x: x.t().t() + 1, [SQUARE]))
     (note,) = run_passes(replace(program), [cleanup]).history[0].notes
     assert note == "dropped 0 profiler marks, 1 views and 0 copies of what was there, 1 dead nodes"
+
+
+def set_item(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x[0, 1:], x[2] = 0.1, -7
+    return x + y.masked_fill(y > 0, torch.tensor(0.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_numbers_that_fill_a_tensor_are_no_tensors(dtype):
+    given = [torch.arange(16.0).view(4, 4).to(dtype), torch.arange(-8.0, 8).view(4, 4).to(dtype)]
+    before = builders.capture(set_item, given)
+    names = ("aten.fill.Tensor", "aten.masked_fill.Tensor", "aten.lift_fresh_copy.default")
+    assert [builders.calls(before).count(name) for name in names] == [2, 1, 3]
+    found = builders.calls(check(before, given))
+    assert [found.count(name) for name in names] == [0, 0, 0]
+    assert [found.count(name.replace("Tensor", "Scalar")) for name in names[:2]] == [2, 1]
+
+
+def test_tensors_of_other_values_still_fill():
+    given = [SQUARE, torch.tensor(3.0)]
+    assert "aten.fill.Tensor" in calls(lambda x, y: (x * 1).fill_(y + 1), *given)
