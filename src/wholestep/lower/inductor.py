@@ -57,16 +57,6 @@ _LEAST_CAPABILITY = 7
 """Of the GPUs that Inductor's kernels run on, the oldest generation: Volta."""
 
 _aten = torch.ops.aten
-_QUIET_ATTENTION = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(_aten, name)
-)  # fmt: skip
-"""Operators that draw random numbers only where they are given a probability of dropout."""
-
 MOST_PARTS = 16
 """That are put together by a kernel of Inductor for GPUs. Its text grows with each of them, and Triton's time with the
 square: 12 take it 0.6 s, 48 four and the 99 small gradients of W1 19."""
@@ -97,7 +87,7 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if node.target.namespace not in ("aten", "prims") and not is_written_out(node):  # type: ignore[union-attr]
         return False
-    if ops.mutated_args(node.target) or (ops.is_random(node.target) and not _is_quiet(node)):
+    if ops.mutated_args(node.target) or ops.draws(node):
         return False
     if node.target in (_aten._local_scalar_dense.default, _aten.item.default):
         return False
@@ -146,13 +136,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.device for tensor in tensors}) == 1
-
-
-def _is_quiet(node: fx.Node) -> bool:
-    if node.target not in _QUIET_ATTENTION:
-        return False
-    given = ops.by_name(node.target, node.args, node.kwargs)
-    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def why_not(device: torch.device) -> str:

@@ -116,9 +116,7 @@ def _in_float32(graph: fx.Graph, logs: fx.Node) -> fx.Node:
     and behind the other. What ``cross_entropy`` calls gives half precision there, of which the loss reads a cast to
     float32: that rounding is left out, as compilers leave it out that fuse both.
     """
-    gradients = {
-        user: user.args[0] for user in logs.users if user.target is _aten._log_softmax_backward_data.default
-    }
+    gradients = {user: user.args[0] for user in logs.users if user.target is _aten._log_softmax_backward_data.default}
     readers = [user for user in logs.users if user not in gradients]
     old = logs
     if not logs.args[2]:

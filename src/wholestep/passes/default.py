@@ -13,6 +13,7 @@ from wholestep.passes.bucket import Choose, bucket, choose_alone
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.fill import fill_buckets
+from wholestep.passes.generators import settle_generators
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.remat import Budget, check_budget, remat
@@ -99,6 +100,7 @@ def passes_of(
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         cleanup,
+        settle_generators,
         # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
         # equal arguments the same node.
         dedupe,

@@ -223,6 +223,25 @@ def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags or (op.namespace == "wholestep" and "rng" in op._schema.name)
 
 
+_QUIET_ATTENTION = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+"""Operators that draw random numbers only where they are given a probability of dropout."""
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call is `is_random` with the arguments that it has: attention without dropout is not."""
+    if not is_random(node.target):
+        return False
+    quiet = node.target in _QUIET_ATTENTION
+    return not quiet or by_name(node.target, node.args, node.kwargs).get("dropout_p", 0.0) != 0.0
+
+
 _PROFILER = frozenset({"profiler::_record_function_enter_new", "profiler::_record_function_exit"})
 
 

@@ -1,0 +1,96 @@
+"""Drops what reads and sets the state of a random generator, where that changes no number.
+
+Activation checkpointing saves the states of all generators in front of a block and sets them for its recompute. In a
+block without dropout nobody draws in between::
+
+    then = rng_get("cuda")                        forward
+    forward                                ->     recompute
+    now = rng_get("cuda")
+    rng_set(then, "cuda");  recompute
+    rng_set(now, "cuda")
+
+What is left where numbers are drawn is needed. A CUDA graph wants none of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from wholestep.capture.random import GET, SET
+from wholestep.program import ops
+from wholestep.program.program import Program
+
+_KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
+
+
+def settle_generators(program: Program) -> Program:
+    """The program without settings of generators to the state that they are in, or that nobody draws from, and without
+    states that nobody sets. The note says how many calls went."""
+    graph = program.graph
+    calls = [node for node in graph.nodes if node.op == "call_function" and _may_draw(node)]
+    dropped: list[fx.Node] = []
+    # What nobody saw may have been the only other state that was ever set, and a state that nobody reads a look at it.
+    while needless := _unread(calls) or _to_the_same_state(calls) or _unseen(calls):
+        for call in needless:
+            graph.erase_node(call)
+        gone = {*needless}
+        calls = [call for call in calls if call not in gone]
+        dropped += needless
+    if not dropped:
+        return program
+    return program.with_notes(f"dropped {len(dropped)} calls about random generators that change no number")
+
+
+def _unread(calls: list[fx.Node]) -> list[fx.Node]:
+    """States that nobody sets."""
+    return [call for call in calls if call.target is GET and not call.users]
+
+
+def _may_draw(node: fx.Node) -> bool:
+    """Whether a call draws, or has to do with a generator. Operators of others may without saying so."""
+    if not ops.is_op(node):
+        return False
+    space, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
+    return ops.draws(node) or not (space in _KNOWN or name.startswith("aten__"))
+
+
+def _to_the_same_state(calls: list[fx.Node]) -> list[fx.Node]:
+    """Settings of a generator to the state that it is in. `calls` are all that may draw, in order."""
+    found = []
+    states: dict[fx.Node, object] = {}
+    now: dict[str, object] = {}
+    for call in calls:
+        if call.target is GET:
+            states[call] = now.setdefault(_device(call), call)
+        elif call.target is SET:
+            wanted = states.get(call.args[0], call)  # type: ignore[arg-type]
+            if now.get(_device(call)) is wanted:
+                found.append(call)
+            now[_device(call)] = wanted
+        else:
+            now = {}  # whichever generator it is that it draws from
+    return found
+
+
+def _unseen(calls: list[fx.Node]) -> list[fx.Node]:
+    """Settings of a generator in front of another one, without a draw or a look at the state in between."""
+    found = []
+    overwritten: set[str] = set()
+    for call in reversed(calls):
+        if call.target is SET:
+            if _device(call) in overwritten:
+                found.append(call)
+            overwritten.add(_device(call))
+        elif call.target is GET:
+            overwritten.discard(_device(call))
+        else:
+            overwritten = set()
+    return found
+
+
+def _device(call: fx.Node) -> str:
+    """The device of a generator as it is always written."""
+    device = torch.device(str(call.args[-1]))
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return f"{device.type}:{index}"
