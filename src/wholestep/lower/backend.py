@@ -33,6 +33,7 @@ from wholestep.lower import (
 )
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
+from wholestep.passes.batch_norm import plain_batch_norms
 from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.narrow import Makes, narrow_messages, narrow_type
@@ -152,6 +153,7 @@ class Inductor:
         """See `Eager.passes`."""
         self._copying = self._groups_that_copy(placed)
         return [
+            plain_batch_norms,
             partial(lean_cross_entropy, fuses=_fuses),
             *([partial(fuse_activations, fuses=products.activates)] if self._instead else []),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
