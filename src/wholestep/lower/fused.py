@@ -54,7 +54,7 @@ def _computed_in(param: Tensor) -> torch.dtype:
 def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
     def update(
         lists: Sequence[list[Tensor]], *, lr: Any, beta1: Any, beta2: Any, weight_decay: Any, eps: Any, amsgrad: bool,
-        maximize: bool, grad_scale: None = None, found_inf: None = None,
+        maximize: bool,
     ) -> list[list[Tensor]]:  # fmt: skip
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps = lists
         count = len(params)
@@ -87,7 +87,7 @@ def _adam(decoupled: bool) -> Callable[..., list[list[Tensor]]]:
 
 def _sgd(
     lists: Sequence[list[Tensor]], *, weight_decay: Any, momentum: Any, lr: Any, dampening: Any, nesterov: bool,
-    maximize: bool, is_first_step: bool, grad_scale: None = None, found_inf: None = None,
+    maximize: bool, is_first_step: bool,
 ) -> list[list[Tensor]]:  # fmt: skip
     params, grads, buffers = lists
     columns = [weight_decay, momentum, lr, 1 - dampening]
@@ -127,14 +127,30 @@ def on_gpu(node: fx.Node) -> bool:
 
 def is_written_out(node: fx.Node) -> bool:
     """Whether the call is a fused optimizer on a GPU that `written_out` knows."""
-    if _name(node.target) not in _RULES or not on_gpu(node):
-        return False
-    return node.kwargs.get("grad_scale") is None and node.kwargs.get("found_inf") is None
+    return _name(node.target) in _RULES and on_gpu(node)
 
 
 def written_out(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Tensor]]:
     """What the functional form of a fused optimizer gives: the lists it would have written to."""
     names, given = ops.argument_names(target), ops.by_name(target, args, kwargs)
-    lists = [name for name in names if isinstance(given.get(name), (list, tuple))]
+    lists = {name: list(given[name]) for name in names if isinstance(given.get(name), (list, tuple))}
     rest = {name: value for name, value in given.items() if name not in lists}
-    return _RULES[_name(target)]([list(given[name]) for name in lists], **rest)[: len(target._schema.returns)]
+    scale, found_inf = rest.pop("grad_scale", None), rest.pop("found_inf", None)
+    old = list(lists.values())
+    if scale is not None:
+        lists["grads"] = [_unscaled(grad, scale, lists["self"][0]) for grad in lists["grads"]]
+    new = _RULES[_name(target)](list(lists.values()), **rest)[: len(target._schema.returns)]
+    if scale is None and found_inf is None:
+        return new
+    return [[_unless(found_inf, *pair) for pair in zip(*row, strict=True)] for row in zip(old, new, strict=False)]
+
+
+def _unscaled(grad: Tensor, scale: Tensor, param: Tensor) -> Tensor:
+    """In the type that is computed in: it is rounded where it is written back."""
+    return grad.to(_computed_in(param)) / scale.to(_computed_in(param))
+
+
+def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    """What a GradScaler wants: where a gradient is no number, nothing changes."""
+    new = new.to(old.dtype)
+    return new if found_inf is None else torch.where(found_inf == 1, old, new)

@@ -114,6 +114,30 @@ def test_sgd_is_what_the_fused_kernel_computes(options, dtype):
     compare(twin("_fused_sgd_"), [given["self"], given["grads"], buffers], plain | options)
 
 
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+@pytest.mark.parametrize("scale", [None, 8.0, 3.0])
+@pytest.mark.parametrize("name", ["_fused_adamw_", "_fused_sgd_"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grad_scaler_unscales_gradients_and_stops_updates(dtype, name, scale, found_inf):
+    if dtype is torch.bfloat16 and name == "_fused_sgd_":
+        pytest.skip("ATen's is wrong there")
+    given = tensors(dtype, steps=STEPS["many steps"])
+    plain = {"weight_decay": 0.1, "lr": 0.1, "maximize": False}
+    if name == "_fused_sgd_":
+        options = plain | {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+        lists = [given["self"], given["grads"], given["exp_avgs"]]
+    else:
+        options = plain | {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False}
+        lists = list((given | {"max_exp_avg_sqs": []}).values())
+    scaler = {"grad_scale": scale, "found_inf": found_inf}
+    scaler = {key: torch.tensor(value) for key, value in scaler.items() if value is not None}
+    compare(twin(name), lists, options | scaler)
+    if found_inf == 1:
+        came = written_out(twin(name), tuple(lists), options | scaler)
+        assert all(map(torch.equal, came[0], lists[0]))
+        assert all(map(torch.equal, came[1], lists[1]))
+
+
 @pytest.mark.parametrize("as_tensors", [False, True])
 def test_numbers_may_be_tensors(as_tensors):
     """Packed numbers are float64 tensors without dimensions: the same bits as with the numbers themselves."""
@@ -144,15 +168,12 @@ def call(device: str, **options: Any) -> fx.Node:
     return made
 
 
-def test_only_calls_on_a_gpu_without_a_scaler_are_written_out():
+def test_only_calls_on_a_gpu_are_written_out():
     """On the CPU ATen's kernel stays: it goes through memory once as well."""
     assert is_written_out(call("cuda"))
     assert inductor.compiles(call("cuda"))
     assert not is_written_out(call("cpu"))
     assert not inductor.compiles(call("cpu"))
-    scaler = fx.Graph().placeholder("scale")
-    assert not is_written_out(call("cuda", grad_scale=scaler))
-    assert not is_written_out(call("cuda", found_inf=scaler))
     other = fx.Graph().call_function(aten.mul.Tensor)
     meta.set_value(other, meta.value(call("cuda")))
     assert not is_written_out(other)
