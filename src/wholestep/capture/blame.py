@@ -33,6 +33,8 @@ _REMEDIES = {
     "torch/distributions/": "Distributions look at their arguments to check them: pass validate_args=False.",
     "nn/modules/batchnorm.py": "A BatchNorm that averages over all batches (momentum=None) looks at how many there "
     "were: give it a momentum.",
+    "amp/grad_scaler.py": "GradScaler.step() looks whether there was an infinity, unless the optimizer does so itself: "
+    "give it fused=True, as Adam, AdamW and SGD take it.",
 }
 """What helps where a part of torch looks at a value, by a piece of its file's name."""
 _NUMPY = (

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wholestep.capture.draws import Generators
+from wholestep.capture.scalers import Notes
 from wholestep.capture.state import State
 from wholestep.capture.walk import Found, Watch, same
 from wholestep.errors import CaptureError, HyperparameterError
@@ -29,7 +30,7 @@ class SideEffects:
 
     def __init__(self, found: Found, state: State) -> None:
         self._found, self._known = found, state.index.keys()
-        self._generators = Generators(found.generators)
+        self._generators, self._scalers = Generators(found.generators), Notes(found.scalers)
         self._states = [(name, opt, {p: dict(held) for p, held in opt.state.items()}) for name, opt in state.optimizers]
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
@@ -45,15 +46,15 @@ class SideEffects:
             if changes:
                 self.changed += changes
                 self._watches.append(watch)
-        drew = self._generators.put_back()
-        if kind is not None or problems or drew or any(map(self._is_new_tensor, self.changed)):
+        problem = self._generators.put_back() or self._scalers.put_back()
+        if kind is not None or problems or problem or any(map(self._is_new_tensor, self.changed)):
             self.restore()
         if kind is not None:
             return
         if problems:
             raise HyperparameterError(problems[0])
-        if drew:
-            raise CaptureError(drew)
+        if problem:
+            raise CaptureError(problem)
         if any(map(self._is_new_tensor, self.changed)):
             raise CaptureError(self.sentence())
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholestep.capture import draws, tree
+from wholestep.capture import draws, scalers, tree
 from wholestep.capture.classes import CALLED_BY_TORCH, Classes
 from wholestep.capture.views import BUFFERS, CellView, ClassView, ContentView, SlotsView, slots
 from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users_file
@@ -41,12 +41,8 @@ _BEHIND = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-)
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"
+)  # fmt: skip
 GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_") and "hooks" in name
 )
@@ -154,6 +150,7 @@ class Found:
     schedulers: list[tuple[str, Any]] = field(default_factory=list)
     tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
+    scalers: list[tuple[str, torch.amp.GradScaler]] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)
     generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """Random generators, of torch and others."""
@@ -215,6 +212,10 @@ class Walker:
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
             self.found.schedulers.append((name, thing))
             self.visit(name + ".optimizer", thing.optimizer, depth + 1)
+        elif isinstance(thing, torch.amp.GradScaler):
+            self.found.scalers.append((name, thing))
+            self._watch(vars(thing), name, scalers.WATCHED)
+            self.found.tensors |= {id(one): (f"{name}.{key}", one) for key, one in scalers.tensors(thing)}
         elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(name, thing, depth)
         elif isinstance(thing, (list, tuple, set, frozenset, deque)):
