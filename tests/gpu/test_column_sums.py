@@ -71,3 +71,29 @@ def test_a_step_adds_them_up(kind: type[nn.Module], dtype: torch.dtype, graph: b
         assert (found[name].double() - wanted).norm() <= 2 * near, name
     # The first norm needs no gradient of its input, so nothing is computed beside it.
     assert launches(lambda: step(model, x)) >= NORMS - 1
+
+
+class Written(nn.Module):
+    """RMS norm as models write it out, of (8, rows / 8, width): the gradient of its weight is a sum that keeps dims."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(8, -1, x.shape[-1])
+        return (self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))).flatten(0, 1)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_sums_have_the_shape_that_was_captured(graph: bool) -> None:
+    step = ws.compile(train_step, backend=ws.Inductor(cuda_graph="auto" if graph else False))
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    model, plain = model_of(Written, torch.float32), model_of(Written, torch.float32).double()
+    for _ in range(4):
+        step(model, x)
+    train_step(plain, x.double())
+    for name, wanted in gradients(plain).items():
+        assert gradients(model)[name].shape == wanted.shape
+        torch.testing.assert_close(gradients(model)[name].double(), wanted, rtol=2e-3, atol=1e-7, msg=name)
+    assert launches(lambda: step(model, x)) >= NORMS - 1

@@ -189,3 +189,43 @@ def test_more_elements_than_32_bits_count() -> None:
     assert int((a != 3).sum()) == 0
     notes = [note for record in compiled.program().history for note in record.notes]
     assert any("2 tensors are updated by 1 kernels over lists" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("kind", ["adamw_fused", "sgd_fused"])
+def test_a_grad_scaler_goes_into_the_graph(kind: str, clips: bool) -> None:
+    """Half of the losses in the middle are infinite: updates are left out, and the scale is halved."""
+
+    def scaled_step(scaler: torch.amp.GradScaler) -> Callable[..., Tensor]:
+        def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+            loss = model(x)
+            scaler.scale(loss).backward()
+            if clips:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(model.parameters(), 50.0)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            return loss.detach()
+
+        return step
+
+    found = []
+    for backend in (ws.Inductor(), None):
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=4)
+        step = scaled_step(scaler)
+        run = step if backend is None else ws.compile(step, backend=backend)
+        model = Odd()
+        opt = OPTIMIZERS[kind](model.parameters())
+        scales = []
+        for number in range(STEPS):
+            x = 0.1 * number if number not in (7, 9, 11) else float("inf")
+            run(model, opt, torch.tensor(x, dtype=torch.float64, device="cuda"))
+            scales.append(scaler.get_scale())
+        found.append((scales, [one.detach() for one in model.parameters()]))
+        if backend is not None:
+            assert "one CUDA graph" in run.explain().backend
+            notes = [note for record in run.program().history for note in record.notes]
+            assert any("kernels over lists" in note for note in notes), notes
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=TOLERANCE, atol=TOLERANCE)

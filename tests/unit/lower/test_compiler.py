@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,38 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from wholestep.lower import compiler
+from tests.unit import builders
+from wholestep.lower import compiler, inductor
+from wholestep.lower.backend import segments_of
 from wholestep.lower.compiler import _LENIENT, _ROWS_OF_PROGRAM, settings_for
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.segments import form_segments
 
 aten = torch.ops.aten
+
+
+def beside_nothing(x: Tensor) -> Tensor:
+    """A ``cat`` with an empty tensor, as a cache of keys begins, seen through a view that wants rows in order."""
+    whole = aten.cat.default([x.new_empty(0), x.transpose(0, 1)], 1)
+    return aten.view.default(whole, [-1]) * 2 + 1
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """The same, seen by steps in memory: no view that refuses, but one that reads what lies there."""
+    whole = aten.cat.default([x.new_empty(0), x.transpose(0, 1)], 1)
+    return aten.as_strided.default(whole, [6], [2], 1) * 2 + 1
+
+
+@pytest.mark.parametrize("fn", [beside_nothing, in_steps])
+def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tensor], Tensor]) -> None:
+    """Inductor takes a ``cat`` of one tensor for a ``clone``, which has the strides of its input."""
+    x = torch.arange(24.0).view(4, 3, 2)
+    program = builders.without_gradients(builders.capture(fn, [x]))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
+    run, finish = compiler.begun(segment, early_launches=False, own_products=False)
+    finish()
+    (found,) = run([x.clone()])
+    assert torch.equal(found, fn(x))
 
 
 def traced(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.Graph:

@@ -82,6 +82,26 @@ def test_shapes_and_types_are_kept(rest: str) -> None:
     assert len(wrapper.joined(lines)) == (1 if rest in ("", ".view([4])") else 2)
 
 
+SHAPES = {"buf1": [4], "buf2": [1, 1, 4], "buf3": [2, 2]}
+
+
+@pytest.mark.parametrize("kind", ["sum", "amax"])
+@pytest.mark.parametrize("cast", ["", ".to(torch.bfloat16)"])
+def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str) -> None:
+    lines = [object(), *(line("2.11", number, number - 1, kind=kind, rest=cast) for number in (1, 2, 3)), "del x"]
+    found = wrapper.shaped(lines, SHAPES.__getitem__)
+    assert (found[0], found[-1]) == (lines[0], lines[-1])
+    flat, shaped = run(lines[1:-1]), run(wrapper.joined(found[1:-1]))
+    for name, shape in SHAPES.items():
+        assert (list(shaped[name].shape), shaped[name].dtype) == (shape, flat[name].dtype)
+        torch.testing.assert_close(shaped[name].flatten(), flat[name], rtol=0, atol=0)
+
+
+def test_since_213_they_have_it_already() -> None:
+    lines = [line("2.13", 1, 0, rest=".view([1, 4])"), line("2.13", 2, 1, rest=".view([4]).to(torch.float64)")]
+    assert wrapper.shaped(lines, lambda name: [9]) == lines
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -94,8 +114,9 @@ def test_shapes_and_types_are_kept(rest: str) -> None:
         [line("2.11", 1, 0) + ".relu()"],
     ],
 )
-def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapper.joined(lines) == lines
+    monkeypatch.setattr(wrapper, "shaped", lambda lines, shape_of: lines)
     with caplog.at_level(logging.INFO, logger="wholestep"):
         for _ in range(2):
             wrapper._join(lines, 0)
