@@ -6,7 +6,7 @@ that happens once, while tracing, and every replay would draw different masks in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,12 +23,30 @@ def _generator_module(device: str) -> Any:
     return torch.cuda if device.startswith("cuda") else torch.random
 
 
+_instead: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = []
+
+
+@contextmanager
+def instead(get: Callable[[], torch.Tensor], set_: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Meanwhile a graph that runs reads and sets the state of a GPU's generator by these."""
+    _instead.append((get, set_))
+    try:
+        yield
+    finally:
+        _instead.pop()
+
+
 def _get(device: str) -> torch.Tensor:
+    if _instead and device.startswith("cuda"):
+        return _instead[-1][0]()
     module = _generator_module(device)
     return module.get_rng_state(device) if module is torch.cuda else module.get_rng_state()  # type: ignore[no-any-return]
 
 
 def _set(state: torch.Tensor, device: str) -> None:
+    if _instead and device.startswith("cuda"):
+        _instead[-1][1](state)
+        return
     module = _generator_module(device)
     if module is torch.cuda:
         module.set_rng_state(state, device)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.lower import captures, memsets
+from wholestep.lower import captures, memsets, rewinds
 from wholestep.program import edit, meta, ops
 from wholestep.program.modules import module_of
 from wholestep.program.numbers import pack
@@ -97,7 +97,7 @@ def _host_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 def _is_made_here(node: fx.Node) -> bool:
     """Whether a call that takes no values is the host's: it packs constants, or makes a tensor on the CPU."""
     on_cpu = not any(one.is_cuda for one in meta.tensors(node)) and not ops.needs_peers(node.target)
-    return node.target is pack or on_cpu
+    return node.target is pack or (on_cpu and not rewinds.is_one(node))
 
 
 def _is_host(node: fx.Node, host: dict[fx.Node, None]) -> bool:
@@ -111,6 +111,8 @@ def _reason(node: fx.Node, host: dict[fx.Node, None]) -> str | None:
     where = meta.origin(node).source
     called = node.target if ops.is_op(node) else getattr(node.target, "__name__", node.target)
     name = f"{called}{f' of {where}' if where else ''}"
+    if rewinds.is_one(node) and rewinds.are_possible():
+        return None
     if _handles_generator(node) and (node not in host or str(node.args[-1]).startswith("cuda")):
         return f"{name} reads or sets the state of a random generator on the host"
     if node.op != "call_function" or node in host:
@@ -191,8 +193,11 @@ class Pool:
         self._stream: torch.cuda.Stream | None = None
         self._keeper: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, body: Callable[[], Sequence[Any]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`.
+    def capture(
+        self, body: Callable[[], Sequence[Any]], rewound: rewinds.Rewinds | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rewound` are its
+        settings of the random generator, if there are any.
 
         Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
         it was before.
@@ -201,16 +206,19 @@ class Pool:
         with torch.cuda.device(self.device), uncollected():
             if self._keeper is None:
                 self._renew()
-            graph, results = self._captured(body)
+            graph, results = self._captured(body, rewound)
             memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
             graph.instantiate()
             return graph, results
 
-    def _captured(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _captured(
+        self, body: Callable[[], Any], rewound: rewinds.Rewinds | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """What `body` does, as a graph that cannot run yet, and what `body` gives."""
         graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
         try:
-            with captures.settled(), self._capturing(graph):
+            rewinding = rewound.captured(graph) if rewound is not None else contextlib.nullcontext()
+            with captures.settled(), rewinding, self._capturing(graph):
                 results = body()
         except BaseException:
             self._mend(graph, before)
@@ -275,6 +283,7 @@ class Graphed:
         self._static: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._outputs: Sequence[Any] = ()
+        self._rewinds = rewinds.Rewinds.of(parts.body, pool.device)
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         teardown.goes_first(self)
 
@@ -292,7 +301,8 @@ class Graphed:
         given = [inputs[number] for number in self._parts.inputs]
         self._calls += 1
         if self._calls <= WARM_UP_CALLS or self._failed:
-            return self._results(home, self._body([*given, *handed]), copy=False)
+            with self._rewinds.seen() if self._rewinds is not None else contextlib.nullcontext():
+                return self._results(home, self._body([*given, *handed]), copy=False)
         resting = [given[place] for place in self._resting]
         addresses = list(map(torch.Tensor.data_ptr, resting))
         if self._graph is None or addresses != self._addresses:
@@ -304,6 +314,8 @@ class Graphed:
         if targets:
             torch.ops.aten._foreach_copy_.default(targets, sources, True)
         assert self._graph is not None
+        if self._rewinds is not None:
+            self._rewinds.begin()
         self._graph.replay()
         for place in self._given_back:
             given[place].copy_(self._static[place])
@@ -316,7 +328,7 @@ class Graphed:
         self._static = [one.clone() if place in moving else one for place, one in enumerate(given)]
         self._static += [one.clone() for one in handed]
         try:
-            self._graph, self._outputs = self._pool.capture(lambda: self._body(list(self._static)))
+            self._graph, self._outputs = self._pool.capture(lambda: self._body(list(self._static)), self._rewinds)
         except Exception as error:
             self._failed, self._static = True, []
             self._fails(_cause(error))

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.random import GET, SET
-from wholestep.program import ops
+from wholestep.program import meta, ops
 from wholestep.program.program import Program
 
 _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
@@ -69,7 +69,8 @@ def _to_the_same_state(calls: list[fx.Node]) -> list[fx.Node]:
                 found.append(call)
             now[_device(call)] = wanted
         else:
-            now = {}  # whichever generator it is that it draws from
+            for device in _drawn_from(call) or [*now]:
+                now.pop(device, None)
     return found
 
 
@@ -85,12 +86,21 @@ def _unseen(calls: list[fx.Node]) -> list[fx.Node]:
         elif call.target is GET:
             overwritten.discard(_device(call))
         else:
-            overwritten = set()
+            overwritten -= _drawn_from(call) or overwritten
     return found
 
 
+def _drawn_from(call: fx.Node) -> set[str]:
+    """The devices whose generators a call draws from; empty if that is not known."""
+    own = call.kwargs.get("generator") is not None or call.target.namespace != "aten"  # type: ignore[union-attr]
+    return set() if own else {_spelt(one.device) for one in meta.tensors(call)}
+
+
 def _device(call: fx.Node) -> str:
-    """The device of a generator as it is always written."""
-    device = torch.device(str(call.args[-1]))
+    return _spelt(torch.device(str(call.args[-1])))
+
+
+def _spelt(device: torch.device) -> str:
+    """A device as it is always written."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return f"{device.type}:{index}"

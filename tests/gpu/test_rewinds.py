@@ -1,0 +1,78 @@
+"""A CUDA graph draws what eager code draws where blocks with dropout are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholestep as ws
+
+pytestmark = pytest.mark.gpu
+
+STEPS, WIDTH, BLOCKS = 9, 64, 4
+
+
+class Block(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.up, self.down = rate, nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.dropout(F.gelu(self.up(x)), self.rate)
+        return x + F.dropout(self.down(inner), self.rate)
+
+
+class Net(nn.Module):
+    def __init__(self, rate: float, checkpoints: bool) -> None:
+        super().__init__()
+        self.blocks, self.checkpoints = nn.ModuleList(Block(rate) for _ in range(BLOCKS)), checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.dropout(x, 0.1)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def train(step: Callable[..., Tensor], *, rate: float, checkpoints: bool) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = Net(rate, checkpoints).cuda()
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(128, WIDTH, device="cuda")
+    losses, states = [], []
+    for number in range(STEPS):
+        if number in (3, 6):
+            torch.manual_seed(number)
+        losses.append(step(model, opt, x))
+        states.append(torch.cuda.get_rng_state())
+    return [*losses, *model.parameters()], states
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("way", ["asked for", "for memory"])
+def test_masks_are_those_of_eager_code(way: str, rate: float) -> None:
+    options: dict[str, Any] = {}
+    if way == "for memory":
+        options["passes"] = ws.default_passes(memory_budget=0.7)
+    step = ws.compile(train_step, backend="inductor", **options)
+    found, wanted = (train(run, rate=rate, checkpoints=way == "asked for") for run in (step, train_step))
+    assert "one CUDA graph" in step.explain().backend
+    assert all(map(torch.equal, found[1], wanted[1]))  # the generator stands where it stands in eager code
+    for one, other in zip(found[0], wanted[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    again = [node for node in step.program().graph.nodes if "rng_set" in str(node.target)]
+    assert bool(again) == (rate > 0 if way == "asked for" else True), len(again)
