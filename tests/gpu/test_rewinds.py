@@ -75,4 +75,4 @@ def test_masks_are_those_of_eager_code(way: str, rate: float) -> None:
     for one, other in zip(found[0], wanted[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     again = [node for node in step.program().graph.nodes if "rng_set" in str(node.target)]
-    assert bool(again) == (rate > 0 if way == "asked for" else True), len(again)
+    assert bool(again) == (rate > 0)
