@@ -27,6 +27,7 @@ from wholestep.capture.mark import Markers
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.ranks import Rank, RankSymbols
+from wholestep.capture.recurrent import step_by_step
 from wholestep.capture.state import State
 from wholestep.capture.storage import Storages, check_places, place_of
 from wholestep.capture.swap import ENTRY_MARK, swapped
@@ -198,6 +199,7 @@ class Tracer:
         yield self._markers.on({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
         yield self._recorder.recording()
         yield traced_generator()
+        yield step_by_step()
         yield self.storages.recording()
         yield self._versions.recording()
         yield from self._patches()
