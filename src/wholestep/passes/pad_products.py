@@ -253,8 +253,8 @@ def _product(node: fx.Node) -> _Product | None:
     tensors = [one for one in node.args if isinstance(one, fx.Node)]
     *bias, left, right = tensors
     (m, k), n = meta.tensor(left).shape, meta.tensor(right).shape[1]
-    if not all(isinstance(size, int) for size in (m, k, n)):
-        return None
+    if not all(isinstance(size, int) and size > 1 for size in (m, k, n)):
+        return None  # a vector is read at the speed of memory, whatever its size
     if any(tuple(meta.tensor(one).shape) != (n,) for one in bias):
         return None
     a, b = _matrix(left), _matrix(right)

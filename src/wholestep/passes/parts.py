@@ -20,6 +20,11 @@ from wholestep.program import edit, meta, ops
 
 _aten = torch.ops.aten
 _NAMESPACES = ("aten", "prims", "wholestep", "wholestep_functional")
+_BY_PLACES = frozenset({
+    _aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default,
+    _aten._reshape_alias.default, _aten._reshape_alias_copy.default, ops.RESIZE_STORAGE,
+})  # fmt: skip
+"""Operators that are told places in memory."""
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 
 
@@ -78,6 +83,8 @@ def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
     """What a view and views of it give where other nodes give `values`; nothing for what is no view."""
     if not ops.is_view(user):
         return {}
+    if user.target in _BY_PLACES:
+        raise ValueError(f"{user.target} is told places in memory")
     found = {user: _value(user, values)}
     for reader in user.users:
         found |= _views(reader, found)
@@ -97,7 +104,7 @@ def _stays(reader: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a call may read such values, and what it gives has the layout that is recorded then."""
     if not ops.is_op(reader) or reader.target.namespace not in _NAMESPACES:  # type: ignore[union-attr]
         return False
-    if ops.has_effect(reader.target) or ops.needs_peers(reader.target):
+    if ops.has_effect(reader.target) or ops.needs_peers(reader.target) or reader.target in _BY_PLACES:
         return False
     recorded = list(meta.tensors(reader))
     if not all(isinstance(size, int) for one in recorded for size in one.shape):
