@@ -1,9 +1,9 @@
 """A tensor becomes a part of a wider one: who reads it as it lies there, and who a copy.
 
-Rows of such a part stand further apart than they are long. Whoever computes with it does not mind, as long as what it
-gives keeps the layout that the rest of the program was captured with, and views are made anew. A copy that lies as the
-tensor did is for all others: results of the step, messages, random numbers, which may go by places in memory, and views
-that rows in one piece alone have.
+Rows of such a part stand further apart than they are long. What computes number by number, or along rows or columns,
+does not mind, if what it gives keeps the layout that the rest of the program was captured with. Views are made anew. A
+copy that lies as the tensor did is for all others: results of the step, messages, random numbers, which go by places in
+memory, views that rows in one piece alone have, and kernels that may want their tensors so, which fake ones do not say.
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from wholestep.passes.cross_entropy import CROSS_ENTROPY
 from wholestep.program import edit, meta, ops
 
 _aten = torch.ops.aten
-_NAMESPACES = ("aten", "prims", "wholestep", "wholestep_functional")
-_BY_PLACES = frozenset({
-    _aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default,
-    _aten._reshape_alias.default, _aten._reshape_alias_copy.default, ops.RESIZE_STORAGE,
+_READ_ROWS = frozenset({
+    CROSS_ENTROPY,
+    _aten._log_softmax.default, _aten._log_softmax_backward_data.default, _aten._softmax.default,
+    _aten._softmax_backward_data.default, _aten._to_copy.default, _aten.addmm.default, _aten.amax.default,
+    _aten.amin.default, _aten.argmax.default, _aten.argmin.default, _aten.bmm.default, _aten.cat.default,
+    _aten.clone.default, _aten.constant_pad_nd.default, _aten.gather.default, _aten.index.Tensor,
+    _aten.linalg_vector_norm.default, _aten.logsumexp.default, _aten.max.default, _aten.max.dim, _aten.mean.default,
+    _aten.mean.dim, _aten.min.default, _aten.min.dim, _aten.mm.default, _aten.native_layer_norm.default,
+    _aten.native_layer_norm_backward.default, _aten.sum.default, _aten.sum.dim_IntList, _aten.var_mean.correction,
 })  # fmt: skip
-"""Operators that are told places in memory."""
+"""Operators that read rows wherever they stand, besides those that compute number by number."""
+_BY_PLACES = frozenset({_aten.as_strided.default, _aten._reshape_alias.default})
+"""Views that are told places in memory."""
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 
 
@@ -102,9 +110,10 @@ def _ends(user: fx.Node) -> Iterator[fx.Node]:
 
 def _stays(reader: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a call may read such values, and what it gives has the layout that is recorded then."""
-    if not ops.is_op(reader) or reader.target.namespace not in _NAMESPACES:  # type: ignore[union-attr]
+    if not ops.is_op(reader) or ops.has_effect(reader.target):
         return False
-    if ops.has_effect(reader.target) or ops.needs_peers(reader.target) or reader.target in _BY_PLACES:
+    by_number = torch.Tag.pointwise in reader.target.tags or ops.reads_no_values(reader.target)  # type: ignore[union-attr]
+    if not by_number and reader.target not in _READ_ROWS:
         return False
     recorded = list(meta.tensors(reader))
     if not all(isinstance(size, int) for one in recorded for size in one.shape):
