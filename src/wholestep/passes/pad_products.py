@@ -189,13 +189,9 @@ class _Padding:
     def pad(self, product: _Product, *, keeps_size: bool) -> bool:
         """Pads a product, where it pays. With `keeps_size`, only if its result has the same size then."""
         node, (m, _, n) = product.node, product.more()
-        if keeps_size and (m or n):
-            return False
-        fit = parts.readers(node, product.cut())
-        repeated = self._decided.get(meta.repeats(node) or "")
-        pays = self._pays(product, copies=not all(fit.values())) if repeated is None else repeated
-        self._decided[node.name] = pays
-        if not pays:
+        fit = {} if keeps_size and (m or n) else self._fit(product)
+        self._decided[node.name] = bool(fit)
+        if not fit:
             return False
         shape = meta.tensor(node).shape
         *bias, a, b = (self._padded(place, node) for place in product.places())
@@ -204,6 +200,15 @@ class _Padding:
         if m or n:
             parts.hand_over(node, parts.first(node, shape), fit)
         return True
+
+    def _fit(self, product: _Product) -> dict[fx.Node, bool]:
+        """The readers of a product, and which of them may read a part; none if it is to stay as it is."""
+        node = product.node
+        repeated = self._decided.get(meta.repeats(node) or "")
+        if not (self._pays(product, copies=False) if repeated is None else repeated):
+            return {}
+        fit = parts.readers(node, product.cut())
+        return fit if repeated or self._pays(product, copies=not all(fit.values())) else {}
 
     def read_apart(self, product: _Product) -> bool:
         """Lets a product read odd rows of its left factor out of padded ones, if it lacks nothing else and there are

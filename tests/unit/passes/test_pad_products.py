@@ -94,12 +94,14 @@ def layers() -> list[Tensor]:
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_two_layers_of_odd_sizes_have_the_same_bits(bias):
-    before, after = padded(two_layers(bias=bias), layers())
+def test_two_layers_of_odd_sizes_have_the_same_bits(bias, dtype):
+    given = [one.to(dtype) for one in layers()]
+    before, after = padded(two_layers(bias=bias), given)
     assert sizes(before) == sorted([(8, 13, 21), (8, 21, 13), (13, 8, 21), (8, 13, 21), (21, 8, 13), (8, 21, 13)])
     assert sizes(after) == sorted([(8, 16, 24), (8, 24, 16), (16, 8, 24), (8, 16, 24), (24, 8, 16), (8, 24, 16)])
-    assert_same(before, after, layers())
+    assert_same(before, after, given)
 
 
 def test_zeros_are_put_behind_a_tensor_once():
@@ -110,6 +112,27 @@ def test_zeros_are_put_behind_a_tensor_once():
     assert num_pads(after) == 8
     _, after = padded(two_layers(bias=False), layers())
     assert num_pads(after) == 6
+
+
+def test_zeros_are_put_behind_a_tensor_as_it_is_written():
+    """Else right before the product that wants them: nothing is held for long, and nothing waited for."""
+    _, after = padded(language_model(), words())
+    (weight, _) = pads = after.graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+    assert weight.args[0].target is aten._to_copy.default
+    assert all(pad.prev is pad.args[0] for pad in pads)
+    _, after = padded(lambda x, w: (x.sin() @ w.t()).sin(), whole_numbers((8, 16), (13, 16)))
+    (pad,) = after.graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+    assert [pad.next.target, pad.next.next.target] == [aten.t.default, aten.mm.default]
+
+
+def test_zeros_are_not_held_from_the_forward_to_the_backward():
+    program = cleaned(lambda x, w: (x.sin() @ w.t(), x.cos()), whole_numbers((8, 13), (16, 13)))
+    for node in program.graph.nodes:
+        region = meta.Region.BACKWARD if node.target is aten.mm.default else meta.Region.FORWARD
+        meta.set_origin(node, meta.Origin(region))
+    after = run_passes(program, [ALWAYS])
+    (product,) = after.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert [product.prev.prev.prev.target, product.prev.prev.target] == [aten.constant_pad_nd.default] * 2
 
 
 def test_a_number_that_is_not_finite_stays_in_its_row():
@@ -360,8 +383,11 @@ def test_a_device_that_does_not_mind_is_asked_about_odd_products_alone():
 
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "pays"),
-    [(8192, 1022, 1022, True), (8192, 768, 50257, True), (256, 1022, 10, False), (8192, 16, 1023, False)],
-)
+    [
+        (8192, 1022, 1022, True), (8192, 768, 50257, True), (256, 1022, 10, False), (8192, 16, 1023, False),
+        (65536, 61, 256, False),
+    ],
+)  # fmt: skip
 def test_it_pays_where_a_product_is_large_against_its_tensors(rows, inner, columns, pays):
     """Nothing is computed here. Zeros behind (8192, 1022) take 10 us, and the product 51 us less."""
     given = [torch.empty(rows, inner, dtype=torch.bfloat16), torch.empty(columns, inner, dtype=torch.bfloat16)]
@@ -447,6 +473,18 @@ def test_a_gradient_that_is_reduced_keeps_its_size(inner):
     assert after.history[-1].notes[1:] == (
         ("1 gradients to be reduced are products of rows that stand apart",) if inner == 16 else ()
     )
+    assert_same(before, after, given)
+
+
+def test_zeros_that_come_later_are_not_read():
+    def step(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return builders.gradient((grad.t() @ x).float(), "weight"), (grad @ weight).sin()
+
+    given = whole_numbers((8, 517), (8, 16), (517, 16))
+    before = run_passes(builders.place(builders.capture(step, given)), [cleanup])
+    after = run_passes(before, [ALWAYS])
+    assert sizes(after) == [(8, 576, 16), (517, 8, 16)]
+    assert meta.tensor(of_weight(after).args[0]).stride() == (1, 517)
     assert_same(before, after, given)
 
 
