@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from wholestep.passes import parts
+from wholestep.passes import parts, whole_rows
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program, Stage
 
@@ -72,8 +72,9 @@ def pad_products(program: Program, *, pads: Callable[[fx.Node], bool], rates: Ra
 
     `pads` says of a product, ``mm`` or ``addmm``, whether its device is one that is slow with odd sizes. It pays where
     the product takes so much less at the `rates` that zeros can be put behind its factors meanwhile, by kernels of
-    their own. What another product has had padded costs nothing any more. Cutting off costs nothing, but for readers
-    that need a copy (`wholestep.passes.parts`).
+    their own. What another product has had padded costs nothing any more, nor what writes its zeros itself
+    (`wholestep.passes.whole_rows`). Cutting off costs nothing, but for readers that need a copy
+    (`wholestep.passes.parts`).
 
     The note says how many products are padded and how many tensors for them.
     """
@@ -226,6 +227,7 @@ class _Padding:
         """Whether a product takes so much less. `copies`: whether its result is copied."""
         rates = self._rates
         new = {place for place in product.places() if place.has_zeros and place not in self._made}
+        new = {place for place in new if not whole_rows.writes_zeros(place.base)}
         moved, launches = sum(place.num_bytes for place in new), len(new)
         if copies:
             moved, launches = moved + 2 * meta.num_bytes(product.node), launches + 1

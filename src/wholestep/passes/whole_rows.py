@@ -38,6 +38,19 @@ def write_whole_rows(program: Program) -> Program:
     return program.with_notes(f"{count} cross-entropies have logits in whole rows, with zeros behind the classes")
 
 
+def writes_zeros(tensor: fx.Node) -> bool:
+    """Whether zeros behind a tensor are written with it: it is the gradient of a part of wide logits."""
+    if tensor.target is not operator.getitem:
+        return False
+    loss, item = tensor.args
+    assert isinstance(loss, fx.Node)  # whose item it is
+    if loss.target is not CROSS_ENTROPY or item != 1:
+        return False
+    logits = loss.args[0]
+    assert isinstance(logits, fx.Node)  # a tensor
+    return _whole(logits) is not None
+
+
 def _widen(loss: fx.Node) -> bool:
     """Has one call read and write whole rows; whether it can, and somebody reads them."""
     logits, *others = loss.args
@@ -52,7 +65,7 @@ def _widen(loss: fx.Node) -> bool:
     if not padded:
         return False
     part = meta.tensor(gradient).new_empty(shape[0], columns)[:, : shape[1]]
-    fit = {user: fits for user, fits in parts.readers(gradient, part).items() if user not in padded}
+    fit = parts.readers(gradient, part)
     loss.args = (wide, *others, shape[1])
     edit.evaluate(loss)
     for item in loss.users:

@@ -572,6 +572,23 @@ def test_logits_that_somebody_else_reads_are_read_in_whole_rows_as_well(kernel):
         torch.testing.assert_close(other, one, rtol=2.0**-6, atol=2.0**-7)
 
 
+def test_zeros_that_the_kernel_writes_cost_nothing(kernel):
+    """Zeros behind 512 rows of a gradient would take longer than what they save. Behind the weight they pay."""
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(512, 16, generator=draw).bfloat16(), *head_tensors(517, turned=False)[1:3]]
+    given.append(torch.randint(517, (512,), generator=draw))
+    before, lean_alone = lean(of_a_head(bias=False, turned=False, classes=517), given)
+    pad = partial(pad_products, pads=lambda product: True, rates=Rates(launch_s=0.0))
+    after = run_passes(fused(before), [pad, write_whole_rows])
+    products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert (512, 576) in [tuple(meta.tensor(one.args[0]).shape) for one in products]
+    assert builders.count(after, aten.constant_pad_nd.default) == 1
+    apart = run_passes(lean_alone, [pad, write_whole_rows])
+    products = apart.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert (512, 576) not in [tuple(meta.tensor(one.args[0]).shape) for one in products]
+    assert builders.count(apart, aten.constant_pad_nd.default) == 1
+
+
 def test_a_gradient_that_no_product_wants_padded_has_no_zeros(kernel):
     """It is returned, and the loss reads a part of wide logits."""
 
