@@ -397,6 +397,12 @@ def test_it_pays_where_a_product_is_large_against_its_tensors(rows, inner, colum
     assert (show.diff(before, after) == "") == (not pays)
 
 
+def test_a_copy_costs_what_it_moves():
+    given = [torch.empty(8192, 64, dtype=torch.bfloat16), torch.empty(1023, 64, dtype=torch.bfloat16)]
+    assert num_pads(run_passes(cleaned(readers(torch.sin), given), [DEFAULT])) == 1
+    assert num_pads(run_passes(cleaned(readers(lambda out: out), given), [DEFAULT])) == 0
+
+
 def test_what_is_padded_already_costs_nothing():
     """A product that would not pay for zeros behind its factors reads those of a larger one."""
     a, b, c = (torch.empty(size, 1022, dtype=torch.bfloat16) for size in (8192, 1024, 256))
