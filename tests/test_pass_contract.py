@@ -18,12 +18,14 @@ from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.default import passes_of
+from wholestep.passes.pad_products import pad_products
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.schedule import schedule
 from wholestep.passes.segments import form_segments
 from wholestep.passes.update import split_updates
+from wholestep.passes.whole_rows import write_whole_rows
 from wholestep.program import ops, show
 from wholestep.program.program import Program, Stage
 from wholestep.program.spec import verify
@@ -39,6 +41,7 @@ PASSES: dict[str, list[Pass]] = {
     "split_updates": [split_updates],
     "schedule": [partial(schedule, cost=COST)],
     "lean_cross_entropy": [lean_cross_entropy],
+    "pad_products": [partial(pad_products, pads=lambda product: True), write_whole_rows],
     "pack_scalars": [PACK],
     "form_segments": [SEGMENTS],
     "reinplace": [reinplace],

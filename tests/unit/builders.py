@@ -171,6 +171,18 @@ def calls(program: Program) -> list[str]:
     ]
 
 
+class Layouts(fx.Interpreter):
+    """Compares what nodes are said to give with what they give."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        found = super().run_node(node)
+        if node.op == "call_function":
+            said = [(one.shape, one.stride(), one.dtype) for one in meta.tensors(node)]
+            given = [(one.shape, one.stride(), one.dtype) for one in meta.tensors_in(found)]
+            assert given == said, node.format_node()
+        return found
+
+
 @contextmanager
 def live_bytes() -> Iterator[LiveBytes]:
     """Counts bytes of the storages that come to life inside."""

@@ -37,11 +37,13 @@ from wholestep.passes.batch_norm import plain_batch_norms
 from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 from wholestep.passes.narrow import Makes, narrow_messages, narrow_type
+from wholestep.passes.pad_products import pad_products
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.rows import Way, as_it_is
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
 from wholestep.passes.waits import delay_waits
+from wholestep.passes.whole_rows import write_whole_rows
 from wholestep.passes.wide import widen_products
 from wholestep.program import meta
 from wholestep.program.collectives import averages
@@ -155,6 +157,9 @@ class Inductor:
         return [
             plain_batch_norms,
             partial(lean_cross_entropy, fuses=_fuses),
+            # Behind the pass that says by whom logits are read, before those that look for products as they will be.
+            partial(pad_products, pads=inductor.widens),
+            write_whole_rows,
             *([partial(fuse_activations, fuses=products.activates)] if self._instead else []),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),

@@ -22,7 +22,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.passes import whole_rows
 from wholestep.program import edit, meta, ops
 from wholestep.program.program import Program, Stage
 
@@ -85,7 +84,7 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     """
     if program.stage is Stage.SCHEDULED:
         return program
-    graph, saved, count, fused, whole = program.graph, 0, 0, 0, 0
+    graph, saved, count, fused = program.graph, 0, 0, 0
     for found in graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
         node = _in_float32(graph, found)
         loss = _match(node)
@@ -93,7 +92,7 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
             continue
         path = _path(loss)
         if path is not None and fuses(path.product) and _bring_share_up(graph, loss):
-            whole += _fuse(graph, loss, path)
+            _fuse(graph, loss, path)
             fused += 1
         else:
             _rewrite(graph, loss)
@@ -105,7 +104,6 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
     return program.with_notes(
         f"{count} cross-entropies without {saved:,} B of logarithms for their backward",
         *([f"{fused} cross-entropies are one kernel with their gradient"] if fused else []),
-        *([f"{whole} of them have logits in whole rows, with zeros behind the classes"] if whole else []),
     )
 
 
@@ -167,8 +165,6 @@ class _Path:
     """How logits come to a loss, and their gradient back."""
 
     product: fx.Node
-    alone: bool
-    """Whether nothing else reads the product."""
     views: list[fx.Node]
     """What views there are between the two, first to last, a cast to float32 left out."""
     back: dict[fx.Node, list[fx.Node]]
@@ -180,16 +176,15 @@ def _path(loss: _Loss) -> _Path | None:
     if loss.gradient is None or not meta.tensor(loss.gradient).is_contiguous():
         return None
     views: list[fx.Node] = []
-    node, cast, alone = loss.logits, None, len(loss.logits.users) == 1
+    node, cast = loss.logits, None
     while ops.is_view(node) or (cast is None and _widens(node)):
         cast = cast if ops.is_view(node) else node
-        alone &= len(node.all_input_nodes[0].users) == 1
         views += [node] if node is not cast else []
         node = node.all_input_nodes[0]
     back = {loss.gradient: list[fx.Node]()} if cast is None else _casts(loss.gradient, _dtype(node))
     if back is None or meta.tensor(loss.logits).stride(1) != 1:
         return None
-    return _Path(product=node, alone=alone, views=views[::-1], back=back)
+    return _Path(product=node, views=views[::-1], back=back)
 
 
 def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]] | None:
@@ -260,8 +255,8 @@ def _write_out(graph: fx.Graph, ones: fx.Node) -> None:
     edit.replace_node(ones, new)
 
 
-def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> bool:
-    """Puts one call of `CROSS_ENTROPY` in the place of the loss and its gradient. Whether logits have whole rows."""
+def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
+    """Puts one call of `CROSS_ENTROPY` in the place of the loss and its gradient."""
     assert loss.backward is not None  # there is a gradient
     dtype, single, is_mean = _dtype(loss.logs), torch.float32, loss.forward.args[3] == _MEAN
 
@@ -280,35 +275,16 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> bool:
         weight = to(call(_aten.sum.default, call(_aten.ne.Scalar, loss.target, loss.ignored)), single)
         share = to(loss.backward.args[0], single)  # type: ignore[arg-type]
         share = call(_aten.div.Tensor, share, weight) if is_mean else share
-        wide = _in_whole_rows(graph, loss, path)
-        if wide is None:
-            both = call(CROSS_ENTROPY, seen(path.product, path.views), loss.target, share, loss.ignored)
-        else:
-            both = call(CROSS_ENTROPY, wide.logits, loss.target, share, loss.ignored, wide.classes)
+        both = call(CROSS_ENTROPY, seen(path.product, path.views), loss.target, share, loss.ignored)
         result = call(_aten.sum.default, call(operator.getitem, both, 0))
         result = call(_aten.div.Tensor, result, weight) if is_mean else result
         result, weight = to(result, dtype), to(weight, dtype)
         gradient = call(operator.getitem, both, 1)
-        part = gradient if wide is None else call(_aten.slice.Tensor, gradient, 1, 0, wide.classes)
-        found = {reader: seen(part, views) for reader, views in path.back.items()}
+        found = {reader: seen(gradient, views) for reader, views in path.back.items()}
     for item in list(loss.forward.users):
         edit.replace_node(item, (result, weight)[item.args[1] == 1])
     for reader, new in found.items():
         edit.replace_node(reader, new)
-    if wide is not None:
-        wide.take(gradient, found.values())
-    return wide is not None
-
-
-def _in_whole_rows(graph: fx.Graph, loss: _Loss, path: _Path) -> whole_rows.WholeRows | None:
-    """The products of the logits' weight in whole rows, where that pays and can be."""
-    if not path.alone or not whole_rows.pay(path.product, loss.logits, path.views):
-        return None
-    columns = meta.tensor(path.product).shape[1]
-    part = meta.tensor(path.product).new_empty(meta.tensor(loss.logits).shape[0], columns + 1)[:, :columns]
-    if not all(whole_rows.allow(part, views, reader) for reader, views in path.back.items()):
-        return None
-    return whole_rows.WholeRows(graph, path.product)
 
 
 def _rewrite(graph: fx.Graph, loss: _Loss) -> None:

@@ -18,8 +18,10 @@ from tests.unit.capture.steps import captured
 from wholestep.lower import eager
 from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.pad_products import Rates, pad_products
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
+from wholestep.passes.whole_rows import write_whole_rows
 from wholestep.program import edit, meta, ops, show
 from wholestep.program.program import Program
 
@@ -544,15 +546,15 @@ def head_tensors(classes: int, *, turned: bool) -> list[Tensor]:
     return [x, weight.t().contiguous() if turned else weight, offset, torch.randint(classes, (8,), generator=draw)]
 
 
-class Strides(fx.Interpreter):
-    """Compares what nodes are said to give with what they give."""
+PAD = partial(pad_products, pads=lambda product: True, rates=Rates(num_bytes=1e30, launch_s=0.0))
 
-    def run_node(self, node: fx.Node) -> object:
-        found = super().run_node(node)
-        if node.op == "call_function":
-            said = [(one.shape, one.stride()) for one in meta.tensors(node)]
-            assert [(one.shape, one.stride()) for one in meta.tensors_in(found)] == said, node.format_node()
-        return found
+
+def in_whole_rows(before: Program) -> Program:
+    return run_passes(fused(before), [PAD, write_whole_rows])
+
+
+def note_of(program: Program) -> tuple[str, ...]:
+    return program.history[-1].notes
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -561,43 +563,91 @@ def test_a_vocabulary_of_an_odd_size_is_read_in_whole_rows(bias, turned, kernel)
     classes, wide = 517, 576
     given = head_tensors(classes, turned=turned)
     before, _ = lean(of_a_head(bias=bias, turned=turned, classes=classes), given)
-    after = fused(before)
+    after = in_whole_rows(before)
     (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
     assert (tuple(meta.tensor(node.args[0]).shape), node.args[4]) == ((8, wide), classes)
     assert node.args[0].target in (aten.mm.default, aten.addmm.default)
     assert builders.count(after, aten.constant_pad_nd.default) == 1 + bias  # the weight, for both of its products
     products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
-    inner = [meta.tensor(one.args[0]).shape[1] for one in products]
-    assert inner.count(wide) == 1  # the gradient of x: all of it is added up
-    assert after.history[-1].notes[2] == "1 of them have logits in whole rows, with zeros behind the classes"
-    Strides(after.module).run(*given)
+    sizes = sorted((*meta.tensor(one.args[0]).shape, meta.tensor(one).shape[1]) for one in products)
+    # The gradients of x, for which all of a row is added up, and of the weight, of which the rest is cut off.
+    of_weight = (16, 8, wide) if turned else (wide, 8, 16)
+    assert sizes == sorted([(8, wide, 16), of_weight] + ([] if bias else [(8, 16, wide)]))
+    assert note_of(after) == ("1 cross-entropies have logits in whole rows, with zeros behind the classes",)
+    builders.Layouts(after.module).run(*given)
     wanted, found = (builders.execute(one, given)[0] for one in (before, after))
     for one, other in zip(wanted, found, strict=True):
-        assert one.shape == other.shape
+        assert (one.shape, one.stride()) == (other.shape, other.stride())
         torch.testing.assert_close(other, one, rtol=2.0**-6, atol=2.0**-7)
 
 
-@pytest.mark.parametrize(("classes", "dtype"), [(576, torch.bfloat16), (517, torch.float32), (11, torch.bfloat16)])
-def test_rows_that_are_whole_or_small_stay_as_they_are(classes, dtype, kernel):
+@pytest.mark.parametrize(("classes", "dtype"), [(576, torch.bfloat16), (517, torch.float32)])
+def test_rows_that_are_whole_or_wide_stay_as_they_are(classes, dtype, kernel):
     given = [one.to(dtype) if one.is_floating_point() else one for one in head_tensors(classes, turned=False)]
     before, _ = lean(of_a_head(bias=False, turned=False, classes=classes), given)
-    after = fused(before)
-    assert builders.count(after, aten.constant_pad_nd.default) == 0
+    assert show.diff(in_whole_rows(before), fused(before)) == ""
 
 
-def test_logits_that_somebody_else_reads_stay_as_they_are(kernel):
+def test_logits_that_somebody_else_reads_are_read_in_whole_rows_as_well(kernel):
     def step(x: Tensor, weight: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        weight = weight.detach().requires_grad_()
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         logits = x @ weight.t()
         loss = F.cross_entropy(logits.float(), y)
-        return loss.detach(), logits.detach(), *torch.autograd.grad(loss, weight)
+        best = logits.detach().argmax(1)
+        return loss.detach(), logits.detach(), best, *torch.autograd.grad(loss, (x, weight))
 
-    before, _ = lean(step, head_tensors(517, turned=False))
-    assert builders.count(fused(before), aten.constant_pad_nd.default) == 0
+    given = head_tensors(517, turned=False)
+    before, _ = lean(step, given)
+    after = in_whole_rows(before)
+    (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
+    assert node.args[4] == 517
+    builders.Layouts(after.module).run(*given)
+    wanted, found = (builders.execute(one, given)[0] for one in (before, after))
+    for one, other in zip(wanted, found, strict=True):
+        assert (one.shape, one.stride()) == (other.shape, other.stride())
+        torch.testing.assert_close(other, one, rtol=2.0**-6, atol=2.0**-7)
+
+
+def test_zeros_that_the_kernel_writes_cost_nothing(kernel):
+    """Zeros behind 512 rows of a gradient would take longer than what they save. Behind the weight they pay."""
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(512, 16, generator=draw).bfloat16(), *head_tensors(517, turned=False)[1:3]]
+    given.append(torch.randint(517, (512,), generator=draw))
+    before, lean_alone = lean(of_a_head(bias=False, turned=False, classes=517), given)
+    pad = partial(pad_products, pads=lambda product: True, rates=Rates(launch_s=0.0))
+    after = run_passes(fused(before), [pad, write_whole_rows])
+    products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert (512, 576) in [tuple(meta.tensor(one.args[0]).shape) for one in products]
+    assert builders.count(after, aten.constant_pad_nd.default) == 1
+    alone = partial(pad, pads=lambda product: meta.tensor(product.args[0]).shape[1] == 517)  # logits stay as they are
+    assert show.diff(run_passes(fused(before), [alone, write_whole_rows]), fused(before)) == ""
+    apart = run_passes(lean_alone, [pad, write_whole_rows])
+    products = apart.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert (512, 576) not in [tuple(meta.tensor(one.args[0]).shape) for one in products]
+    assert builders.count(apart, aten.constant_pad_nd.default) == 1
+
+
+def test_a_gradient_that_no_product_wants_padded_has_no_zeros(kernel):
+    """It is returned, and the loss reads a part of wide logits."""
+
+    def step(x: Tensor, weight: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        logits = (x @ weight.t()).detach().requires_grad_()
+        loss = F.cross_entropy(logits.float(), y)
+        return loss.detach(), *torch.autograd.grad(loss, logits)
+
+    given = head_tensors(517, turned=False)
+    before, _ = lean(step, given)
+    after = in_whole_rows(before)
+    (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
+    assert len(node.args) == 4
+    assert meta.tensor(node.args[0]).stride() == (576, 1)
+    builders.Layouts(after.module).run(*given)
+    wanted, found = (builders.execute(one, given)[0] for one in (before, after))
+    torch.testing.assert_close(found, wanted, rtol=2.0**-6, atol=2.0**-7)
 
 
 @pytest.mark.parametrize("view", [lambda grad: grad.view(-1), lambda grad: grad.split(4)[0]], ids=["flat", "parts"])
-def test_a_gradient_that_is_seen_otherwise_stays_as_it_is(view, kernel):
+def test_a_gradient_that_is_seen_otherwise_as_well(view, kernel):
     def step(x: Tensor, weight: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         weight = weight.detach().requires_grad_()
         logits = x @ weight.t()
@@ -607,6 +657,10 @@ def test_a_gradient_that_is_seen_otherwise_stays_as_it_is(view, kernel):
 
     given = head_tensors(517, turned=False)
     before, _ = lean(step, given)
-    after = fused(before)
-    assert builders.count(after, aten.constant_pad_nd.default) == 0
-    Strides(after.module).run(*given)
+    after = in_whole_rows(before)
+    assert len(note_of(after)) == 1
+    builders.Layouts(after.module).run(*given)
+    wanted, found = (builders.execute(one, given)[0] for one in (before, after))
+    for one, other in zip(wanted, found, strict=True):
+        assert (one.shape, one.stride()) == (other.shape, other.stride())
+        torch.testing.assert_close(other, one, rtol=2.0**-6, atol=2.0**-7)
