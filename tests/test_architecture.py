@@ -57,6 +57,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed.distributed_c10d._world": "the groups of this process, in the order in which they were made",
         "torch.fx.experimental.symbolic_shapes": "a rank is a symbol of a ShapeEnv",
     },
+    "capture/recurrent.py": {"torch._VF": "recurrent layers, which choose cuDNN by themselves"},
     "capture/swap.py": {
         "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
     },

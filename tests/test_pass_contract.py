@@ -36,6 +36,7 @@ PACK: Pass = partial(pack_scalars, reads=inductor.reads_packed)
 SEGMENTS: Pass = partial(form_segments, compiles=inductor.compiles)
 PASSES: dict[str, list[Pass]] = {
     "cleanup": [cleanup],
+    "generators": [settle_generators],
     "dedupe": [dedupe],
     "bucket": [partial(bucket, cost=COST, bucket_bytes=CAP_BYTES)],
     "split_updates": [split_updates],
@@ -177,5 +178,14 @@ def test_the_same_program_gives_the_same_text(name, placed):
 def test_the_default_list_ends_scheduled(placed):
     after = run_passes(placed[0], passes_of(cost=COST, bucket_bytes=CAP_BYTES))
     assert after.stage is Stage.SCHEDULED
-    names = ["cleanup", "dedupe", "bucket", "split_updates", "schedule", "reinplace", "fill_buckets"]
+    names = [
+        "cleanup",
+        "settle_generators",
+        "dedupe",
+        "bucket",
+        "split_updates",
+        "schedule",
+        "reinplace",
+        "fill_buckets",
+    ]
     assert [record.name for record in after.history] == names
