@@ -18,6 +18,7 @@ from wholestep.passes.cleanup import cleanup
 from wholestep.passes.cross_entropy import lean_cross_entropy
 from wholestep.passes.dedupe import dedupe
 from wholestep.passes.default import passes_of
+from wholestep.passes.generators import settle_generators
 from wholestep.passes.pad_products import pad_products
 from wholestep.passes.pipeline import Pass, run_passes
 from wholestep.passes.reinplace import reinplace
