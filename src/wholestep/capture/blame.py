@@ -35,6 +35,12 @@ _REMEDIES = {
     "were: give it a momentum.",
 }
 """What helps where a part of torch looks at a value, by a piece of its file's name."""
+CHANCE = (
+    "A random draw is compared with a probability here. One of 0 or 1 is captured, since its answer is certain: set it "
+    "to 0 (layerdrop, encoder_layerdrop, decoder_layerdrop in models of Hugging Face), or draw what is to be skipped "
+    "outside of the step."
+)
+"""What helps where chance decides; a note on the error."""
 _NUMPY = (
     "a tensor is turned into numpy or a Python list here, which needs its values. "
     "Return the tensor and convert it outside the step."
@@ -129,7 +135,8 @@ def explain(error: BaseException) -> WholestepError:
 def _remedies(error: BaseException) -> list[str]:
     files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
     files = [file for file in files if library_frame(file)]
-    return [remedy for piece, remedy in _REMEDIES.items() if any(piece in file for file in files)]
+    chance = [CHANCE] if CHANCE in getattr(error, "__notes__", ()) else []
+    return [remedy for piece, remedy in _REMEDIES.items() if any(piece in file for file in files)] + chance
 
 
 def _last_file(error: BaseException) -> str:
