@@ -21,6 +21,7 @@ from torch.utils import _foreach_utils
 from wholestep.capture import blame, results, tree
 from wholestep.capture.comm import Comm
 from wholestep.capture.comm_rules import RULES
+from wholestep.capture.conversion import unconverted
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.mark import Markers
@@ -198,6 +199,7 @@ class Tracer:
         yield self._markers.on({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
         yield self._recorder.recording()
         yield traced_generator()
+        yield unconverted()
         yield self.storages.recording()
         yield self._versions.recording()
         yield from self._patches()
