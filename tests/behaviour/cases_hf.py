@@ -229,6 +229,39 @@ ARCHITECTURES = {
         },
         dropout={"dropout": 0.1, "attention_dropout": 0.1},
     ),
+    "bart": Architecture(  # encoder and decoder, learned positions
+        config=hf.BartConfig,
+        options={
+            **TEXT,
+            "d_model": 8,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "decoder_ffn_dim": 16,
+            "max_position_embeddings": 8,
+            "decoder_start_token_id": 2,
+        },
+        model=hf.BartForConditionalGeneration,
+        batch=pair_batch,
+        dropout={"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
+    ),
+    "opt": Architecture(  # decoder, learned positions that follow the mask
+        config=hf.OPTConfig,
+        options={
+            **TEXT,
+            "hidden_size": 8,
+            "word_embed_proj_dim": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "ffn_dim": 16,
+            "max_position_embeddings": 8,
+        },
+        model=hf.OPTForCausalLM,
+        batch=masked_text_batch,
+        dropout={"dropout": 0.1, "attention_dropout": 0.1},
+    ),
     "wav2vec2": Architecture(
         config=hf.Wav2Vec2Config,
         options={
@@ -278,6 +311,17 @@ ONE_BY_ONE = ("gpt2", "resnet")
 """Architectures with the optimizer as torch chooses it on the CPU: an update per parameter."""
 
 
+DRAWS = ("whisper", "bart")
+"""Architectures that also run as their code was before transformers 5, which draws for every layer."""
+
+
+class Drawn(float):
+    """A probability to skip a layer that never counts as 0 before the draw is compared with it."""
+
+    def __gt__(self, other: object) -> bool:
+        return True
+
+
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
 """Options for the number of layers. Two are alike, share biases and follow each other; masks do so in one."""
 
@@ -290,9 +334,12 @@ def build_model(architecture: Architecture, dropout: bool) -> Any:
     return model.train()
 
 
-def architecture_job(run: Run, name: str, dropout: bool) -> Job:
+def architecture_job(run: Run, name: str, dropout: bool, draws: bool = False) -> Job:
     architecture = ARCHITECTURES[name]
     module = build_model(architecture, dropout)
+    for part in module.modules() if draws else ():
+        if hasattr(part, "layerdrop"):
+            part.layerdrop = Drawn(part.layerdrop)
     # Some models hold parameters that only masking or generation uses.
     model = run.model(module, find_unused_parameters=True)
     # An update that is one call makes the graph half as large.
@@ -315,3 +362,6 @@ for _name, _architecture in ARCHITECTURES.items():
     registry.add(name=_name)(partial(architecture_job, name=_name, dropout=False))
     if _architecture.dropout:
         registry.add(name=f"{_name}_dropout")(partial(architecture_job, name=_name, dropout=True))
+
+for _name in DRAWS:
+    registry.add(name=f"{_name}_draws")(partial(architecture_job, name=_name, dropout=True, draws=True))

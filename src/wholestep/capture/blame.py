@@ -37,6 +37,18 @@ _REMEDIES = {
     "give it fused=True, as Adam, AdamW and SGD take it.",
 }
 """What helps where a part of torch looks at a value, by a piece of its file's name."""
+_OF_TORCH = {
+    "Expected inputs of BF16 type": "torch knows the shapes of grouped_mm before it runs for bfloat16 alone. Hold the "
+    "parameters in bfloat16, or load a model of Hugging Face with experts_implementation='batched_mm'.",
+    "Couldn't swap": "The step converts or moves parameters here. Do it before the step, once.",
+}
+"""What helps against an error of torch, by a piece of its text."""
+CHANCE = (
+    "A random draw is compared with a probability here. One of 0 or 1 is captured, since its answer is certain: set it "
+    "to 0 (layerdrop, encoder_layerdrop, decoder_layerdrop in models of Hugging Face), or draw what is to be skipped "
+    "outside of the step."
+)
+"""What helps where chance decides; a note on the error."""
 _NUMPY = (
     "a tensor is turned into numpy or a Python list here, which needs its values. "
     "Return the tensor and convert it outside the step."
@@ -124,14 +136,16 @@ def explain(error: BaseException) -> WholestepError:
     elif "numpy" in text.lower() or "tolist" in text:
         reason = _NUMPY
     else:
-        reason = f"{type(error).__name__}: {text}"
+        helping = [remedy for piece, remedy in _OF_TORCH.items() if piece in text]
+        reason = "\n".join([f"{type(error).__name__}: {text}", *helping])
     return CaptureError(f"The step could not be captured at {where}\n{reason}")
 
 
 def _remedies(error: BaseException) -> list[str]:
     files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
     files = [file for file in files if library_frame(file)]
-    return [remedy for piece, remedy in _REMEDIES.items() if any(piece in file for file in files)]
+    chance = [CHANCE] if CHANCE in getattr(error, "__notes__", ()) else []
+    return [remedy for piece, remedy in _REMEDIES.items() if any(piece in file for file in files)] + chance
 
 
 def _last_file(error: BaseException) -> str:

@@ -6,13 +6,15 @@ optimizers and modules, never on data. While tracing it is a symbolic float, so 
 call. An optimizer may branch on one (``weight_decay != 0``, ``rho_t > 5``), and so may a module that counts its calls
 (``n_averaged == 0`` of ``torch.optim.swa_utils.AveragedModel``). Its value at trace time is found by
 running the nodes written so far on real 0-d values; the branch becomes a *predicate*: a small graph from
-host inputs to the truth value, checked before each later call.
+host inputs to the truth value, checked before each later call. What compares a uniform draw with a number that no draw
+passes (`capture.uniform`) has one answer for ever: Python gets it, and nothing is checked.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholestep.capture import blame
+from wholestep.capture import blame, uniform
 from wholestep.program import ops
 
 _UNKNOWN = object()
@@ -57,6 +59,8 @@ class HostValues:
         self._values: dict[fx.Node, Any] = {}
         self.met: dict[fx.Node, Any] = {}
         """All values that were ever known, of which those that data was written to are known no more."""
+        self.certain: dict[fx.Node, Any] = {}
+        """Comparisons of chance that come out the same at every call -> a function call that gives what they give."""
         self._cursor: fx.Node | None = None
         self.predicates: dict[tuple[Any, ...], tuple[fx.Node, bool, str]] = {}
         """Structure of the condition -> node, value while tracing, user's line."""
@@ -84,6 +88,9 @@ class HostValues:
             )
         if node.op != "call_function":
             return _UNKNOWN
+        if (truth := uniform.answer(node)) is not None and (size := _size(node)) is not None:
+            self.certain[node] = (_one_truth, (truth, size))
+            return _one_truth(truth, size)
         unknown = ops.is_random(node.target) or ops.is_collective(node) or node.target is ops.VERSION
         if unknown or not node.all_input_nodes or not all(arg in self._values for arg in node.all_input_nodes):
             for position in ops.mutated_args(node.target):  # what an unknown number is written to is unknown
@@ -115,20 +122,44 @@ class HostValues:
         node = self._known_node(symbol)
         return int(self._values[node]) if node is not None and self._is_constant(node) else None
 
+    def is_chance(self, symbol: Any) -> bool:
+        """Whether a symbolic condition compares a uniform draw with a number."""
+        node = self._node(symbol)
+        return node is not None and uniform.by_chance(node)
+
     def _known_node(self, symbol: Any) -> fx.Node | None:
+        node = self._node(symbol)
+        if node is None:
+            return None
+        self._catch_up()
+        return node if node in self._values else None
+
+    def _node(self, symbol: Any) -> fx.Node | None:
         slot = get_proxy_slot(symbol, self._tracer, None)
         if slot is None:
             return None
         proxy = slot.force() if hasattr(slot, "force") else slot
         node: fx.Node = proxy.node
-        self._catch_up()
-        return node if node in self._values else None
+        return node
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether the value is made of ranks, which never change in a process."""
+        """Whether the value is made of what never changes in a process: ranks, and comparisons that are certain."""
+        if node in self.certain and not uniform.is_written(node):
+            return True
         if node.op == "placeholder":
             return isinstance(self._known.get(node.name), int)
         return bool(node.all_input_nodes) and all(map(self._is_constant, node.all_input_nodes))
+
+
+def _size(node: fx.Node) -> tuple[int, ...] | None:
+    """The shape of a comparison that gives one truth value, () for a symbolic one; None if it gives several."""
+    made = node.meta.get("val")
+    size = tuple(made.shape) if isinstance(made, torch.Tensor) else ()
+    return size if math.prod(size) == 1 else None
+
+
+def _one_truth(truth: bool, size: tuple[int, ...]) -> torch.Tensor:
+    return torch.full(size, truth)
 
 
 def _memory_of(held: Any) -> int | None:
@@ -168,7 +199,14 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
         def truth(symbol: Any) -> bool:
             host = values()
             known = None if host is None else host.truth(symbol, blame.current_line())
-            return original(symbol) if known is None else known
+            if known is not None:
+                return known
+            try:
+                return original(symbol)
+            except blame.ASKS_FOR_A_NUMBER as error:
+                if host is not None and host.is_chance(symbol):
+                    error.add_note(blame.CHANCE)
+                raise
 
         return truth
 
@@ -179,7 +217,7 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
 
     def truth_of_tensor(tensor: torch.Tensor) -> bool:
         # torch would ask for the truth in C++, where nobody is asked first.
-        if not (isinstance(tensor, FakeTensor) and tensor.dim() == 0 and tensor.device.type == "cpu"):
+        if not (isinstance(tensor, FakeTensor) and tensor.device.type in ("cpu", "cuda") and tensor.numel() == 1):
             return original_truth(tensor)
         number = tensor.item()
         return bool(number != 0 if isinstance(number, torch.SymInt) else number)
@@ -202,13 +240,15 @@ def predicate_graph(values: HostValues) -> tuple[fx.GraphModule, list[bool], lis
     if not values.predicates:
         return None
     wanted = [node for node, _, _ in values.predicates.values()]
-    needed = _ancestors(wanted, values.met)
+    needed = _ancestors(wanted, values)
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     for node in wanted[0].graph.find_nodes(op="placeholder"):
         memo[node] = graph.placeholder(node.name)
     for node in wanted[0].graph.nodes:
-        if node in needed and node not in memo:
+        if node in values.certain:
+            memo[node] = graph.call_function(*values.certain[node])
+        elif node in needed and node not in memo:
             memo[node] = graph.node_copy(node, lambda arg: memo[arg])
     graph.output(tuple(graph.call_function(_TRUTH, (memo[node],)) for node in wanted))
     for node in list(graph.nodes):
@@ -219,8 +259,12 @@ def predicate_graph(values: HostValues) -> tuple[fx.GraphModule, list[bool], lis
     return module, [result for _, result, _ in found], [line for _, _, line in found]
 
 
-def _ancestors(wanted: list[fx.Node], met: Mapping[fx.Node, Any]) -> set[fx.Node]:
-    """Every node that the wanted ones need, including earlier writes to the memory of the tensors they read."""
+def _ancestors(wanted: list[fx.Node], values: HostValues) -> set[fx.Node]:
+    """Every node that the wanted ones need, including earlier writes to the memory of the tensors they read.
+
+    What a comparison that is certain was made of is not needed: nothing is drawn for a predicate.
+    """
+    met = values.met
     order = {node: index for index, node in enumerate(wanted[0].graph.nodes)}
     last = max(order[node] for node in wanted)
     writers: dict[int | None, list[fx.Node]] = {}
@@ -238,7 +282,7 @@ def _ancestors(wanted: list[fx.Node], met: Mapping[fx.Node, Any]) -> set[fx.Node
         if node in needed:
             continue
         needed.add(node)
-        stack.extend(node.all_input_nodes)
+        stack.extend(() if node in values.certain else node.all_input_nodes)
         if (memory := _memory_of(met.get(node))) is not None:
             stack.extend(writers.get(memory, ()))
     return needed

@@ -21,8 +21,10 @@ from torch.utils import _foreach_utils
 from wholestep.capture import blame, results, tree
 from wholestep.capture.comm import Comm
 from wholestep.capture.comm_rules import RULES
+from wholestep.capture.conversion import unconverted
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
 from wholestep.capture.hyper import Lifter
+from wholestep.capture.layouts import Fakes
 from wholestep.capture.mark import Markers
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
@@ -107,9 +109,7 @@ class Tracer:
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
         self._recorder, self._markers = OriginRecorder(names, owners), Markers()
         self.storages, self._versions = Storages(self.reals), Versions(self.reals)
-        self._mode = FakeTensorMode(
-            shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True
-        )
+        self._mode = Fakes(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True)
         assert self._mode.shape_env is not None
         self._symbols, self._comm = RankSymbols(self._mode.shape_env), Comm()
         self._out: Trace | None = None
@@ -200,6 +200,7 @@ class Tracer:
         yield self._recorder.recording()
         yield traced_generator()
         yield step_by_step()
+        yield unconverted()
         yield self.storages.recording()
         yield self._versions.recording()
         yield from self._patches()

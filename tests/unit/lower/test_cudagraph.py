@@ -210,6 +210,30 @@ def test_random_numbers_of_the_device_are_captured():
     assert targets(parts.host) == []
 
 
+def test_numbers_that_the_host_draws_and_nobody_reads():
+    """As models do that ask in every layer whether to skip it: drawn before every replay, in their order."""
+
+    def skipping(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch.rand([])
+            x = torch.nn.functional.dropout(x * 2, 0.5, True)
+        torch.rand(2)
+        return x
+
+    parts = parts_of(skipping, gpu(3))
+    assert targets(parts.host) == [aten.rand.default] * 3
+    assert [node.args[0] for node in parts.host.graph.nodes if node.op == "call_function"] == [[], [], [2]]
+    assert aten.rand.default not in targets(parts.body)
+    assert parts.num_handed == 0
+    with torch.random.fork_rng():
+        state = torch.get_rng_state()
+        eager.lower(parts.host)([None])
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        torch.rand([]), torch.rand([]), torch.rand(2)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], list[Spec], str]] = {
     "a size that is data": (
         lambda x: aten.nonzero.default(x), [gpu(3)],
