@@ -1,8 +1,8 @@
 """Models of `zoo.py` as people train them: eager, torch.compile and wholestep, by turns in one process group.
 
-    python benchmarks/models.py bert resnet50
-    python benchmarks/models.py --nproc 2 gpt_accuracy t5
-    python benchmarks/models.py --list
+    python -m benchmarks.models bert resnet50
+    python -m benchmarks.models --nproc 2 gpt_accuracy t5
+    python -m benchmarks.models --list
 
 On several ranks the first two stand in DistributedDataParallel, and torch.compile is given what that makes of the
 model. All start from the same weights and see the same batch. Each makes its first call, with empty caches of the

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import models
 from benchmarks.zoo import CASES
 
-TORCHVISION = {"resnet50", "efficientnet", "convnext", "swin", "deit"}
+ROOT = Path(__file__).parents[1]
 CHECKED = ("gpt_scaler", "table")
 
 
@@ -20,7 +23,7 @@ def test_models_train_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert [row["model"] for row in told["rows"]] == list(CHECKED)
     for row in told["rows"]:
         eager, _, ours = row["loss"]
-        assert ours == pytest.approx(eager, rel=2**-8), row
+        assert ours == eager, row  # the same kernels, in the same order
         assert row["over_eager"] > 0
 
 
@@ -29,7 +32,11 @@ def test_names_that_are_none_are_told(monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(SystemExit):
         models.main()
     assert "no model is called bart; there are gpt2" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["models.py", "--list"])
-    assert models.main() == 0
-    assert capsys.readouterr().out.split() == list(CASES)
-    assert set(CASES) > TORCHVISION
+
+
+def test_the_command_of_the_readme_runs() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.models", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == list(CASES)
+    assert "python -m benchmarks.models" in (ROOT / "README.md").read_text(encoding="utf-8")

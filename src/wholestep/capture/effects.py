@@ -46,7 +46,8 @@ class SideEffects:
             if changes:
                 self.changed += changes
                 self._watches.append(watch)
-        problem = self._generators.put_back() or self._scalers.put_back()
+        drew, noted = self._generators.put_back(), self._scalers.put_back()
+        problem = drew or noted
         if kind is not None or problems or problem or any(map(self._is_new_tensor, self.changed)):
             self.restore()
         if kind is not None:

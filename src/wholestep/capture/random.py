@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
@@ -23,29 +24,30 @@ def _generator_module(device: str) -> Any:
     return torch.cuda if device.startswith("cuda") else torch.random
 
 
-_instead: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = []
+_Ways = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+_instead: ContextVar[_Ways | None] = ContextVar("_instead", default=None)
 
 
 @contextmanager
 def instead(get: Callable[[], torch.Tensor], set_: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Meanwhile a graph that runs reads and sets the state of a GPU's generator by these."""
-    _instead.append((get, set_))
+    """Meanwhile a graph that this thread runs reads and sets the state of a GPU's generator by these."""
+    before = _instead.set((get, set_))
     try:
         yield
     finally:
-        _instead.pop()
+        _instead.reset(before)
 
 
 def _get(device: str) -> torch.Tensor:
-    if _instead and device.startswith("cuda"):
-        return _instead[-1][0]()
+    if (ways := _instead.get()) is not None and device.startswith("cuda"):
+        return ways[0]()
     module = _generator_module(device)
     return module.get_rng_state(device) if module is torch.cuda else module.get_rng_state()  # type: ignore[no-any-return]
 
 
 def _set(state: torch.Tensor, device: str) -> None:
-    if _instead and device.startswith("cuda"):
-        _instead[-1][1](state)
+    if (ways := _instead.get()) is not None and device.startswith("cuda"):
+        ways[1](state)
         return
     module = _generator_module(device)
     if module is torch.cuda:

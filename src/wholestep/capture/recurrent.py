@@ -16,6 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from wholestep.capture.thread import here
+
 log = logging.getLogger("wholestep")
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -40,5 +42,6 @@ def step_by_step() -> Iterator[None]:
 
     with ExitStack() as stack:
         for kind in _KINDS:
-            stack.enter_context(patch.object(torch._VF, kind, of(kind, getattr(torch._VF, kind))))
+            original = getattr(torch._VF, kind)
+            stack.enter_context(patch.object(torch._VF, kind, here(of(kind, original), original)))
         yield

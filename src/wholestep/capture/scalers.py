@@ -26,7 +26,7 @@ def tensors(scaler: GradScaler) -> list[tuple[str, Tensor]]:
     if scaler._scale is None:
         where = f"cuda:{torch.cuda.current_device()}" if scaler._device == "cuda" else scaler._device
         scaler._lazy_init_scale_growth_tracker(torch.device(where))
-    return [(key, one) for key in ("_scale", "_growth_tracker") if (one := getattr(scaler, key)) is not None]
+    return [(key, getattr(scaler, key)) for key in ("_scale", "_growth_tracker")]
 
 
 class Notes:

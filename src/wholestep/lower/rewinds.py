@@ -85,7 +85,8 @@ class Rewinds:
 
     @property
     def _generator(self) -> torch.Generator:
-        return torch.cuda.default_generators[self.device.index or 0]
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return torch.cuda.default_generators[index]
 
     @contextmanager
     def seen(self) -> Iterator[None]:

@@ -100,6 +100,7 @@ def passes_of(
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         cleanup,
+        # On the functional graph, whose order is that of the step; before anything asks what may be moved.
         settle_generators,
         # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
         # equal arguments the same node.

@@ -9,7 +9,7 @@ block without dropout nobody draws in between::
     rng_set(then, "cuda");  recompute
     rng_set(now, "cuda")
 
-What is left where numbers are drawn is needed. A CUDA graph wants none of it.
+What is left where numbers are drawn is needed; a CUDA graph has a way of its own for it (`wholestep.lower.rewinds`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _may_draw(node: fx.Node) -> bool:
     if not ops.is_op(node):
         return False
     space, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
-    return ops.draws(node) or not (space in _KNOWN or name.startswith("aten__"))
+    is_twin = space == "wholestep_functional" and name.startswith("aten__")
+    return ops.draws(node) or not (space in _KNOWN or is_twin)
 
 
 def _to_the_same_state(calls: list[fx.Node]) -> list[fx.Node]:
