@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -144,3 +145,16 @@ def test_an_optimizer_that_leaves_the_choice_to_python_is_named(options: dict[st
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     with pytest.raises(CaptureError, match="fused=True"):
         ws.compile(step_of(scaler), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+
+
+def test_notes_are_put_back_whatever_else_is_refused() -> None:
+    model, scaler, chance = model_of(), new_scaler(), random.Random(0)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    inner = step_of(scaler, clips=True, updates=False)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        return inner(model, optimizer, x * chance.random())
+
+    with pytest.raises(CaptureError, match="chance"):
+        ws.compile(step, backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+    step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))
