@@ -6,6 +6,7 @@ numbers of parameter groups and the gradients that were there at entry.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep.capture import quick, tree
+from wholestep.capture.counters import Counter
 from wholestep.capture.hyper import Hyper
 from wholestep.program.program import InputKind, OutputKind, Program
+
+Holder = Callable[[], dict[Any, Any]]
 
 
 @dataclass(slots=True)
@@ -37,8 +41,14 @@ class Binding:
     """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
     cleared: list[torch.Tensor]
     """Parameters whose ``.grad`` is None after the call and was not before it."""
-    new_state: list[tuple[Optimizer, torch.Tensor, Any]]
-    """Where the STATE outputs go: optimizer, parameter, key."""
+    new_state: list[tuple[Holder, Any, bool]]
+    """Where the STATE outputs go: what gives the dict, the key, and whether it is a number in Python."""
+    notes: list[tuple[Holder, Any, Any]]
+    """Plain values that the step leaves with optimizers: what gives the dict, the key, the value."""
+    ticks: list[tuple[Any, int]]
+    """Schedulers that the step calls, and how often: they count that for their warnings."""
+    counters: list[Counter]
+    """Numbers that the step moves."""
     stepped: list[Optimizer]
     """Optimizers that step in the graph, until they have been told so."""
     slices: tuple[int, int, int] = field(default=(0, 0, 0))
@@ -69,12 +79,18 @@ class Binding:
             for param, grad in zip(self.grads, outputs[user_end:grad_end], strict=True):
                 param.grad = grad
         if state_end > grad_end:
-            for (opt, param, key), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
-                opt.state[param][key] = made
+            for (holder, key, is_number), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
+                holder()[key] = made.item() if is_number else made
+        for holder, key, value in self.notes:
+            holder()[key] = value
+        for scheduler, count in self.ticks:
+            scheduler._step_count += count
+        for counter in self.counters:
+            counter.tell()
         while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
             self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
         if self.result_spec.type is None and user_end:  # the usual result: one tensor
-            self.is_plain = not self.cleared and state_end == user_end
+            self.is_plain = not (self.cleared or self.notes or self.ticks or self.counters) and state_end == user_end
             return outputs[0]
         results = self.results.copy()
         for number, place in enumerate(self.result_places):

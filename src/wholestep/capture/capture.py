@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
 
 from wholestep.capture.binding import output_slices
+from wholestep.capture.counters import Moves, Place
 from wholestep.capture.draws import check_made, kept_iterators
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
+from wholestep.capture.left import Left
 from wholestep.capture.outside import environment_read
 from wholestep.capture.overlap import check_writes
 from wholestep.capture.ranks import axes_of, rank_inputs
@@ -41,15 +43,38 @@ def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         HyperparameterError: for optimizers without a fixed update rule.
         ConfigError: for modules that are wrapped in their own communication.
     """
+    places: dict[Hashable, Place] = {}
+    why_not_kept = ""
+    while True:
+        try:
+            return _settled(step, args, kwargs, list(places.values()))
+        except Moves as found:
+            before, why_not_kept = dict(places), why_not_kept or found.sentence
+            places |= {place.identity: place for place in found.places}
+            if before == places:
+                raise CaptureError(f"The step moves {found.places[0].path} in another way in every trace.") from None
+        except CaptureError as error:
+            if not why_not_kept:
+                raise
+            raise CaptureError(f"{why_not_kept} (It can be no input of the graph either. {error})") from error
+
+
+def _settled(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Place]) -> Captured:
     try:
-        return _capture_once(step, args, kwargs)
+        return _capture_once(step, args, kwargs, places)
     except _Unsettled as first:
         # Libraries set things up in their first forward (hooks, caches). If a second trace changes nothing and is
         # the same graph, that was all it was. A counter or a growing list changes again.
         try:
-            captured = _capture_once(step, args, kwargs, expected=first.code)
-        except (_Unsettled, WholestepError):
+            captured = _capture_once(step, args, kwargs, places, expected=first.code)
+        except Moves:
             first.effects.restore()
+            raise
+        except (_Unsettled, WholestepError):
+            moved = first.effects.moved()
+            first.effects.restore()
+            if moved:
+                raise Moves(moved, first.effects.sentence()) from None
             raise CaptureError(first.effects.sentence()) from None
         return replace(captured, settled=False)
 
@@ -62,8 +87,10 @@ class _Unsettled(Exception):
         self.effects, self.code = effects, code
 
 
-def _capture_once(step: Callable[..., Any], args: Any, kwargs: Any, expected: str | None = None) -> Captured:
-    with Scene(step, args, kwargs) as scene:
+def _capture_once(
+    step: Callable[..., Any], args: Any, kwargs: Any, places: list[Place], expected: str | None = None
+) -> Captured:
+    with Scene(step, args, kwargs, places) as scene:
         program, ties = _Job(lambda: step(*args, **kwargs), scene).run(expected)
         return tie(lambda: program, ties, scene)
 
@@ -79,13 +106,18 @@ class _Job:
     def run(self, expected: str | None) -> tuple[Program, Ties]:
         """Traces, makes functional, and describes inputs and outputs."""
         scene = self._scene
-        tracer = Tracer(scene.state, scene.lifter, scene.user, scene.module_names(), scene.found.watches)
+        left = Left(scene)
+        tracer = Tracer(scene, left)
         self._storages = tracer.storages
         settle()
-        effects, iterators = SideEffects(scene.found, scene.state), kept_iterators(scene.found.iterators)
+        effects, iterators = SideEffects(scene, left), kept_iterators(scene.found.iterators)
         with environment_read() as self._environment, effects, iterators:
             self.trace = tracer.run(self._call)
         check_made(self.trace.module, scene.found.generators)
+        if left.places:
+            effects.restore()
+            raise Moves(left.places)
+        self._notes, self._ticks = tuple(left.notes), tuple(effects.ticks.items())
         if effects.changed:
             raise _Unsettled(effects, self.trace.module.code)
         if expected is not None and self.trace.module.code != expected:
@@ -110,6 +142,7 @@ class _Job:
             results=tuple(Held(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
             result_places=tuple(i for i, r in enumerate(traced) if r),
             grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),
+            notes=self._notes, ticks=self._ticks,
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
@@ -143,7 +176,7 @@ class _Job:
         user_nodes = [r for r in results[: trace.num_results] if isinstance(r, fx.Node)]
         outputs += [Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(user_nodes))]
         outputs += [Output(kind=OutputKind.GRAD, name=records[slot].name, target=slot) for slot in trace.grads]
-        outputs += [Output(kind=OutputKind.STATE, name=self._state_name(*entry)) for entry in trace.new_state]
+        outputs += [Output(kind=OutputKind.STATE, name=where.spelled(self._state)) for where, _ in trace.new_state]
         end = len(results) - len(trace.versions)
         rest = results[trace.num_results : end]
         writes = {k: v for k, v in functional.writes.items() if v is not placeholders[k]}
@@ -166,9 +199,6 @@ class _Job:
             stage=Stage.CAPTURED, mesh=axes_of(graph, trace.ranks),
         )  # fmt: skip
         return program, kept
-
-    def _state_name(self, number: int, slot: int, path: tuple[Any, ...]) -> str:
-        return f"{self._state.optimizers[number][0]}.{'.'.join(map(str, path))}.{self._state.slots[slot].name}"
 
 
 def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> None:

@@ -9,15 +9,18 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
+from wholestep.capture.counters import Place, moved
 from wholestep.capture.draws import Generators
-from wholestep.capture.scalers import Notes
-from wholestep.capture.state import State
-from wholestep.capture.walk import Found, Watch, same
+from wholestep.capture.left import Left
+from wholestep.capture.scalers import Notes as ScalerNotes
+from wholestep.capture.scene import Scene
+from wholestep.capture.watch import Watch
 from wholestep.errors import CaptureError, HyperparameterError
 
-_HARMLESS = ("._opt_called", "._step_count")
+TICKS = "_step_count"
+"""The attribute in which schedulers count calls for their warnings."""
+_HARMLESS = ("._opt_called", f".{TICKS}")
 """What optimizers and schedulers count for their own warnings."""
 
 
@@ -28,24 +31,33 @@ class SideEffects:
     caller decides whether to `restore`. Random generators are always put back, and draws that no graph has are refused.
     """
 
-    def __init__(self, found: Found, state: State) -> None:
+    def __init__(self, scene: Scene, left: Left) -> None:
+        found, state = scene.found, scene.state
         self._found, self._known = found, state.index.keys()
-        self._generators, self._scalers = Generators(found.generators), Notes(found.scalers)
-        self._states = [(name, opt, {p: dict(held) for p, held in opt.state.items()}) for name, opt in state.optimizers]
+        self._of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
+        self._generators, self._scalers = Generators(found.generators), ScalerNotes(found.scalers)
+        self._left = left
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
         self._watches: list[Watch] = []
+        self._counts = [vars(scheduler).get(TICKS) for _, scheduler in found.schedulers]
+        self.ticks: dict[int, int] = {}
+        """Calls that schedulers counted for their warnings, by their numbers."""
 
     def __enter__(self) -> SideEffects:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        problems = [problem for name, opt, saved in self._states for problem in _put_back(name, opt, saved)]
+        problems = self._left.put_back()
         for watch in self._found.watches:
             changes = [change for change in watch.changes() if not change[0].endswith(_HARMLESS)]
             if changes:
                 self.changed += changes
                 self._watches.append(watch)
+        for number, ((_, scheduler), then) in enumerate(zip(self._found.schedulers, self._counts, strict=True)):
+            if (now := vars(scheduler).get(TICKS)) != then:
+                self.ticks[number] = now - then
+                setattr(scheduler, TICKS, then)
         drew, noted = self._generators.put_back(), self._scalers.put_back()
         problem = drew or noted
         if kind is not None or problems or problem or any(map(self._is_new_tensor, self.changed)):
@@ -62,6 +74,21 @@ class SideEffects:
     def _is_new_tensor(self, change: tuple[str, Any, Any]) -> bool:
         """Whether a tensor of the trace was left behind. One of the state may stand elsewhere (a sharded weight)."""
         return isinstance(change[2], Tensor) and id(change[2]) not in self._known
+
+    def moved(self) -> list[Place]:
+        """Places of what the step changed, if all of that is numbers; else none."""
+        found = []
+        for watch in self._watches:
+            for key, path, then, now in watch.changed_items():
+                if path.endswith(_HARMLESS):
+                    continue
+                # A tensor is another object while the step is traced, and has other attributes.
+                cannot = key is None or id(watch.container) in self._of_tensors
+                places = [] if cannot else moved(watch.container, key, path, (then, now))
+                if not places:
+                    return []
+                found += places
+        return found
 
     def restore(self) -> None:
         """Puts back what the step changed."""
@@ -117,21 +144,3 @@ def _lines(code: CodeType) -> Iterable[tuple[int, list[dis.Instruction]]]:
         if one.positions is not None and one.positions.lineno is not None:
             found.setdefault(one.positions.lineno, []).append(one)
     return found.items()
-
-
-def _put_back(name: str, opt: Optimizer, saved: dict[Any, dict[Any, Any]]) -> list[str]:
-    problems = []
-    for param in list(opt.state):
-        held, before = opt.state[param], saved.get(param, {})
-        for key, now in held.items():
-            if not isinstance(now, Tensor) and now is not None and not same(before.get(key), now):
-                problems.append(
-                    f"{name} keeps the Python value {key!r} in its state ({before.get(key)!r} before the step, {now!r} "
-                    f"after it). It would be frozen in the graph: keep it as a 0-d tensor, as torch's optimizers do."
-                )
-        if param not in saved:
-            del opt.state[param]
-        else:
-            held.clear()
-            held.update(before)
-    return problems

@@ -22,9 +22,11 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture import native, quick, tree
+from wholestep.capture.counters import Counters
 from wholestep.capture.state import Slot, State
 from wholestep.capture.storage import Sizes
-from wholestep.capture.walk import GLOBAL_HOOKS, Watch, same
+from wholestep.capture.walk import GLOBAL_HOOKS
+from wholestep.capture.watch import Watch, same
 from wholestep.program.program import InputKind
 
 
@@ -92,6 +94,8 @@ class Guards:
     predicates: tuple[Any, list[Any], list[bool], list[str]] | None
     """Function of host values, their sources, truths while tracing, user's lines."""
     modes: tuple[tuple[str, Any], ...] = field(default_factory=modes)
+    counters: Counters | None = None
+    """Numbers that the step moves; None where there are none."""
     storages: Sizes | None = None
     """Sizes of storages, where the step resizes some or asks for them."""
 
@@ -131,7 +135,8 @@ class Guards:
         """The quick way through a call: `run` where this trace holds. None where only `why_not` can tell."""
         if self._match is None or self._look is None:
             return None
-        always = bool(self._opaque) or self.predicates is not None or self.storages is not None
+        asked = (self.predicates, self.counters, self.storages)
+        always = bool(self._opaque) or any(one is not None for one in asked)
         return quick.shortcut(self._match, self._look, self._state_why_not, always, run)
 
     def why_not(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
@@ -147,6 +152,8 @@ class Guards:
                 self._look.renew()
             elif self._awaits_native and native.module() is not None:
                 self._make_quick()
+        if self.counters is not None and (why_not := self.counters.why_not()) is not None:
+            return why_not
         if self.predicates is not None and (why_not := self._branches()) is not None:
             return why_not
         return self.storages.why_not(leaves) if self.storages is not None else None

@@ -135,12 +135,7 @@ class HostValues:
         return node if node in self._values else None
 
     def _node(self, symbol: Any) -> fx.Node | None:
-        slot = get_proxy_slot(symbol, self._tracer, None)
-        if slot is None:
-            return None
-        proxy = slot.force() if hasattr(slot, "force") else slot
-        node: fx.Node = proxy.node
-        return node
+        return _node_of(symbol, self._tracer)
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether the value is made of what never changes in a process: ranks, and comparisons that are certain."""
@@ -172,6 +167,22 @@ def _outside_of_fake_kernels() -> Iterator[None]:
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(False)
         yield
+
+
+def picture(number: Any) -> Any:
+    """Equal for numbers that are computed alike in the trace that is running."""
+    return (
+        structure(_node_of(number, running_tracer())) if isinstance(number, (torch.SymInt, torch.SymFloat)) else number
+    )
+
+
+def _node_of(symbol: Any, tracer: Any) -> fx.Node | None:
+    slot = get_proxy_slot(symbol, tracer, None)
+    if slot is None:
+        return None
+    proxy = slot.force() if hasattr(slot, "force") else slot
+    node: fx.Node = proxy.node
+    return node
 
 
 def structure(node: Any) -> Any:

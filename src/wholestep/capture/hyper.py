@@ -5,20 +5,25 @@ Ordinary optimizers take a symbolic float wherever they take a float, so the num
 ``box.item()`` of a 0-d float64 input: the very arithmetic of eager Python, node by node. Fused kernels
 (``_fused_adamw_`` and kin) take only true floats. Their numbers enter as a *payload*, a float with a bit
 pattern of its own next to the true value, and every payload in the finished graph is replaced by the input.
-What is not a float (flags, names, counts) is watched by value instead.
+What is not a float (flags, names, counts) is watched by value instead, and what the step itself moves is a counter
+(`capture/counters.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from wholestep.capture.walk import Watch
+from wholestep.capture.counters import Counters, Place, moved
+from wholestep.capture.watch import Watch
+from wholestep.errors import CaptureError
 from wholestep.program import meta
 
 _BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.ASGD: ("alpha",)}
@@ -53,14 +58,46 @@ class Hyper:
         self.group[self.key] = number
 
 
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+"""What schedulers of torch put into groups for themselves, maybe after the first call."""
+
+_GIVEN = {
+    "step", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "grad_scale", "found_inf",
+    "_need_device_dtype_check_for_fused",
+}  # fmt: skip
+
+
+@cache
+def of_torch() -> frozenset[str]:
+    """Attributes that optimizers have of torch, or that schedulers and scalers give them."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(())]))) | _GIVEN
+
+
 @dataclass(slots=True)
-class KindWatch(Watch):
-    """Watches what kind of thing the lifted numbers are: a rate that becomes a tensor means another graph."""
+class GroupWatch(Watch):
+    """Watches one parameter group: of numbers that the graph reads their kind, since a rate that becomes a tensor means
+    another graph; the rest by value."""
+
+    lifted: frozenset[str] = frozenset()
 
     def now(self) -> dict[str, Any]:
-        """Per key the kind, or for a tuple the kinds of its items. A subclass of float (numpy's) is a float."""
-        held = {key: self.container.get(key) for key in self.keys or ()}
-        return {key: tuple(map(_kind, one)) if isinstance(one, tuple) else _kind(one) for key, one in held.items()}
+        """Per key the value or the kind, or for a tuple the kinds of its items. A subclass of float is a float."""
+        left_out = {"params", *_OF_SCHEDULERS.difference(self.keys or ())}
+        held = {key: one for key, one in self.container.items() if key not in left_out}
+        return {key: _kinds(one) if key in self.lifted else one for key, one in held.items()}
+
+
+@dataclass(slots=True)
+class AttributesWatch(Watch):
+    """Watches the attributes of an optimizer that are its own and no part of torch's."""
+
+    def now(self) -> dict[str, Any]:
+        """Those that are plain values, and which others there are."""
+        return {key: one for key, one in self.container.items() if key not in of_torch()}
+
+
+def _kinds(thing: Any) -> Any:
+    return tuple(map(_kind, thing)) if isinstance(thing, tuple) else _kind(thing)
 
 
 def _kind(thing: Any) -> type:
@@ -70,22 +107,30 @@ def _kind(thing: Any) -> type:
 class Lifter:
     """Lifts the numbers of all parameter groups for the time of one trace."""
 
-    def __init__(self, optimizers: list[tuple[str, Optimizer]]) -> None:
+    def __init__(self, optimizers: list[tuple[str, Optimizer]], counters: Counters) -> None:
         self.hypers: list[Hyper] = []
-        self.watches: list[Watch] = []
+        self.watches: list[GroupWatch] = []
+        """Of the groups."""
+        self.attributes: list[Watch] = []
+        """Of what the optimizers are besides."""
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._payloads: dict[float, Hyper] = {}
         self._installed: list[Any] = []
+        groups: set[int] = set()  # an optimizer around another one may share its groups
         for name, opt in optimizers:
+            self.attributes.append(AttributesWatch(vars(opt), name, None))
             for g, group in enumerate(opt.param_groups):
-                self._lift_group(
-                    f"{name}.groups.{g}", group, [k for k in group if k in opt.defaults], _BY_VALUE.get(type(opt), ())
-                )
+                if id(group) not in groups:
+                    self._lift_group(f"{name}.groups.{g}", group, _BY_VALUE.get(type(opt), ()), counters)
+                groups.add(id(group))
+        counters.mark([*self.watches, *self.attributes])
+        for watch in (*self.watches, *self.attributes):
+            watch.held = watch.now()
 
-    def _lift_group(self, name: str, group: dict[str, Any], keys: list[str], by_value: tuple[str, ...]) -> None:
+    def _lift_group(self, name: str, group: dict[str, Any], by_value: tuple[str, ...], counters: Counters) -> None:
         fused = bool(group.get("fused"))
-        self._saved.append((group, {key: group[key] for key in keys}))
-        plain = []
+        keys = [key for key in group if key != "params" and not counters.has(group, key)]
+        before, found = dict(group), set()
         for key in keys:
             held = group[key]
             if key in by_value:
@@ -97,14 +142,11 @@ class Lifter:
                 lifted = all(each)
             else:
                 lifted = False
-            if not lifted:
-                plain.append(key)
-        watch = Watch(group, name, tuple(plain))
-        watch.held = watch.now()
-        self.watches.append(watch)
-        kinds = KindWatch(group, name, tuple(key for key in keys if key not in plain))
-        kinds.held = kinds.now()
-        self.watches.append(kinds)
+            if lifted:
+                found.add(key)
+        read = {hyper.key for hyper in self.hypers if hyper.group is group}  # of betas one may be read and one watched
+        self._saved.append((group, {key: before[key] for key in read}))
+        self.watches.append(GroupWatch(group, name, tuple(group), lifted=frozenset(found)))
 
     def _lift(self, name: str, group: dict[str, Any], key: str, position: int | None, fused: bool) -> bool:
         hyper = Hyper(name, group, key, position, torch.empty((), dtype=torch.float64))
@@ -128,13 +170,22 @@ class Lifter:
             self._installed.append(symbol)
             hyper.write(symbol)
 
-    def rewritten(self) -> Hyper | None:
-        """The first number that the step itself has changed; None if it changed none."""
+    def rewritten(self) -> list[Place]:
+        """Numbers that the step itself has changed. Raises CaptureError for those that can be no counters."""
+        places: dict[Hashable, Place] = {}
         for hyper, symbol in zip(self.hypers, self._installed, strict=True):
             held = hyper.group[hyper.key]
-            if (held if hyper.position is None else held[hyper.position]) is not symbol:
-                return hyper
-        return None
+            if (held if hyper.position is None else held[hyper.position]) is symbol:
+                continue
+            before = 0.0 if hyper.position is None else (0.0,) * len(held)
+            found = moved(hyper.group, hyper.key, hyper.name.removesuffix(f".{hyper.position}"), (before, held))
+            if not found or hyper.payload is not None:
+                raise CaptureError(
+                    f"The step itself changes {hyper.name}. That would happen once, while capturing, and never again. "
+                    f"Change it outside the step; it is read at every call."
+                )
+            places |= {place.identity: place for place in found}
+        return list(places.values())
 
     def restore(self) -> None:
         """Puts the numbers back."""

@@ -38,13 +38,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import guards as guarding
-from wholestep.capture import walk
 from wholestep.capture.classes import functions_in
 from wholestep.capture.overlap import overlaps
 from wholestep.capture.ranks import ranks
 from wholestep.capture.scene import Scene
 from wholestep.capture.storage import num_bytes
 from wholestep.capture.views import BUFFERS, ClassView, ContentView, SlotsView, slots
+from wholestep.capture.watch import Watch
 from wholestep.capture.whose import is_users
 
 Line = tuple[str, str]
@@ -95,8 +95,8 @@ def portrait(scene: Scene, options: Mapping[str, Any]) -> list[Line]:
     lines += painter.arguments()
     lines += [(f"the code of {code.co_qualname}", digest_of_code(code)) for code in scene.found.codes]
     lines += painter.optimizers()
-    for watch in scene.lifter.watches:
-        lines += painter.watch(watch)
+    for group in scene.lifter.watches:
+        lines += painter.watch(group)
     lines += painter.state()
     for watch in scene.found.watches:
         painted = isinstance(watch.container, (ContentView, SlotsView))  # where the thing itself comes up
@@ -155,7 +155,7 @@ class _Painter:
             yield f"hooks of {name}", self.named(name, [list(one.values()) for one in hooks])
         yield "numbers of parameter groups", str([hyper.name for hyper in self._scene.lifter.hypers])
 
-    def watch(self, watch: walk.Watch) -> Iterator[Line]:
+    def watch(self, watch: Watch) -> Iterator[Line]:
         """What a watched container holds."""
         held = watch.now()
         if isinstance(held, list):

@@ -14,7 +14,7 @@ from wholestep.capture import native, tree
 from wholestep.capture.native.probe import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
 from wholestep.capture.trace import CAPTURING
 from wholestep.capture.views import CellView, ClassView
-from wholestep.capture.walk import Watch
+from wholestep.capture.watch import Watch
 from wholestep.program.plain import plainly
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import nn
 
 from wholestep.capture import state as stating
 from wholestep.capture import tree, walk
+from wholestep.capture.counters import Counters, Place
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.state import LazyState, State
+from wholestep.program.program import InputKind
 
 
 class Scene:
@@ -21,14 +23,23 @@ class Scene:
     A context: an error inside takes that state back, so that a call which fails leaves nothing behind.
     """
 
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ConfigError, CaptureError and HyperparameterError for what no step may hold."""
+    def __init__(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[Place] = ()
+    ) -> None:
+        """`places`: of the numbers that the step moves, as far as that is known.
+
+        Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
+        """
         self.leaves, self.spec = tree.flatten((args, kwargs))
         self.found = walk.find(step, args, kwargs)
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
             self.state: State = stating.collect(self.found)
-            self.lifter = Lifter(self.state.optimizers)
+            self.counters = Counters(places)
+            self.counters.mark(self.found.watches)
+            for counter in self.counters.counters:
+                self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
+            self.lifter = Lifter(self.state.optimizers, self.counters)
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
             data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]

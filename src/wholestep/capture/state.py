@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +49,43 @@ class State:
         """The name of a tensor that is in the state."""
         return self.slots[self.index[id(tensor)]].name
 
+    def takes(self, then: Any, now: Any) -> bool:
+        """Whether `then` is a tensor of the state that can take the values of `now`, another one."""
+        if not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)) or id(then) not in self.index:
+            return False
+        return then.shape == now.shape and then.dtype == now.dtype and not then.requires_grad
+
     @property
     def params(self) -> list[Slot]:
         """Parameters, in order."""
         return list(self.of_kind(InputKind.PARAM))
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an optimizer keeps something: in the state of a parameter, in a group, or else in an attribute."""
+
+    optimizer: int
+    key: Any
+    group: int | None = None
+    slot: int | None = None
+    """Of the parameter; -1 for its whole state, where some keep what belongs to no parameter."""
+
+    def holder(self, state: State) -> Callable[[], dict[Any, Any]]:
+        """What gives the dict with that key, which the optimizer may replace between calls."""
+        opt = state.optimizers[self.optimizer][1]
+        if self.slot == -1:
+            return lambda: opt.state
+        if self.slot is not None:
+            param = state.slots[self.slot].tensor
+            return lambda: opt.state[param]
+        return lambda: vars(opt) if self.group is None else opt.param_groups[self.group]
+
+    def spelled(self, state: State) -> str:
+        """A name for it."""
+        parts = [state.optimizers[self.optimizer][0]]
+        parts += [] if self.group is None else ["groups", str(self.group)]
+        return ".".join([*parts, str(self.key), *([] if self.slot in (None, -1) else [state.slots[self.slot].name])])
 
 
 def collect(found: Found) -> State:
@@ -112,6 +145,14 @@ def _add_optimizer(state: State, name: str, opt: Optimizer) -> None:
             for keys, leaf in tree.leaves_with_keys(opt.state.get(param, {})):
                 if isinstance(leaf, torch.Tensor):
                     state.add(InputKind.OPTIMIZER, f"{name}.{'.'.join(map(str, keys))}.{state.name_of(param)}", leaf)
+    for loose, held in opt.state.items():
+        if isinstance(held, torch.Tensor):
+            state.add(InputKind.OPTIMIZER, f"{name}.{loose}", held)
+
+
+def states(opt: Optimizer) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
+    """The state of each parameter. (Some keep other things there, under names of their own.)"""
+    return [(key, held) for key, held in opt.state.items() if isinstance(key, torch.Tensor) and isinstance(held, dict)]
 
 
 class LazyState:

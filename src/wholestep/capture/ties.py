@@ -16,12 +16,16 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture import guards as guarding
-from wholestep.capture import tree, walk
+from wholestep.capture import tree
 from wholestep.capture.binding import Binding
+from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
+from wholestep.capture.left import Note
 from wholestep.capture.ranks import Rank, ranks
 from wholestep.capture.scene import Scene
+from wholestep.capture.state import Address
 from wholestep.capture.storage import Sizes
+from wholestep.capture.watch import Watch
 from wholestep.program.program import InputKind, Program
 
 
@@ -51,8 +55,12 @@ class Ties:
     """Slots of parameters that get a new ``.grad``, in the order of the GRAD outputs."""
     kept_grads: frozenset[int]
     """Slots of parameters whose ``.grad`` is the tensor that it was at entry."""
-    new_state: tuple[tuple[int, int, tuple[Any, ...]], ...]
-    """State that the graph creates: optimizer by number, slot of the parameter, path in its state."""
+    new_state: tuple[tuple[Address, bool], ...]
+    """What the graph creates for optimizers, and whether it is a number in Python."""
+    notes: tuple[Note, ...]
+    """Plain values that the step leaves with optimizers."""
+    ticks: tuple[tuple[int, int], ...]
+    """Schedulers by number, and how often the step calls them."""
     stepped: frozenset[int]
     """Slots of parameters that had a gradient when an optimizer stepped."""
     stepping: tuple[int, ...]
@@ -119,7 +127,10 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
         results=[slots[one.slot].tensor if isinstance(one, Held) else one for one in ties.results],
         result_places=list(ties.result_places), grads=[slots[i].tensor for i in ties.grads], cleared=[],
         stepped=[state.optimizers[number][1] for number in ties.stepping],
-        new_state=[(state.optimizers[n][1], slots[s].tensor, path[0]) for n, s, path in ties.new_state],
+        new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
+        notes=[(note.address.holder(state), note.address.key, note.value) for note in ties.notes],
+        ticks=[(scene.found.schedulers[number][1], count) for number, count in ties.ticks],
+        counters=scene.counters.counters,
         slices=ties.slices,
     )  # fmt: skip
     owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
@@ -158,8 +169,10 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         state=guarding.state_slots(state, kept), is_data=scene.is_data, spec=scene.spec, grads=grads,
         leaves=[guarding.describe(leaf) if is_data else leaf for leaf, is_data in pairs],
         aliases=guarding.aliases_of(scene.leaves, scene.is_data),
-        watches=[*scene.found.watches, *scene.lifter.watches, *_optimizer_watches(ties, scene)],
-        predicates=_predicates(ties, scene, numbers),
+        watches=[
+            *scene.found.watches, *scene.lifter.watches, *scene.lifter.attributes, *_optimizer_watches(ties, scene)
+        ],
+        predicates=_predicates(ties, scene, numbers), counters=scene.counters if scene.counters.counters else None,
     )  # fmt: skip
 
 
@@ -193,13 +206,13 @@ def _boxed(read: Callable[[], float]) -> Callable[[], torch.Tensor]:
     return lambda: torch.tensor(read(), dtype=torch.float64)
 
 
-def _optimizer_watches(ties: Ties, scene: Scene) -> list[walk.Watch]:
+def _optimizer_watches(ties: Ties, scene: Scene) -> list[Watch]:
     """Structure of the optimizers: groups, their parameters, and the state tensors the graph is tied to."""
-    watches: list[walk.Watch] = []
+    watches: list[Watch] = []
     state = scene.state
 
     def watch(container: Any, path: str, keys: tuple[Any, ...] | None = None) -> None:
-        one = walk.Watch(container, path, keys)
+        one = Watch(container, path, keys)
         one.held = one.now()
         watches.append(one)
 
@@ -212,6 +225,12 @@ def _optimizer_watches(ties: Ties, scene: Scene) -> list[walk.Watch]:
         for number, group in enumerate(opt.param_groups):
             watch(group["params"], f"{name}.groups.{number}.params")
             for param in group["params"]:
-                if opt.state.get(param) and state.index[id(param)] in ties.stepped:
+                if param in opt.state and state.index[id(param)] in ties.stepped:
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
+    called = [(name, one) for name, one in scene.found.schedulers if scene.counters.moves(vars(one))]
+    for name, scheduler in called:
+        watch(vars(scheduler), name)
+    scene.counters.mark(watches)
+    for one in watches[len(watches) - len(called) :]:
+        one.moving |= {TICKS}
     return watches

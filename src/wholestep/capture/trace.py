@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,20 +22,23 @@ from wholestep.capture import blame, results, tree
 from wholestep.capture.comm import Comm
 from wholestep.capture.comm_rules import RULES
 from wholestep.capture.conversion import unconverted
+from wholestep.capture.counters import Moves
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
-from wholestep.capture.hyper import Lifter
 from wholestep.capture.layouts import Fakes
+from wholestep.capture.left import Left
 from wholestep.capture.mark import Markers
+from wholestep.capture.mathematics import of_symbols
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.ranks import Rank, RankSymbols
 from wholestep.capture.recurrent import step_by_step
-from wholestep.capture.state import State
+from wholestep.capture.scene import Scene
+from wholestep.capture.state import Address
 from wholestep.capture.storage import Storages, check_places, place_of
 from wholestep.capture.swap import ENTRY_MARK, swapped
+from wholestep.capture.texts import LATER, told
 from wholestep.capture.thread import here
 from wholestep.capture.version import Versions
-from wholestep.capture.walk import Watch
 from wholestep.errors import CaptureError
 from wholestep.program.modules import unwritten
 from wholestep.program.program import InputKind
@@ -75,8 +78,8 @@ class Trace:
     """Slots of the parameters that have a new ``.grad`` at the end, in the order of the graph's results."""
     kept_grads: set[int] = field(default_factory=set)
     """Slots of parameters whose ``.grad`` is the very tensor it was at entry."""
-    new_state: list[tuple[int, int, tuple[Any, ...]]] = field(default_factory=list)
-    """Optimizer state created in the graph: (optimizer, slot of the parameter, path in its state)."""
+    new_state: list[tuple[Address, bool]] = field(default_factory=list)
+    """What the graph creates for optimizers, and whether it is a number in Python."""
     stepped: set[int] = field(default_factory=set)
     """ids of parameters that had a gradient when an optimizer stepped."""
     stepped_optimizers: set[int] = field(default_factory=set)
@@ -101,13 +104,13 @@ def settle() -> None:
 class Tracer:
     """One trace of one call. `reals` are the tensors of the state, the boxes of numbers, and the arguments."""
 
-    def __init__(
-        self, state: State, lifter: Lifter, user: list[torch.Tensor], names: dict[int, str], watches: list[Watch]
-    ) -> None:
-        self._state, self._lifter, self._user, self._watches = state, lifter, user, watches
+    def __init__(self, scene: Scene, left: Left) -> None:
+        state, lifter, user = scene.state, scene.lifter, scene.user
+        self._state, self._lifter, self._user, self._watches = state, lifter, user, scene.found.watches
+        self._counters, self._left = scene.counters, left
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
-        self._recorder, self._markers = OriginRecorder(names, owners), Markers()
+        self._recorder, self._markers = OriginRecorder(scene.module_names(), owners), Markers()
         self.storages, self._versions = Storages(self.reals), Versions(self.reals)
         self._mode = Fakes(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True)
         assert self._mode.shape_env is not None
@@ -132,12 +135,15 @@ class Tracer:
                     stack.enter_context(context)
                 inputs = [*self.reals, *self._symbols.symbols]
                 module = make_fx(lambda *args: self._body(call), _disable_torch_fn_metadata_mode=True)(*inputs)
+        except Moves:
+            raise
         except Exception as error:
             raise blame.explain(error) from error
         finally:
             for slot, grad in entry_grads:
                 slot.tensor.grad = grad
                 grad.__dict__.pop(ENTRY_MARK, None)
+            self._counters.restore()
             self._lifter.restore()
         assert self._out is not None
         self._markers.settle(module.graph)
@@ -201,11 +207,13 @@ class Tracer:
         yield traced_generator()
         yield step_by_step()
         yield unconverted()
+        yield of_symbols()
         yield self.storages.recording()
         yield self._versions.recording()
         yield from self._patches()
 
     def _patches(self) -> Iterator[Any]:
+        yield told()
         yield host_branches(lambda: self._host)
         yield from self._symbols.patches(lambda: self._host)
         yield from self._comm.patches(RULES)
@@ -215,12 +223,12 @@ class Tracer:
         yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
         yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
         yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
-        yield patch.object(builtins, "print", _warn_print(builtins.print))
         self._recorder.on_optimizer_step = self._note_step
         for opt in {type(opt): opt for _, opt in self._state.optimizers}.values():
-            scope = getattr(opt, "_init_group", opt.step).__globals__
+            scope = inspect.unwrap(getattr(opt, "_init_group", opt.step)).__globals__
             for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
-                yield patch.dict(scope, {name: _two_numbers(getattr(builtins, name), symbolic)})
+                if name not in scope:  # the file has none of its own
+                    yield _put(scope, name, _two_numbers(getattr(builtins, name), symbolic))
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         names = {id(s.tensor): s.name for s in self._state.params}
@@ -255,23 +263,27 @@ class Tracer:
         self._host = HostValues.of_trace(self.known)
         out = self._out = Trace(None, [], self._mode, None, 0, [])  # type: ignore[arg-type]
         self._lifter.install()
+        self._counters.install()
         places = [place_of(real) for real in self.reals]
         result = call()
         self._comm.finish()
         leaves, out.result_spec = results.flatten(result, self._state.index)
-        if (written := self._lifter.rewritten()) is not None:
-            raise CaptureError(
-                f"The step itself changes {written.name}. That would happen once, while capturing, and never again. "
-                f"Change rates outside the step; they are read at every call."
-            )
+        if moved := self._lifter.rewritten():
+            raise Moves(moved)
+        self._counters.close()
         self._write_replaced()
         check_places(self.reals, places, self.names())
+        if any(isinstance(leaf, str) and LATER in leaf for leaf in leaves):
+            raise CaptureError("The step returns text that it made of a number it counts. Return the number itself.")
         out.num_results = len(leaves)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         out.results = [leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)]
         flat: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
-        flat += self._gradients(out) + self._created_state(out)
+        flat += self._gradients(out)
+        for where, is_number, made in self._left.created():
+            out.new_state.append((where, is_number))
+            flat.append(made)
         out.versions, versions = self._versions.at_exit()
         flat += versions
         out.predicates = predicate_graph(self._host)
@@ -281,19 +293,16 @@ class Tracer:
     def _write_replaced(self) -> None:
         """A tensor that the step put in the place of one of the state is written to that one instead.
 
-        ``self.last = x.mean(0)`` leaves a new object in a buffer; its values are what the next call sees.
+        ``self.last = x.mean(0)`` leaves a new object in a buffer, ``state["max"] = torch.maximum(...)`` in the state of
+        an optimizer; its values are what the next call sees.
         """
         for watch in self._watches:
             for _, then, now in list(watch.changes()):
-                if (
-                    not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor))
-                    or id(then) not in self._state.index
-                ):
-                    continue
-                if then.shape == now.shape and then.dtype == now.dtype and not then.requires_grad:
+                if self._state.takes(then, now):
                     with torch.no_grad():
                         then.copy_(now)
                     watch.put_back(now, then)
+        self._left.write_replaced()
 
     def _gradients(self, out: Trace) -> list[torch.Tensor]:
         grads = []
@@ -313,22 +322,6 @@ class Tracer:
                 out.grads.append(self._state.index[id(slot.tensor)])
                 grads.append(grad)
         return grads
-
-    def _created_state(self, out: Trace) -> list[torch.Tensor]:
-        created: list[torch.Tensor] = []
-        for number, (name, opt) in enumerate(self._state.optimizers):
-            for param, held in opt.state.items():
-                slot = self._state.index.get(id(param), -1)
-                for keys, leaf in tree.leaves_with_keys(held):
-                    if not isinstance(leaf, torch.Tensor) or id(leaf) in self._state.index:
-                        continue
-                    if slot < 0 or len(keys) != 1:
-                        raise CaptureError(
-                            f"{name} creates state {keys} in a form that cannot be put back: {type(param).__name__}"
-                        )
-                    out.new_state.append((number, slot, keys))
-                    created.append(leaf)
-        return created
 
 
 def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:
@@ -357,25 +350,21 @@ def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., 
     return make
 
 
+@contextmanager
+def _put(scope: dict[str, Any], name: str, thing: Any) -> Iterator[None]:
+    """A name more in a scope. (`patch.dict` would put back all of it, and hide what the step writes there.)"""
+    scope[name] = thing
+    try:
+        yield
+    finally:
+        del scope[name]
+
+
 def _two_numbers(original: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def pick(*args: Any, **kwargs: Any) -> Any:
         numbers = len(args) == 2 and not kwargs and not any(isinstance(arg, torch.Tensor) for arg in args)
-        if numbers and any(isinstance(arg, torch.SymFloat) for arg in args):
+        if numbers and any(isinstance(arg, (torch.SymFloat, torch.SymInt)) for arg in args):
             return symbolic(*args)
         return original(*args, **kwargs)
 
     return pick
-
-
-def _warn_print(original: Callable[..., None]) -> Callable[..., None]:
-    def show(*args: Any, **kwargs: Any) -> None:
-        if any(isinstance(arg, (torch.Tensor, torch.SymFloat)) or "FakeTensor(" in str(arg) for arg in args):
-            warnings.warn(
-                f"print() of a tensor at {blame.current_line()} ran once, while the step was captured, when the tensor "
-                f"had no value; it does not run again. Return the tensor and print it outside the step.",
-                stacklevel=3,
-            )
-        else:
-            original(*args, **kwargs)
-
-    return here(show, original)

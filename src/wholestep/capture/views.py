@@ -77,21 +77,21 @@ class SlotsView(dict[str, Any]):
 
     def __init__(self, thing: Any) -> None:
         super().__init__()
-        self._thing = thing
+        self.thing = thing
 
     def __contains__(self, key: object) -> bool:
-        return hasattr(self._thing, str(key))
+        return hasattr(self.thing, str(key))
 
     def __getitem__(self, key: str) -> Any:
-        return getattr(self._thing, key)
+        return getattr(self.thing, key)
 
     def __delitem__(self, key: str) -> None:
-        delattr(self._thing, key)
+        delattr(self.thing, key)
 
     def update(self, held: Any) -> None:  # type: ignore[override]
         for key, item in held.items():
-            if getattr(self._thing, key, None) is not item:
-                setattr(self._thing, key, item)
+            if getattr(self.thing, key, None) is not item:
+                setattr(self.thing, key, item)
 
 
 class ContentView(dict[Any, Any]):
@@ -99,11 +99,11 @@ class ContentView(dict[Any, Any]):
 
     def __init__(self, thing: Any) -> None:
         super().__init__()
-        self._thing = thing
+        self.thing = thing
 
     def content(self) -> dict[Any, Any]:
         """All of it at this moment. The places of a set are those in which a step would meet its items."""
-        thing = self._thing
+        thing = self.thing
         if isinstance(thing, types.MappingProxyType):
             return dict(thing)
         if isinstance(thing, np.ndarray):
@@ -113,7 +113,7 @@ class ContentView(dict[Any, Any]):
 
     def update(self, held: Any) -> None:  # type: ignore[override]
         """Puts back what `content` gave. Only who has the dict behind a view can write to it."""
-        thing = self._thing
+        thing = self.thing
         if isinstance(thing, (set, deque)):
             thing.clear()
             (thing.update if isinstance(thing, set) else thing.extend)(held.values())
@@ -128,9 +128,9 @@ class ContentView(dict[Any, Any]):
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor reads what is written here, as ``torch.from_numpy`` gives it."""
-        if not isinstance(self._thing, BUFFERS):
+        if not isinstance(self.thing, BUFFERS):
             return False
-        own = self._thing if isinstance(self._thing, np.ndarray) else np.frombuffer(self._thing, np.uint8)
+        own = self.thing if isinstance(self.thing, np.ndarray) else np.frombuffer(self.thing, np.uint8)
         try:
             return bool(np.may_share_memory(own, tensor.detach().numpy()))
         except (TypeError, RuntimeError):  # a tensor that no array can be

@@ -27,9 +27,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholestep.capture import draws, scalers, tree
+from wholestep.capture import draws, hyper, scalers, tree
 from wholestep.capture.classes import CALLED_BY_TORCH, Classes
-from wholestep.capture.views import BUFFERS, CellView, ClassView, ContentView, SlotsView, slots
+from wholestep.capture.views import BUFFERS, CellView, ContentView, SlotsView, slots
+from wholestep.capture.watch import SCALARS, Watch
 from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users_file
 
 log = logging.getLogger("wholestep")
@@ -38,7 +39,6 @@ _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # what a longer list holds is data, not structure
 _MOST_BYTES = 1 << 20  # of numbers that every call compares
 _BEHIND = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"
@@ -48,96 +48,6 @@ GLOBAL_HOOKS = tuple(
 )
 """The dicts of hooks that run on every module."""
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
-
-
-@dataclass(slots=True)
-class Watch:
-    """One dict or list that the step may read, and what it held while tracing."""
-
-    container: Any
-    path: str
-    """How a person would write it: ``model.layers.0``, ``globals``."""
-    keys: tuple[Any, ...] | None
-    """Only these keys are looked at; None means all."""
-    held: Any = None
-    guard: bool = True
-    """Whether a change between calls means a retrace. A change while tracing is always refused."""
-
-    def now(self) -> Any:
-        """What the container holds at this moment."""
-        if isinstance(self.container, list):
-            return list(self.container)
-        if isinstance(self.container, (ContentView, ClassView)):
-            return self.container.content()
-        if self.keys is None:
-            return dict(self.container)
-        return {key: self.container[key] for key in self.keys if key in self.container}
-
-    def changes(self) -> Iterator[tuple[str, Any, Any]]:
-        """What differs from the trace: (path, then, now)."""
-        now = self.now()
-        if isinstance(now, list):
-            if len(now) != len(self.held):
-                yield f"len({self.path})", len(self.held), len(now)
-            pairs: Iterator[tuple[Any, Any, Any]] = (
-                (i, a, b) for i, (a, b) in enumerate(zip(self.held, now, strict=False))
-            )
-            yield from ((f"{self.path}[{key}]", a, b) for key, a, b in pairs if not same(a, b))
-            return
-        for key in {**self.held, **now}:
-            then, new = self.held.get(key, _ABSENT), now.get(key, _ABSENT)
-            if not same(then, new):
-                yield f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{_spell_key(key)}]", then, new
-
-    def put_back(self, new: Any, old: Any) -> None:
-        """Puts `old` where the container holds `new`."""
-        items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
-        for key, item in list(items):
-            if item is new:
-                if isinstance(self.container, (CellView, ClassView, SlotsView)):
-                    self.container.update({key: old})
-                elif isinstance(self.container, ContentView):
-                    self.container.update({**self.now(), key: old})
-                else:
-                    self.container[key] = old
-
-    def restore(self) -> None:
-        """Puts back what the container held (after a refused trace)."""
-        if isinstance(self.container, list):
-            self.container[:] = self.held
-            return
-        extra = () if isinstance(self.container, ContentView) else set(self.now()) - set(self.held)
-        for key in extra:
-            del self.container[key]
-        self.container.update(self.held)
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_ABSENT = _Absent()
-
-
-def _spell_key(key: Any) -> str:
-    """A key in one line: the values of a tensor are no name."""
-    return f"{type(key).__name__}{list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether a trace made with `a` still means the same with `b`: scalars by value and type, the rest by identity."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, _SCALARS):
-        return bool(a == b) or (a != a and b != b)
-    if isinstance(a, (tuple, frozenset, torch.Size)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, types.MethodType):
-        return a.__self__ is b.__self__ and a.__func__ is b.__func__
-    return False
 
 
 @dataclass(slots=True)
@@ -189,7 +99,7 @@ class Walker:
         """Looks at one reachable thing."""
         if isinstance(thing, type) and not is_torchs_or_pythons(thing):
             self._classes.add(thing)
-        if isinstance(thing, _SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
+        if isinstance(thing, SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
             return
         if isinstance(thing, draws.KINDS):
             self.found.generators[id(thing)] = (name, thing)
@@ -207,11 +117,16 @@ class Walker:
         elif isinstance(thing, Optimizer):
             self.found.optimizers[id(thing)] = (name, thing)
             self._classes.add(type(thing))
+            for key, item in list(vars(thing).items()):
+                if key not in hyper.of_torch():
+                    self.visit(f"{name}.{key}", item, depth + 1)
             self._hooks(f"{name}.step_pre_hooks", thing._optimizer_step_pre_hooks, depth)
             self._hooks(f"{name}.step_post_hooks", thing._optimizer_step_post_hooks, depth)
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
             self.found.schedulers.append((name, thing))
             self.visit(name + ".optimizer", thing.optimizer, depth + 1)
+            for index, inner in enumerate(getattr(thing, "_schedulers", ())):  # of those that chain others
+                self.visit(f"{name}.{index}", inner, depth + 1)
         elif isinstance(thing, torch.amp.GradScaler):
             self.found.scalers.append((name, thing))
             self._watch(vars(thing), name, scalers.WATCHED)
@@ -259,7 +174,9 @@ class Walker:
         # The training loop moves a scheduler between calls; only code that reads it makes that matter.
         reads = {"get_last_lr", "get_lr", "_last_lr", "last_epoch", "_step_count"} & self._names
         for name, scheduler in self.found.schedulers:
-            self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"), guard=bool(reads))
+            self._watch(vars(scheduler), name, None, guard=False)
+            if reads:
+                self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"))
 
     def _watch(self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True) -> None:
         watch = Watch(container, path, keys, guard=guard)
@@ -396,5 +313,5 @@ def _holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
     Whatever `tree.flatten` takes apart, containers and objects that hold tensors, is data of this call.
     """
     for keys, leaf in tree.leaves_with_keys(arg):
-        if not isinstance(leaf, (torch.Tensor, *_SCALARS)):
+        if not isinstance(leaf, (torch.Tensor, *SCALARS)):
             yield ".".join([name, *map(str, keys)]), leaf

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from wholestep.capture import walk
 from wholestep.capture.views import ContentView
-from wholestep.capture.walk import Watch
+from wholestep.capture.watch import Watch
 from wholestep.errors import CaptureError
 
 
@@ -82,7 +82,7 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
         (lambda: array.array("d", [1.0]), lambda held, x: held.__setitem__(0, held[0] + 1)),
         (lambda: np.arange(6.0).reshape(2, 3).T, lambda held, x: held.__setitem__((0, 1), held[0, 1] + 1)),
         (lambda: np.array([1, "a"], object), lambda held, x: held.__setitem__(0, held[0] + 1)),
-        (Slotted, lambda held, x: setattr(held, "scale", held.scale + 1)),
+        (Slotted, lambda held, x: setattr(held, "scale", f"{held.scale} and more")),
     ],
     ids=["set", "deque", "deque of tensors", "bytearray", "array.array", "ndarray", "ndarray of objects", "slots"],
 )

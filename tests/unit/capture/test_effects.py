@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture import state as stating
 from wholestep.capture.effects import SideEffects, writer_of
-from wholestep.capture.walk import find
+from wholestep.capture.left import Left
+from wholestep.capture.scene import Scene
 from wholestep.errors import CaptureError, HyperparameterError
 
 
@@ -31,8 +31,9 @@ class Trainer:
 
 
 def around(trainer: Trainer) -> SideEffects:
-    found = find(trainer.step, (torch.ones(2),), {})
-    return SideEffects(found, stating.collect(found))
+    scene = Scene(trainer.step, (torch.ones(2),), {})
+    scene.lazy.take_back()
+    return SideEffects(scene, Left(scene))
 
 
 def test_a_run_without_effects() -> None:
@@ -110,10 +111,10 @@ def test_optimizer_state_is_put_back() -> None:
     assert len(trainer.opt.state) == 0
 
 
-def test_a_python_number_in_optimizer_state_is_refused() -> None:
+def test_a_python_list_in_optimizer_state_is_refused() -> None:
     trainer = Trainer()
-    with pytest.raises(HyperparameterError, match=r"opt keeps the Python value 'count'"), around(trainer):
-        trainer.opt.state[trainer.model.weight]["count"] = 1
+    with pytest.raises(HyperparameterError, match=r"leaves a list in opt\.counts\.weight"), around(trainer):
+        trainer.opt.state[trainer.model.weight]["counts"] = [1, 2]
     assert len(trainer.opt.state) == 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.state import State
+from wholestep.capture.state import State, states
 from wholestep.capture.storage import is_freed
 from wholestep.capture.walk import Found
 from wholestep.program import ops
@@ -25,7 +25,7 @@ class Saved:
         self._tensors = [(slot.tensor, _contents(slot.tensor), _version(slot.tensor)) for slot in state.slots]
         self._grads = [(slot.tensor, slot.tensor.grad) for slot in state.params]
         self._optimizers = [
-            (opt, dict(vars(opt)), {param: dict(held) for param, held in opt.state.items()})
+            (opt, dict(vars(opt)), dict(opt.state), [(held, dict(held)) for _, held in states(opt)])
             for _, opt in state.optimizers
         ]
         self._groups = [(group, dict(group)) for _, opt in state.optimizers for group in opt.param_groups]
@@ -35,12 +35,11 @@ class Saved:
         for watch in self._found.watches:
             if next(watch.changes(), None) is not None:
                 watch.restore()
-        for opt, attributes, states in self._optimizers:
+        for opt, attributes, whole, parts in self._optimizers:
             _put_back(vars(opt), attributes)
-            for param in [param for param in opt.state if param not in states]:
-                del opt.state[param]
-            for param, held in states.items():
-                _put_back(opt.state[param], held)
+            _put_back(opt.state, whole)
+            for held, before in parts:
+                _put_back(held, before)
         for group, held in self._groups:
             _put_back(group, held)
         for param, grad in self._grads:

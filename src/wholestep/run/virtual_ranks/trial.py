@@ -155,8 +155,8 @@ class Side:
                     overwrite(inputs[target], value)
             for param, (_, value) in zip(binding.grads, of_kind[OutputKind.GRAD], strict=True):
                 self._grads[rank][id(param)] = value
-            for (opt, param, key), (_, value) in zip(binding.new_state, of_kind[OutputKind.STATE], strict=True):
-                held = opt.state[param][key]
+            for (holder, key, _), (_, value) in zip(binding.new_state, of_kind[OutputKind.STATE], strict=True):
+                held = holder()[key]  # a number will be a box of its own
                 self._alive.append(held)
                 self._copies[rank][id(held)] = value
 

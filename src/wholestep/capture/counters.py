@@ -1,0 +1,232 @@
+"""Python numbers that a step itself moves: ``group["step"] += 1``, ``self.seen += len(x)``.
+
+[Note: counters]
+A trace that finds such a number changed is thrown away, and the next one runs with a symbol in its place. The symbol is
+read of a *box*, a 0-d tensor on the CPU that is state of the step like the ``step`` of torch's Adam, and what the step
+leaves in the place of the number is written to the box, in the graph. Between calls the number itself is what counts:
+the box takes it over before a call, and the number is what is in the box behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wholestep.capture.host import picture
+from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
+from wholestep.capture.watch import Watch, same
+from wholestep.errors import CaptureError
+
+_DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where Python keeps one number: a key of a dict, an item of a list, a variable of a closure."""
+
+    container: Any
+    key: Any
+    path: str
+    """How a person would write it."""
+    kind: type
+    """What the step leaves there: int or float."""
+    position: int | None = None
+    """In a list or tuple under the key, which the step replaces by another one; None where the key has the number."""
+    shared: str = ""
+    """Places with the same text and number are one counter: what an optimizer counts for each of its parameters."""
+
+    @property
+    def identity(self) -> Hashable:
+        """The same for the same place, however it was reached."""
+        return identity(self.container), self.key, self.position
+
+    def held(self) -> Any:
+        """What is under the key now."""
+        try:
+            return self.container[self.key]
+        except (KeyError, IndexError, AttributeError, ValueError):
+            return _MISSING
+
+    def read(self) -> Any:
+        """The number that is there now, or what is there instead."""
+        held = self.held()
+        if self.position is None:
+            return held
+        return held[self.position] if _is_row(held) and self.position < len(held) else _MISSING
+
+    def write(self, number: Any) -> None:
+        """Puts a number there."""
+        if self.position is None:
+            put(self.container, self.key, number)
+        else:
+            items = list(self.held())
+            items[self.position] = number
+            put(self.container, self.key, type(self.held())(items))
+
+
+def put(container: Any, key: Any, thing: Any) -> None:
+    """Puts a thing under a key, into whatever the container stands for."""
+    if isinstance(container, (CellView, SlotsView)):
+        container.update({key: thing})
+    else:
+        container[key] = thing
+
+
+def identity(container: Any) -> int:
+    """A number of what lies behind a container."""
+    if isinstance(container, CellView):
+        return id(container.cell)
+    return id(container.thing if isinstance(container, SlotsView) else container)
+
+
+def moved(container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: str = "") -> list[Place]:
+    """The places of numbers that a step has changed; none for what is no number. `pair`: what was there, what is there.
+
+    A list or tuple of numbers that another one has replaced, just as long, is one place per item.
+    """
+    then, now = pair
+    if isinstance(container, (ClassView, ContentView)):
+        return []
+    if type(then) is type(now) and _is_row(then) and len(then) == len(now) > 0:
+        kinds = [_kind(one) if type(before) in _DTYPES else None for before, one in zip(then, now, strict=True)]
+        found = [Place(container, key, f"{path}[{i}]", kind, i) for i, kind in enumerate(kinds) if kind is not None]
+        return found if len(found) == len(kinds) else []
+    number = _kind(now) if type(then) in _DTYPES else None
+    if number is None:
+        return []
+    return [Place(container, key, path, float if type(then) is float else number, shared=shared)]
+
+
+def _is_row(thing: Any) -> bool:
+    return type(thing) in (list, tuple)
+
+
+def _kind(thing: Any) -> type | None:
+    """int or float; None for what is no number."""
+    if type(thing) in (float, torch.SymFloat):
+        return float
+    return int if type(thing) in (int, torch.SymInt) else None
+
+
+class Moves(Exception):
+    """A step has changed numbers that were constants of its trace. `sentence` says so to the user."""
+
+    def __init__(self, places: Sequence[Place], sentence: str = "") -> None:
+        super().__init__()
+        self.places, self.sentence = places, sentence
+
+
+@dataclass(slots=True)
+class Counter:
+    """One number, in all its places."""
+
+    name: str
+    places: list[Place]
+    number: Any
+    """What it was when the step was captured."""
+    box: torch.Tensor
+    """0-d, int64 or float64, on the CPU: what the graph reads and writes."""
+    symbol: Any = None
+    """Stands for it while the step is traced."""
+
+    def take(self) -> str | None:
+        """Before a call: the box takes the number over. Says why not if that is no such number any more."""
+        number = self.places[0].read()
+        if type(number) is not type(self.number):
+            return f"{self.places[0].path} was a {type(self.number).__name__}, is {_spell(number)}"
+        for place in self.places[1:]:
+            if not same(place.read(), number):
+                return f"{place.path} was as large as {self.places[0].path}, is another number"
+        if self.box.item() != number:
+            self.box.fill_(number)
+        return None
+
+    def tell(self) -> None:
+        """Behind a call: the number is what is in the box."""
+        number = self.box.item()
+        for place in self.places:
+            place.write(number)
+
+    def left(self) -> Any:
+        """In the trace: the number that the step has left in all places.
+
+        Raises:
+            Moves: numbers that were equal differ now, or an int is a float.
+            CaptureError: something is no number any more.
+        """
+        found = [place.read() for place in self.places]
+        for place, now in zip(self.places, found, strict=True):
+            kind = _kind(now)
+            if kind is None:
+                raise CaptureError(f"{place.path} was a number before the step, and is {_spell(now)} after it.")
+            if kind is float and place.kind is int:
+                raise Moves([replace(place, kind=float)])
+        if len({picture(one) for one in found}) > 1:
+            raise Moves([replace(place, shared="") for place in self.places])
+        return found[0]
+
+
+class Counters:
+    """All numbers that one step moves."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._by_identity = {place.identity: place for place in places}
+        self._keys: dict[int, set[Any]] = {}
+        self._saved: list[tuple[Place, Any]] = []
+        self.counters: list[Counter] = []
+        known: dict[Hashable, Counter] = {}
+        for place in self._by_identity.values():
+            self._keys.setdefault(identity(place.container), set()).add(place.key)
+            number = place.read()
+            key = (place.shared, place.kind, type(number), number) if place.shared else place.identity
+            if key in known:
+                known[key].places.append(place)
+                continue
+            known[key] = Counter(place.path, [place], number, torch.tensor(number, dtype=_DTYPES[place.kind]))
+            self.counters.append(known[key])
+
+    def has(self, container: Any, key: Any) -> bool:
+        """Whether numbers under a key move."""
+        return key in self._keys.get(identity(container), ())
+
+    def mark(self, watches: Iterable[Watch]) -> None:
+        """Tells watches which numbers move."""
+        for watch in watches if self._keys else ():
+            watch.moving = frozenset(self._keys.get(identity(watch.container), ()))
+
+    def moves(self, container: Any) -> bool:
+        """Whether any number in a container moves."""
+        return identity(container) in self._keys
+
+    def install(self) -> None:
+        """Puts symbols in the place of the numbers. Called inside the trace, where boxes are traced."""
+        self._saved = [(place, place.held()) for counter in self.counters for place in counter.places]
+        for counter in self.counters:
+            counter.symbol = counter.box.item()
+            for place in counter.places:
+                place.write(counter.symbol)
+
+    def close(self) -> None:
+        """Writes what the step has left to the boxes, in the graph. Raises as `Counter.left` does."""
+        for counter in self.counters:
+            if (number := counter.left()) is not counter.symbol:
+                with torch.no_grad():
+                    counter.box.fill_(number)
+
+    def restore(self) -> None:
+        """Puts back what was there."""
+        for place, held in self._saved:
+            put(place.container, place.key, held)
+        self._saved = []
+
+    def why_not(self) -> str | None:
+        """Before a call: all boxes take their numbers over. Says what is no such number any more."""
+        return next(filter(None, (counter.take() for counter in self.counters)), None)
+
+
+def _spell(thing: Any) -> str:
+    return "not there" if thing is _MISSING else f"a {type(thing).__name__}"

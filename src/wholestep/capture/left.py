@@ -1,0 +1,139 @@
+"""What a step leaves with its optimizers: in the state of parameters, in groups, in attributes of their own.
+
+- New tensors, and numbers that are computed from rates and counters, are results of the graph.
+- A tensor in the place of one of the state is written to that one.
+- A number that was another one before is a counter (`capture/counters.py`).
+- What else changes (``state["started"] = True``) depends on nothing but what was looked at before the call, so whoever
+  has looked again may write the same again: a *note*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymFloat, SymInt, Tensor
+
+from wholestep.capture import tree
+from wholestep.capture.counters import Place, moved
+from wholestep.capture.hyper import of_torch
+from wholestep.capture.scene import Scene
+from wholestep.capture.state import Address, states
+from wholestep.capture.watch import ABSENT, SCALARS, same
+from wholestep.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One plain value that a step leaves with an optimizer."""
+
+    address: Address
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    address: Address
+    container: dict[Any, Any]
+    then: Any
+    now: Any
+
+
+class Left:
+    """Looks at the optimizers of a scene before a step runs, in the trace at its end, and behind the trace."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._state, self._counters = scene.state, scene.counters
+        self._read = {id(watch.container): watch.lifted for watch in scene.lifter.watches}
+        self._before = {id(held): (held, dict(held)) for _, held in self._holders()}
+        self._attributes = {id(vars(opt)) for _, opt in scene.state.optimizers}
+        self.places: list[Place] = []
+        self.notes: list[Note] = []
+
+    def _holders(self) -> Iterator[tuple[Address, dict[Any, Any]]]:
+        """Every dict of an optimizer, with an address in it."""
+        for n, (_, opt) in enumerate(self._state.optimizers):
+            yield Address(n, None, slot=-1), opt.state
+            for param, held in states(opt):
+                yield Address(n, None, slot=self._state.index[id(param)]), held
+            for g, group in enumerate(opt.param_groups):
+                yield Address(n, None, group=g), group
+            yield Address(n, None), vars(opt)
+
+    def _changes(self) -> Iterator[_Change]:
+        """What is another thing than before, but for what the graph reads as a number."""
+        for where, held in self._holders():
+            before = self._before[id(held)][1] if id(held) in self._before else {}
+            own: Collection[Any] = of_torch() if id(held) in self._attributes else ()
+            skipped = {*own, *self._read.get(id(held), ()), *(("params",) if where.group is not None else ())}
+            for key in {**before, **held}:
+                then, now = before.get(key, ABSENT), held.get(key, ABSENT)
+                if key in skipped or self._counters.has(held, key):
+                    continue
+                if where.slot == -1 and isinstance(key, Tensor) and isinstance(now, dict):
+                    continue  # looked at by itself
+                if not same(then, now):
+                    yield _Change(Address(where.optimizer, key, where.group, where.slot), held, then, now)
+
+    def write_replaced(self) -> None:
+        """In the trace: gives tensors of the state the values of what the step has put in their places."""
+        found = [one for one in self._changes() if self._state.takes(one.then, one.now)]
+        with torch.no_grad():
+            values = [one.now.clone() if id(one.now) in self._state.index else one.now for one in found]  # two may swap
+            for one, value in zip(found, values, strict=True):
+                one.then.copy_(value)
+                one.container[one.address.key] = one.then
+
+    def created(self) -> list[tuple[Address, bool, Tensor]]:
+        """In the trace: new tensors, and numbers of the graph (True) as tensors of no dimensions.
+
+        Raises CaptureError for tensors that lie in containers of their own.
+        """
+        made: list[tuple[Address, bool, Tensor]] = []
+        for one in self._changes():
+            leaves = [leaf for _, leaf in tree.leaves_with_keys(one.now) if self._is_new(leaf)]
+            if leaves and leaves[0] is not one.now:
+                name = self._state.optimizers[one.address.optimizer][0]
+                raise CaptureError(f"{name} creates state {one.address.key!r} in a form that cannot be put back.")
+            if leaves:
+                made.append((one.address, False, one.now))
+            elif isinstance(one.now, (SymInt, SymFloat)) and type(one.then) not in (int, float):
+                dtype = torch.int64 if isinstance(one.now, SymInt) else torch.float64
+                made.append((one.address, True, torch.full((), one.now, dtype=dtype, device="cpu")))  # type: ignore[call-overload]
+        return made
+
+    def _is_new(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and id(leaf) not in self._state.index
+
+    def put_back(self) -> list[str]:
+        """Behind the trace: puts everything back. Says what would be frozen in the graph."""
+        problems = []
+        for one in list(self._changes()):
+            path, now = one.address.spelled(self._state), one.now
+            shared = f"{one.address.optimizer}.{one.address.key}" if one.address.slot is not None else ""
+            if places := moved(one.container, one.address.key, path, (one.then, now), shared):
+                self.places += places
+            elif _is_plain(now):
+                self.notes.append(Note(one.address, now))
+            elif not isinstance(now, (Tensor, SymInt, SymFloat)) or isinstance(one.then, Tensor):
+                problems.append(_problem(path, one.then, now))
+        for held, before in self._before.values():
+            kept = of_torch() if id(held) in self._attributes else ()
+            for key in [key for key in held if key not in before and key not in kept]:
+                del held[key]
+            held.update({key: one for key, one in before.items() if key not in kept})
+        return problems
+
+
+def _is_plain(thing: Any) -> bool:
+    return isinstance(thing, SCALARS) or (isinstance(thing, tuple) and all(map(_is_plain, thing)))
+
+
+def _problem(path: str, then: Any, now: Any) -> str:
+    was = "a tensor" if isinstance(then, Tensor) else repr(then)
+    return (
+        f"The step leaves {'nothing' if now is ABSENT else f'a {type(now).__name__}'} in {path}, which was {was}. "
+        f"It would be frozen in the graph: keep numbers and tensors there, under the same keys."
+    )

@@ -1,0 +1,123 @@
+"""A watch: one container that a step may read, what it held while tracing, and what has changed since."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Kinds of things that are compared by value."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """One dict or list that the step may read, and what it held while tracing."""
+
+    container: Any
+    path: str
+    """How a person would write it: ``model.layers.0``, ``globals``."""
+    keys: tuple[Any, ...] | None
+    """Only these keys are looked at; None means all."""
+    held: Any = None
+    guard: bool = True
+    """Whether a change between calls means a retrace. A change while tracing is always refused."""
+    moving: frozenset[Any] = frozenset()
+    """Keys of numbers that the step itself moves, which the graph reads at every call: they may be any number."""
+
+    def now(self) -> Any:
+        """What the container holds at this moment."""
+        if isinstance(self.container, list):
+            return list(self.container)
+        if isinstance(self.container, (ContentView, ClassView)):
+            return self.container.content()
+        if self.keys is None:
+            return dict(self.container)
+        return {key: self.container[key] for key in self.keys if key in self.container}
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """What differs from the trace: (path, then, now)."""
+        return ((path, then, now) for _, path, then, now in self.changed_items())
+
+    def changed_items(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        """The same with the key of each; None for the length of a list."""
+        now = self.now()
+        if isinstance(now, list):
+            if len(now) != len(self.held):
+                yield None, f"len({self.path})", len(self.held), len(now)
+            pairs: Iterator[tuple[Any, Any, Any]] = (
+                (i, a, b) for i, (a, b) in enumerate(zip(self.held, now, strict=False))
+            )
+            yield from ((i, f"{self.path}[{i}]", a, b) for i, a, b in pairs if not self._same(i, a, b))
+            return
+        for key in {**self.held, **now}:
+            then, new = self.held.get(key, ABSENT), now.get(key, ABSENT)
+            if not self._same(key, then, new):
+                path = f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{_spell_key(key)}]"
+                yield key, path, then, new
+
+    def _same(self, key: Any, then: Any, now: Any) -> bool:
+        return same(then, now) or (key in self.moving and _alike(then, now))
+
+    def put_back(self, new: Any, old: Any) -> None:
+        """Puts `old` where the container holds `new`."""
+        items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
+        for key, item in list(items):
+            if item is new:
+                if isinstance(self.container, (CellView, ClassView, SlotsView)):
+                    self.container.update({key: old})
+                elif isinstance(self.container, ContentView):
+                    self.container.update({**self.now(), key: old})
+                else:
+                    self.container[key] = old
+
+    def restore(self) -> None:
+        """Puts back what the container held (after a refused trace)."""
+        if isinstance(self.container, list):
+            self.container[:] = self.held
+            return
+        extra = () if isinstance(self.container, ContentView) else set(self.now()) - set(self.held)
+        for key in extra:
+            del self.container[key]
+        self.container.update(self.held)
+
+
+def _alike(then: Any, now: Any) -> bool:
+    """Whether two things are the same but for the numbers in them."""
+    if type(then) in (list, tuple) and type(now) is type(then):
+        return len(then) == len(now) and all(map(_alike, then, now))
+    return type(then) is type(now)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+"""What a container holds under a key that it has not."""
+
+
+def _spell_key(key: Any) -> str:
+    """A key in one line: the values of a tensor are no name."""
+    return f"{type(key).__name__}{list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a trace made with `a` still means the same with `b`: scalars by value and type, the rest by identity."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, SCALARS):
+        return bool(a == b) or (a != a and b != b)
+    if isinstance(a, (tuple, frozenset, torch.Size)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, types.MethodType):
+        return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    return False

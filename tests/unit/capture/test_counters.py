@@ -1,0 +1,466 @@
+"""Numbers that a step itself moves go on from call to call as they do in eager code, without a trace for each."""
+
+from __future__ import annotations
+
+import copy
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.capture.capture import capture
+from wholestep.errors import CaptureError, HyperparameterError
+
+SEEN = 0
+"""Of the steps below that count in a global."""
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer as libraries write them: Python numbers in groups, in the state, and in attributes."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, late: bool = False) -> None:
+        super().__init__(params, {"lr": lr, **({} if late else {"step": 0})})
+        self.calls, self.mode = 0, "fresh"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        self.mode = "used"
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            warm = min(1.0, group["step"] / 3)
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, first=True, mean=torch.zeros_like(param), rate=group["lr"] * 0.5)
+                state["step"] += 1
+                state["first"] = False
+                state["rate"] *= 1 - group["lr"]
+                state["mean"] = state["mean"].lerp(param.grad, 0.1)  # another tensor each time
+                bias = 1 - math.pow(0.9, state["step"])
+                param.add_(state["mean"], alpha=-warm * math.exp(-state["rate"]) / math.sqrt(bias) / self.calls)
+
+
+def made(**options: Any) -> tuple[nn.Module, Counting]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    return model, Counting(model.parameters(), **options)
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().sum()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def alike(eager: Any, ours: Any) -> None:
+    """Parameters, state and groups are the same, bit for bit."""
+    for a, b in zip(eager[0].parameters(), ours[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+        want, came = eager[1].state[a], ours[1].state[b]
+        assert want.keys() == came.keys()
+        for key, value in want.items():
+            assert type(value) is type(came[key]), key
+            assert torch.equal(value, came[key]) if isinstance(value, Tensor) else value == came[key], key
+    for want, came in zip(eager[1].param_groups, ours[1].param_groups, strict=True):
+        assert {**want, "params": 0} == {**came, "params": 0}
+    assert (eager[1].calls, eager[1].mode) == (ours[1].calls, ours[1].mode)
+
+
+def race(eager: Any, ours: Any, between: Callable[[int, Any], None], num_calls: int = 6) -> ws.CompiledStep:
+    step = ws.compile(train, backend="eager")
+    for call in range(num_calls):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(call))
+        assert torch.equal(train(*eager, x), step(*ours, x))
+        alike(eager, ours)
+        for _, opt in (eager, ours):
+            between(call, opt)
+    return step
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optimizer_that_counts_in_python(late: bool) -> None:
+    """The first call makes its state, the second goes on from there, and so do all others."""
+    step = race(made(late=late), made(late=late), lambda call, opt: None)
+    assert step.cache_info().traces == 2, step.cache_info().reasons
+
+
+def test_a_number_that_is_set_between_calls_is_read() -> None:
+    def change(call: int, opt: Any) -> None:
+        if call == 2:
+            opt.param_groups[0].update(step=40, lr=0.3)
+            opt.calls = 7
+
+    step = race(made(), made(), change)
+    assert step.cache_info().traces == 2, step.cache_info().reasons
+
+
+def test_a_loaded_state_is_gone_on_with() -> None:
+    def load(call: int, opt: Any) -> None:
+        if call == 3:
+            held = copy.deepcopy(opt.state_dict())
+            held["param_groups"][0]["step"] = 1
+            for state in held["state"].values():
+                state["step"] = 2
+            opt.load_state_dict(held)
+
+    race(made(), made(), load)
+
+
+def test_one_number_for_all_parameters_until_they_differ() -> None:
+    def part(call: int, opt: Any) -> None:
+        if call == 3:
+            opt.state[opt.param_groups[0]["params"][0]]["step"] = 90
+
+    ours = made()
+    step = race(made(), ours, part)
+    counters = step._entries[1].captured.binding.counters
+    assert sorted(len(one.places) for one in counters) == [1, 1, 4, 4]
+    assert "another number" in step.cache_info().reasons[-1]
+
+
+def test_an_int_that_becomes_a_float() -> None:
+    class Averaging(Counting):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.average: float = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.average = 0.5 * self.average + self.calls / 4
+
+    def with_average() -> Any:
+        model, _ = made()
+        return model, Averaging(model.parameters())
+
+    eager, ours = with_average(), with_average()
+    race(eager, ours, lambda call, opt: None)
+    assert type(ours[1].average) is float
+    assert eager[1].average == ours[1].average > 1
+
+
+def test_a_rate_that_the_step_itself_moves() -> None:
+    def decaying(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = train(model, opt, x)
+        for group in opt.param_groups:
+            group["lr"] = group["lr"] * 0.5 if group["step"] % 2 else 0.2
+        return loss
+
+    eager, ours = made(), made()
+    step = ws.compile(decaying, backend="eager")
+    for _ in range(6):
+        assert torch.equal(decaying(*eager, torch.ones(3, 4)), step(*ours, torch.ones(3, 4)))
+        alike(eager, ours)
+
+
+def test_what_a_fused_kernel_takes_as_a_constant_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def decaying(x: Tensor) -> Tensor:
+        loss = train(model, opt, x)
+        opt.param_groups[0]["lr"] *= 0.5
+        return loss
+
+    with pytest.raises(CaptureError, match=r"changes opt\.groups\.0\.lr"):
+        ws.compile(decaying, backend="eager")(torch.ones(3, 4))
+    assert opt.param_groups[0]["lr"] == 0.01
+
+
+def test_tensors_of_the_state_that_change_places() -> None:
+    class Swapping(Counting):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for state in self.state.values():
+                state.setdefault("old", torch.ones_like(state["mean"]))
+                state["mean"], state["old"] = state["old"], state["mean"]
+
+    def with_two() -> Any:
+        model, _ = made()
+        return model, Swapping(model.parameters())
+
+    step = race(with_two(), with_two(), lambda call, opt: None)
+    assert step.cache_info().traces == 2, step.cache_info().reasons
+
+
+def test_state_that_begins_as_an_empty_dict_is_looked_at() -> None:
+    """Some optimizers touch ``self.state[p]`` before the first step (schedule-free ones do)."""
+    eager, ours = made(), made()
+    for model, opt in (eager, ours):
+        assert [opt.state[param] for param in model.parameters()] == [{}] * 4
+    race(eager, ours, lambda call, opt: None)
+
+
+def test_state_that_belongs_to_no_parameter() -> None:
+    class Loose(Counting):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.state.setdefault("k", torch.zeros(()))  # type: ignore[arg-type, call-overload]
+            self.state["k"] += 1  # type: ignore[index]
+            self.state["seen"] = self.state.get("seen", 0) + 2  # type: ignore[index, call-overload]
+            self.param_groups[0]["params"][0].mul_(1 - 0.01 * self.state["k"])  # type: ignore[index]
+
+    def with_loose() -> Any:
+        model, _ = made()
+        return model, Loose(model.parameters())
+
+    eager, ours = with_loose(), with_loose()
+    step = ws.compile(train, backend="eager")
+    for call in range(1, 5):
+        assert torch.equal(train(*eager, torch.ones(3, 4)), step(*ours, torch.ones(3, 4)))
+        assert ours[1].state["k"] == call
+        assert ours[1].state["seen"] == 2 * call
+    assert all(torch.equal(a, b) for a, b in zip(eager[0].parameters(), ours[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(2)], {"a": torch.zeros(2)}], ids=["list", "dict"])
+def test_tensors_in_containers_of_the_state_are_refused(value: Any) -> None:
+    model, opt = made()
+
+    def step(x: Tensor) -> Tensor:
+        opt.state[model[0].weight]["held"] = [x.sum(0)] if isinstance(value, list) else {"a": x.sum(0)}  # type: ignore[index]
+        return x
+
+    with pytest.raises(CaptureError, match="creates state 'held' in a form that cannot be put back"):
+        ws.compile(step, backend="eager")(torch.ones(3, 4))
+    assert len(opt.state) == 0
+
+
+def test_what_is_no_number_is_refused() -> None:
+    model, opt = made()
+
+    def step(x: Tensor) -> Tensor:
+        opt.state[model[0].weight]["log"] = ["a", "b"]  # type: ignore[index]
+        return x
+
+    with pytest.raises(HyperparameterError, match=r"leaves a list in opt\.log\.0\.weight, which was nothing"):
+        ws.compile(step, backend="eager")(torch.ones(3, 4))
+    assert len(opt.state) == 0
+
+
+def test_a_counter_that_goes_away_is_refused() -> None:
+    model, opt = made()
+    opt.param_groups[0]["step"] = 5
+
+    def step(x: Tensor) -> Tensor:
+        train(model, opt, x)
+        if opt.calls > 1:
+            del opt.param_groups[0]["step"]
+        return x
+
+    compiled = ws.compile(step, backend="eager")
+    compiled(torch.ones(3, 4))
+    with pytest.raises((CaptureError, HyperparameterError), match=r"opt\.groups\.0\.step|opt\.step"):
+        compiled(torch.ones(3, 4))
+    assert opt.param_groups[0]["step"] == 6
+
+
+class Trainer:
+    """Counts in every way that a class has."""
+
+    def __init__(self) -> None:
+        self.steps, self.rows, self.average, self.log, self.parts = 0, 0, 1.0, [0, 0.0], {"a": 0}
+
+    def step(self, x: Tensor) -> Tensor:
+        global SEEN
+        SEEN += 1
+        self.steps += 1
+        self.rows += len(x)
+        self.average = 0.9 * self.average + 0.1 * self.steps
+        self.log[0] += 2
+        self.log[1] += 0.25
+        self.parts["a"] -= 1
+        x = x * self.steps + self.average + self.log[1] * SEEN + self.parts["a"]
+        return x * 2 if self.steps % 4 == 0 else x
+
+    def held(self) -> Any:
+        return SEEN, self.steps, self.rows, self.average, self.log, self.parts
+
+
+def test_numbers_of_the_users_own_objects() -> None:
+    global SEEN
+    eager, ours = Trainer(), Trainer()
+    step = ws.compile(ours.step, backend="eager")
+    wanted = []
+    for rows in (3, 3, 3, 3, 3, 2, 2, 3):
+        wanted.append((eager.step(torch.ones(rows)), copy.deepcopy(eager.held())))
+    SEEN = 0
+    for (value, held), rows in zip(wanted, (3, 3, 3, 3, 3, 2, 2, 3), strict=True):
+        assert torch.equal(step(torch.ones(rows)), value)
+        assert ours.held() == held
+    SEEN = 0
+    assert step.cache_info().traces == 3  # every fourth call, and another shape
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def closure() -> Any:
+    count = 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    return step
+
+
+@pytest.mark.parametrize("make", [Slotted, Module, closure])
+def test_numbers_in_slots_modules_and_closures(make: Any) -> None:
+    counts = make()
+    step = ws.compile(lambda x: counts(x), backend="eager")
+    assert [step(torch.ones(())).item() for _ in range(4)] == [1, 2, 3, 4]
+    assert step.cache_info().traces == 1
+
+
+def test_a_number_that_is_returned_is_that_of_the_call() -> None:
+    held = Slotted()
+
+    def step(x: Tensor) -> Any:
+        held(x)
+        return held.count, held.count / 2
+
+    compiled = ws.compile(step, backend="eager")
+    assert [compiled(torch.ones(())) for _ in range(3)] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda held, x: x[held.count],
+        lambda held, x: x * len(range(held.count)),
+        lambda held, x: x * {1: 2.0, 2: 3.0}[held.count],
+        lambda held, x: x * float("0123"[held.count]),
+    ],
+    ids=["index", "range", "key", "text"],
+)
+def test_a_number_that_python_wants_to_know_is_refused_and_as_it_was(read: Callable[..., Any]) -> None:
+    held = Slotted()
+
+    def step(x: Tensor) -> Any:
+        held(x)
+        return read(held, x)
+
+    with pytest.raises(CaptureError):
+        ws.compile(step, backend="eager")(torch.ones(4))
+    assert held.count == 0
+
+
+def test_text_of_a_number_warns_with_its_line_and_is_not_returned() -> None:
+    held = Slotted()
+
+    def step(x: Tensor) -> Tensor:
+        x = held(x)
+        if held.count % 2 == 0:
+            print(f"call {held.count:05d}", held.count)
+        return x
+
+    compiled = ws.compile(step, backend="eager")
+    assert compiled(torch.ones(())).item() == 1
+    with pytest.warns(UserWarning, match=r"at test_counters\.py:\d+ ran once, while the step was captured"):
+        assert compiled(torch.ones(())).item() == 2
+
+    def named(x: Tensor) -> Any:
+        return held(x), f"call {held.count}"
+
+    with pytest.raises(CaptureError, match="returns text"), pytest.warns(UserWarning, match="text of a number"):
+        ws.compile(named, backend="eager")(torch.ones(()))
+    assert held.count == 2
+
+
+def test_an_error_while_capturing_leaves_numbers_as_they_were() -> None:
+    model, opt = made()
+    held = Slotted()
+
+    def step(x: Tensor) -> Tensor:
+        train(model, opt, held(x))
+        assert held.count < 2
+        if x.sum() > 3:
+            return x
+        return x * 2
+
+    with pytest.raises(CaptureError):
+        ws.compile(step, backend="eager")(torch.ones(3, 4))
+    assert (held.count, opt.calls, opt.param_groups[0]["step"], len(opt.state), opt.mode) == (0, 0, 0, 0, "fresh")
+
+
+def test_a_list_that_grows_beside_a_counter_is_refused() -> None:
+    held, log = Slotted(), []  # type: ignore[var-annotated]
+
+    def step(x: Tensor) -> Tensor:
+        x = held(x)
+        log.append(1)
+        return x
+
+    with pytest.raises(CaptureError, match="The step changes Python state"):
+        ws.compile(step, backend="eager")(torch.ones(()))
+    assert (held.count, log) == (0, [])
+
+
+UNARY = [
+    "exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "atan", "sinh", "cosh", "tanh",
+    "asinh", "erf", "gamma", "lgamma", "fabs", "degrees",
+]  # fmt: skip
+BINARY = ["pow", "atan2", "hypot", "fmod", "copysign"]
+
+
+@pytest.mark.parametrize("name", [*UNARY, *BINARY])
+def test_functions_of_math_take_rates_and_counters(name: str) -> None:
+    """With the bits that Python gives, at every call."""
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.37)
+    held, function = Slotted(), getattr(math, name)
+
+    def step(x: Tensor) -> Any:
+        held(x)
+        first = opt.param_groups[0]["lr"]
+        return getattr(math, name)(*((first, held.count / 3) if name in BINARY else (first + held.count,)))
+
+    compiled = ws.compile(step, backend="eager")
+    for call, rate in enumerate((0.37, 0.37, 1.91), 1):
+        opt.param_groups[0]["lr"] = rate
+        assert compiled(torch.ones(2)) == function(*((rate, call / 3) if name in BINARY else (rate + call,)))
+    assert getattr(math, name) is function
+
+
+def test_other_threads_use_math_as_ever_while_a_step_is_traced() -> None:
+    found: queue.SimpleQueue[float] = queue.SimpleQueue()
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.25)
+
+    def step(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: found.put(math.sqrt(16)))
+        thread.start()
+        thread.join()
+        return x * math.sqrt(opt.param_groups[0]["lr"])
+
+    assert capture(step, (torch.ones(2),), {}).program
+    assert found.get() == 4.0
