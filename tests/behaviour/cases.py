@@ -6,6 +6,7 @@ from tests.behaviour import (
     cases_autograd,
     cases_calls,
     cases_changes,
+    cases_counters,
     cases_models,
     cases_optim,
     cases_results,
@@ -22,6 +23,7 @@ FILES = (
     cases_autograd,
     cases_calls,
     cases_changes,
+    cases_counters,
 )
 
 STEP_CASES: dict[str, Case] = {name: case for file in FILES for name, case in file.registry.cases.items()}

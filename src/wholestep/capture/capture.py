@@ -127,7 +127,9 @@ class _Job:
             if isinstance(watch.container, ContentView) and any(map(watch.container.shares_memory, self.trace.found)):
                 watch.guard = False
         check_writes(self.trace.module.graph, tracer.names())
-        functional = functionalize(self.trace.module, self.trace.fakes, self.trace.mode, tracer.known)
+        functional = functionalize(
+            self.trace.module, self.trace.fakes, self.trace.mode, tracer.known, self.trace.numbers
+        )
         functional.writes = self._storages.exit_writes(functional.writes)
         program, kept = self._program(functional)
         verify(program)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
 from wholestep.capture.direct import rewritten
-from wholestep.capture.host import HostValues, Known, host_branches
+from wholestep.capture.host import HostValues, Known, host_branches, kernels_branch
 from wholestep.capture.origin import node_hook
 from wholestep.capture.part import part_of, put_back
 from wholestep.capture.storage import fold_resizes
@@ -43,7 +43,9 @@ class Functional:
     writes: dict[int, fx.Node]
 
 
-def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
+def functionalize(
+    traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known, numbers: Mapping[Any, float]
+) -> Functional:
     """The functional form of `traced`, with values and origins on its nodes.
 
     Args:
@@ -51,12 +53,14 @@ def functionalize(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
         inputs: fake tensors and symbols of ranks, one per placeholder.
         mode: the fake mode they live in.
         known: per placeholder the real value of a host number, or None.
+        numbers: values of the symbols that stand for host numbers.
     """
     keep_random_layout(traced.graph)
     replace_custom_writes(traced.graph)
     plain = [_detached(one) for one in inputs]
-    found = rewritten(traced, plain)
-    made = _traced_again(traced, plain, mode, known) if found is None else Functional(*found)
+    with kernels_branch(numbers):
+        found = rewritten(traced, plain)
+        made = _traced_again(traced, plain, mode, known) if found is None else Functional(*found)
     for op in _REPLACED_BY_FUNCTORCH:
         for node in made.module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
             node.target = op

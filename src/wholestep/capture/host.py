@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -116,6 +116,13 @@ class HostValues:
         if not self._is_constant(node):
             self.predicates.setdefault(structure(node), (node, result, line))
         return result
+
+    def symbols(self) -> dict[Any, Any]:
+        """The value of each symbol that stands for a host scalar."""
+        self._catch_up()
+        pairs = ((node.meta.get("val"), value) for node, value in self.met.items())
+        held = ((val.node.expr, value) for val, value in pairs if isinstance(val, (torch.SymFloat, torch.SymInt)))
+        return {symbol: value for symbol, value in held if symbol.is_Symbol}
 
     def number(self, symbol: Any) -> int | None:
         """The value of a symbolic number that is made of ranks and constants alone; else None."""
@@ -240,6 +247,27 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
         patch.object(torch.SymBool, "__bool__", truth_or(torch.SymBool.__bool__)),
         patch.object(torch.SymFloat, "__bool__", truth_or(torch.SymFloat.__bool__)),
     ):
+        yield
+
+
+@contextmanager
+def kernels_branch(numbers: Mapping[Any, float]) -> Iterator[None]:
+    """While open, branches of fake kernels on symbols go as for these numbers: shapes and types do not depend on it.
+
+    ``sub`` asks whether its `alpha` is 1. For behind the trace, when Python has asked all that it asks.
+    """
+    original = torch.SymBool.__bool__
+
+    def truth(symbol: Any) -> bool:
+        try:
+            return original(symbol)
+        except blame.ASKS_FOR_A_NUMBER:
+            found = str(symbol.node.expr.xreplace(numbers))
+            if found not in ("True", "False"):
+                raise
+            return found == "True"
+
+    with patch.object(torch.SymBool, "__bool__", truth):
         yield
 
 

@@ -84,6 +84,8 @@ class Trace:
     """ids of parameters that had a gradient when an optimizer stepped."""
     stepped_optimizers: set[int] = field(default_factory=set)
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None = None
+    numbers: dict[Any, Any] = field(default_factory=dict)
+    """Symbols of host scalars, and their values at this call."""
     versions: list[int] = field(default_factory=list)
     """Inputs whose version counter the step sets, in the order of the graph's last results."""
     ranks: list[Rank] = field(default_factory=list)
@@ -286,7 +288,7 @@ class Tracer:
             flat.append(made)
         out.versions, versions = self._versions.at_exit()
         flat += versions
-        out.predicates = predicate_graph(self._host)
+        out.numbers, out.predicates = self._host.symbols(), predicate_graph(self._host)
         self._host = None
         return flat
 

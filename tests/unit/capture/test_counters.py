@@ -464,3 +464,26 @@ def test_other_threads_use_math_as_ever_while_a_step_is_traced() -> None:
 
     assert capture(step, (torch.ones(2),), {}).program
     assert found.get() == 4.0
+
+
+def test_kernels_of_torch_that_ask_for_a_number_of_the_step() -> None:
+    """``_foreach_sub`` asks whether its alpha is 1; nothing that it makes depends on it."""
+
+    class Subtracting(Counting):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.calls += 1
+            for group in self.param_groups:
+                params = list(group["params"])
+                for param in params:
+                    self.state[param].setdefault("old", param.clone())
+                old = [self.state[param]["old"] for param in params]
+                size = group["lr"] * math.sqrt(1 - 0.9**self.calls)
+                torch._foreach_sub_(old, [param.grad for param in params], alpha=size)
+                torch._foreach_lerp_(params, old, weight=1 / self.calls)
+
+    def subtracting() -> Any:
+        model, _ = made()
+        return model, Subtracting(model.parameters())
+
+    race(subtracting(), subtracting(), lambda call, opt: None)

@@ -152,7 +152,7 @@ def _leaves(one: Any) -> list[Any]:
 
 def made_functional(step: Callable[..., Any]) -> Functional:
     module, inputs, mode = traced(step)
-    made = functionalize(module, inputs, mode, [None] * len(inputs))
+    made = functionalize(module, inputs, mode, [None] * len(inputs), {})
     edit.set_results(made.module.graph, [*made.results, *made.writes.values()])
     edit.remove_dead_code(made.module.graph)
     made.module.recompile()

@@ -1,0 +1,175 @@
+"""Cases in which the step itself moves numbers of Python: optimizers that count, schedulers inside, trainers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import class_batches, loss_of, mlp, sgd
+
+registry = Registry()
+case = registry.add
+
+
+class Adamlike(torch.optim.Optimizer):
+    """As libraries write them: ``step`` is an int in the group, other numbers lie in the state."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            size = group["lr"] * math.sqrt(1 - math.pow(beta2, group["step"])) / (1 - beta1 ** group["step"])
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(mean=torch.zeros_like(param), square=torch.zeros_like(param), seen=0, decay=1.0)
+                state["seen"] += param.numel()
+                state["decay"] *= 0.95
+                state["mean"].lerp_(param.grad, 1 - beta1)
+                state["square"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                param.addcdiv_(state["mean"], state["square"].sqrt() + 1e-8, value=-size)
+                param.mul_(1 - 0.001 * state["decay"] * math.log(1 + state["seen"]))
+
+
+def numbers(opt: torch.optim.Optimizer) -> Callable[[], object]:
+    """What an optimizer holds besides tensors, as text."""
+
+    def read() -> object:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+        states = [{k: v for k, v in held.items() if not isinstance(v, Tensor)} for held in opt.state.values()]
+        return repr((groups, [sorted(held.items()) for held in states]))
+
+    return read
+
+
+@case(traces=(2,))
+def an_optimizer_counts(run: Run) -> Job:
+    """Its first call makes the state, the second goes on from there, and so do all others."""
+    module = mlp()
+    model, opt = run.model(module), Adamlike(module.parameters())
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run, 5), objects={"model": module, "opt": opt, "numbers": numbers(opt)})
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda opt: lr_scheduler.StepLR(opt, 2, 0.5),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 4),
+    "one_cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.3, total_steps=12),
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: min(1.0, (epoch + 1) / 3)),
+    "exponential": lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
+    "warm_restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.2, total_iters=2), lr_scheduler.PolynomialLR(opt, 6)], [2]
+    ),
+}
+
+
+def scheduled(name: str) -> Callable[[Run], Job]:
+    """A step that calls ``scheduler.step()`` itself."""
+
+    def build(run: Run) -> Job:
+        module = mlp()
+        model, opt = run.model(module), sgd(module, momentum=0.9)
+        scheduler = SCHEDULES[name](opt)
+
+        @run.compile
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = loss_of(model, x, y)
+            loss.backward()
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
+            return loss
+
+        def held() -> object:
+            shown = {key: value for key, value in scheduler.state_dict().items() if key != "_schedulers"}
+            return repr((shown, scheduler.get_last_lr(), opt.param_groups[0]["lr"]))
+
+        objects = {"model": module, "opt": opt, "scheduler": held}
+        return Job(step=step, batches=class_batches(run, 7), objects=objects)
+
+    build.__name__ = f"{name}_schedule_inside"
+    return build
+
+
+for _name in SCHEDULES:
+    case(traces=())(scheduled(_name))
+
+
+class Trainer:
+    """Counts steps and rows, warms up by its own count, and reports each fourth step in another way."""
+
+    def __init__(self, run: Run) -> None:
+        self.module = mlp()
+        self.model, self.opt = run.model(self.module), sgd(self.module)
+        self.steps, self.rows, self.average = 0, 0, 0.0
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        self.rows += len(x)
+        self.average += (1 / self.steps - self.average) / (self.steps + 1)
+        for group in self.opt.param_groups:
+            group["lr"] = 0.1 * min(1.0, self.steps / 3)
+        loss = loss_of(self.model, x, y)
+        (loss * (1 + self.average)).backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss * 2 if self.steps % 4 == 0 else loss
+
+
+@case(traces=(3,))
+def a_trainer_counts(run: Run) -> Job:
+    """Captured again where its warm-up ends, and in the fourth step."""
+    trainer = Trainer(run)
+
+    def counts() -> object:
+        return repr((trainer.steps, trainer.rows, trainer.average, trainer.opt.param_groups[0]["lr"]))
+
+    objects: dict[str, Any] = {"model": trainer.module, "opt": trainer.opt, "counts": counts}
+    return Job(step=run.compile(trainer.step), batches=class_batches(run, 9), objects=objects)
+
+
+@case(traces=(1,))
+def a_module_counts_its_calls(run: Run) -> Job:
+    class Annealed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = mlp(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x) * math.exp(-self.calls / 50)  # type: ignore[no-any-return]
+
+    module = Annealed()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    objects: dict[str, Any] = {"model": module, "opt": opt, "calls": lambda: module.calls}
+    return Job(step=step, batches=class_batches(run, 4), objects=objects)
