@@ -138,10 +138,11 @@ def _short(error: Exception) -> str:
 def page(library: str, outcomes: list[Outcome]) -> Iterator[str]:
     """The section of one library."""
     yield f"\n## {library} {getattr(importlib.import_module(library.partition('.')[0]), '__version__', '')}\n"
-    for kind, told in (("bitwise", "Equal in every bit"), ("different", "DIFFERENT"), ("eager", "Does not run eagerly")):
+    told = {"bitwise": "Equal in every bit", "different": "DIFFERENT", "eager": "Does not run eagerly"}
+    for kind, text in told.items():
         names = [one.name for one in outcomes if one.kind == kind]
         if names:
-            yield f"{told} ({len(names)}): {', '.join(names)}.\n"
+            yield f"{text} ({len(names)}): {', '.join(names)}.\n"
     refused = [one for one in outcomes if one.kind == "refused"]
     if refused:
         yield f"Refused ({len(refused)}):\n"
@@ -175,9 +176,10 @@ Written by a command; do not edit:
 python benchmarks/library_optimizers.py > docs/optimizers.md
 ```
 
-torch {version}, CPU, backend `eager`: {steps} steps of a small net. Losses, parameters, state and the numbers of groups are
-compared. What is refused raises an error and leaves everything as it was; its reason is the line that asks for the value of
-a tensor, mostly. Optimizers that do not run eagerly here want a GPU, a closure, other arguments or another library."""
+torch {version}, CPU, backend `eager`: {steps} steps of a small net. Losses, parameters, state and the numbers of groups
+are compared. What is refused raises an error and leaves everything as it was; its reason is the line that asks for the
+value of a tensor, mostly. Optimizers that do not run eagerly here want a GPU, a closure, other arguments or another
+library."""
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def kernels_branch(numbers: Mapping[Any, float]) -> Iterator[None]:
 
     ``sub`` asks whether its `alpha` is 1. For behind the trace, when Python has asked all that it asks.
     """
-    original = torch.SymBool.__bool__
+    original: Callable[[Any], bool] = torch.SymBool.__bool__
 
     def truth(symbol: Any) -> bool:
         try:
