@@ -487,3 +487,21 @@ def test_kernels_of_torch_that_ask_for_a_number_of_the_step() -> None:
         return model, Subtracting(model.parameters())
 
     race(subtracting(), subtracting(), lambda call, opt: None)
+
+
+def test_a_global_of_the_file_that_defines_the_optimizer() -> None:
+    """Names are put into that file's globals while the step is traced; what the step writes there stays visible."""
+    global SEEN
+    model, opt = made()
+
+    def step(x: Tensor) -> Tensor:
+        global SEEN
+        SEEN += 1
+        return train(model, opt, x)
+
+    compiled = ws.compile(step, backend="eager")
+    for call in (1, 2, 3):
+        compiled(torch.ones(3, 4))
+        assert call == SEEN
+    SEEN = 0
+    assert "min" not in globals()

@@ -1,0 +1,56 @@
+"""benchmarks/library_optimizers.py tells right optimizers from wrong ones, and its page is what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import library_optimizers as measured
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+
+
+class Counting(torch.optim.SGD):
+    """Halves its rate by a number that it keeps itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+class Asking(Counting):
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].grad.sum() > 1e9:
+            raise RuntimeError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [(Counting, "bitwise"), (Asking, "refused")])
+def test_what_comes_of_an_optimizer(kind: Any, wanted: str) -> None:
+    found = measured.outcome("it", lambda net: kind(net.parameters(), lr=0.1))
+    assert found.kind == wanted
+    assert ("params" in found.why) == (wanted == "refused")
+
+
+def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter([measured.step] * measured.STEPS + [lambda net, *rest: torch.zeros(())] * measured.STEPS)
+    monkeypatch.setattr(measured.ws, "compile", lambda step, backend: step)
+    monkeypatch.setattr(measured, "step", lambda *args: next(steps)(*args))
+    found = measured.outcome("it", lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    assert found.kind == "different"
+
+
+def test_the_page_is_of_this_command_and_finds_nothing_wrong() -> None:
+    head = measured.HEAD.partition("torch {version}")[0]
+    assert PAGE.startswith(head)
+    assert "DIFFERENT" not in PAGE
+    assert all(f"\n## {library} " in PAGE for library in measured.LIBRARIES)
+    lines = list(
+        measured.page("torch.optim", [measured.Outcome("SGD", "bitwise"), measured.Outcome("X", "refused", "y")])
+    )
+    assert lines[1:] == ["Equal in every bit (1): SGD.\n", "Refused (1):\n", "- X: `y`"]
