@@ -28,7 +28,7 @@ import torch
 from wholestep.capture.outside import Outside, edited, own_digest, switches
 from wholestep.capture.portrait import NotComparable, portrait
 from wholestep.capture.scene import Scene
-from wholestep.capture.ties import Captured, Ties, tie
+from wholestep.capture.ties import Captured, Ties, located, tie
 from wholestep.cost import calibrate
 from wholestep.errors import ArtifactError, WholestepError
 from wholestep.lower import artifact
@@ -197,6 +197,7 @@ class Warm:
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         programs = Programs(body.programs)
         programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
+        scene.count(located(body.ties.places, scene))
         captured = tie(partial(programs.__getitem__, Stage.CAPTURED), body.ties, scene)
         if why_not := captured.guards.why_not(scene.leaves, scene.spec):
             raise ArtifactError(
@@ -297,6 +298,11 @@ def written(name: str, entry: Saved, options: Options | None = None) -> tuple[He
         raise ArtifactError(
             "It cannot be saved: it reads a tensor that belongs to no argument, closure, global or attribute, and that "
             "another process does not have. Pass the object that holds it as an argument of the step."
+        )
+    if captured.ties.calls_scheduler:
+        raise ArtifactError(
+            "It cannot be saved: it calls a scheduler, and whether that of another process is the same is not "
+            "compared. Call scheduler.step() outside the step."
         )
     if not captured.settled:
         raise ArtifactError("It cannot be saved: its first run set something up that its graph does not do again.")

@@ -537,3 +537,74 @@ def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: 
     assert first == ["begin", "lower", "agree", "wait", "make_equal"]
     assert second == ["begin", "agree", "wait", "make_equal", "lower", "give"]
     assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "make_equal"]
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts in Python, in every place that an optimizer has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(seen=0, mean=torch.zeros_like(param))
+                state["seen"] += 2
+                state["mean"].lerp_(param.grad, 0.1)
+                param.sub_(state["mean"], alpha=group["lr"] / (group["k"] + self.calls * state["seen"]))
+
+
+def counting() -> Any:
+    model, _, x, y = things()
+    return model, Counts(model.parameters()), x, y
+
+
+def test_a_step_that_moves_numbers_starts_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of its programs: the one that makes the state, and the one that goes on from there."""
+
+    def counts(opt: Any) -> Any:
+        return opt.calls, opt.param_groups[0]["k"], [one["seen"] for one in opt.state.values()]
+
+    def tensors(scene: Any) -> list[Tensor]:
+        return [*scene[0].parameters(), *(one["mean"] for one in scene[1].state.values())]
+
+    wanted, came = counting(), counting()
+    first, second = ws.compile(train), ws.compile(train)
+    cold = losses(first, wanted)
+    assert first.cache_info().traces == 2
+    monkeypatch.setattr(Tracer, "run", lambda *_: pytest.fail("it was traced"))
+    torch.manual_seed(0)
+    things()  # draws what was drawn before the steps
+    assert losses(second, came) == cold
+    assert (second.cache_info().traces, second.cache_info().loaded) == (0, 2)
+    assert counts(wanted[1]) == counts(came[1]) == (3, 3, [6] * 4)
+    assert all(map(torch.equal, tensors(wanted), tensors(came)))
+
+
+def test_another_number_to_begin_with_is_another_step(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = counting(), counting()
+    other[1].calls = 5
+    run(train, one)
+    with caplog.at_level(logging.INFO, "wholestep"):
+        assert "opt.calls was int 0, is int 5" in refused(run(train, other), caplog)
+
+
+def test_a_step_that_calls_a_scheduler_is_not_saved(tmp_path: Path) -> None:
+    model, opt, x, y = things()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = train(model, opt, x, y)
+        scheduler.step()
+        return loss
+
+    compiled = ws.compile(step, backend="eager")
+    compiled(x, y)
+    with pytest.raises(ws.ArtifactError, match="it calls a scheduler"):
+        compiled.save(tmp_path / "saved.step")

@@ -21,7 +21,7 @@ from wholestep.capture.ranks import axes_of, rank_inputs
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
 from wholestep.capture.storage import Storages
-from wholestep.capture.ties import Captured, Held, Ties, tie
+from wholestep.capture.ties import Captured, Held, Ties, numbered, tie
 from wholestep.capture.trace import Trace, Tracer, settle
 from wholestep.capture.version import keep_versions
 from wholestep.capture.views import ContentView
@@ -144,7 +144,8 @@ class _Job:
             results=tuple(Held(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
             result_places=tuple(i for i, r in enumerate(traced) if r),
             grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),
-            notes=self._notes, ticks=self._ticks,
+            notes=self._notes, ticks=self._ticks, places=numbered(self._scene.counters.places, self._scene),
+            calls_scheduler=any(self._scene.counters.moves(vars(one)) for _, one in self._scene.found.schedulers),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),

@@ -174,12 +174,13 @@ class Counters:
     """All numbers that one step moves."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._by_identity = {place.identity: place for place in places}
+        """`places`: once each."""
+        self.places = list(places)
         self._keys: dict[int, set[Any]] = {}
         self._saved: list[tuple[Place, Any]] = []
         self.counters: list[Counter] = []
         known: dict[Hashable, Counter] = {}
-        for place in self._by_identity.values():
+        for place in self.places:
             self._keys.setdefault(identity(place.container), set()).add(place.key)
             number = place.read()
             key = (place.shared, place.kind, type(number), number) if place.shared else place.identity

@@ -112,7 +112,7 @@ class _OriginKeeper(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
         result, traced = super().run_node(n), meta.value(n)
-        if isinstance(result, torch.SymInt) and n.target in _DATA_AS_NUMBER:
+        if isinstance(result, (torch.SymInt, torch.SymFloat)) and n.target in _DATA_AS_NUMBER:
             # A new symbol, of which nothing is known yet. The old one takes its place, with what the step checked.
             tracer = get_innermost_proxy_mode().tracer  # type: ignore[union-attr]
             set_proxy_slot(traced, tracer, get_proxy_slot(result, tracer))

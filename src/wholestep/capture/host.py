@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -28,6 +28,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholestep.capture import blame, uniform
 from wholestep.program import ops
+from wholestep.program.later import later
+
+if TYPE_CHECKING:
+    import sympy  # type: ignore[import-untyped,unused-ignore]
+else:  # who only imports wholestep does not need it
+    sympy = later("sympy")
 
 _UNKNOWN = object()
 Known = Sequence[torch.Tensor | int | None]
@@ -118,11 +124,11 @@ class HostValues:
         return result
 
     def symbols(self) -> dict[Any, Any]:
-        """The value of each symbol that stands for a host scalar."""
+        """The value of each symbol that stands for a host scalar, as sympy's own number."""
         self._catch_up()
         pairs = ((node.meta.get("val"), value) for node, value in self.met.items())
         held = ((val.node.expr, value) for val, value in pairs if isinstance(val, (torch.SymFloat, torch.SymInt)))
-        return {symbol: value for symbol, value in held if symbol.is_Symbol}
+        return {symbol: sympy.sympify(value) for symbol, value in held if symbol.is_Symbol}
 
     def number(self, symbol: Any) -> int | None:
         """The value of a symbolic number that is made of ranks and constants alone; else None."""

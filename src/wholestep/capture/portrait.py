@@ -151,6 +151,12 @@ class _Painter:
                 if not _is_number(item):
                     yield f"{name}.defaults.{key}", self.named(f"{name}.defaults.{key}", item)
             yield f"the groups of {name}", str([[self._number(p) for p in g["params"]] for g in opt.param_groups])
+            for owner, held in opt.state.items():
+                is_param = isinstance(owner, torch.Tensor)
+                plain = {k: v for k, v in held.items() if not isinstance(v, torch.Tensor)} if is_param else held
+                if not isinstance(plain, torch.Tensor) and plain != {}:
+                    where = f"{name}.state[{self._number(owner) if is_param else owner!r}]"
+                    yield where, self.named(where, plain)
             hooks = (opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks)
             yield f"hooks of {name}", self.named(name, [list(one.values()) for one in hooks])
         yield "numbers of parameter groups", str([hyper.name for hyper in self._scene.lifter.hypers])

@@ -35,11 +35,7 @@ class Scene:
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
             self.state: State = stating.collect(self.found)
-            self.counters = Counters(places)
-            self.counters.mark(self.found.watches)
-            for counter in self.counters.counters:
-                self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
-            self.lifter = Lifter(self.state.optimizers, self.counters)
+            self.count(places)
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
             data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]
@@ -49,6 +45,21 @@ class Scene:
         except BaseException:
             self.lazy.take_back()
             raise
+
+    def count(self, places: Sequence[Place]) -> None:
+        """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
+        self.counters = Counters(places)
+        self.counters.mark(self.found.watches)
+        for counter in self.counters.counters:
+            self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
+        self.lifter = Lifter(self.state.optimizers, self.counters)
+
+    def containers(self) -> list[Any]:
+        """Everything that may hold a number which a step moves, in an order that is the same in every process."""
+        found = [watch.container for watch in self.found.watches]
+        for _, opt in self.state.optimizers:
+            found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]
+        return found
 
     def __enter__(self) -> Scene:
         return self

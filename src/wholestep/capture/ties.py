@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.fx as fx
 from wholestep.capture import guards as guarding
 from wholestep.capture import tree
 from wholestep.capture.binding import Binding
+from wholestep.capture.counters import Place, identity
 from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
 from wholestep.capture.left import Note
@@ -59,6 +60,10 @@ class Ties:
     """What the graph creates for optimizers, and whether it is a number in Python."""
     notes: tuple[Note, ...]
     """Plain values that the step leaves with optimizers."""
+    places: tuple[tuple[int, Place], ...]
+    """Of numbers that the step moves, each without its container, which is the one with this number in the scene."""
+    calls_scheduler: bool
+    """Whether the step itself calls a scheduler, whose own constants are in its graph then."""
     ticks: tuple[tuple[int, int], ...]
     """Schedulers by number, and how often the step calls them."""
     stepped: frozenset[int]
@@ -105,6 +110,20 @@ class Captured:
         except BaseException:
             self.undo()
             raise
+
+
+def numbered(places: Sequence[Place], scene: Scene) -> tuple[tuple[int, Place], ...]:
+    """Places as plain values."""
+    known: dict[int, int] = {}
+    for number, container in enumerate(scene.containers()):
+        known.setdefault(identity(container), number)
+    return tuple((known[identity(place.container)], replace(place, container=None)) for place in places)
+
+
+def located(places: Sequence[tuple[int, Place]], scene: Scene) -> list[Place]:
+    """The same places in another scene."""
+    containers = scene.containers()
+    return [replace(place, container=containers[number]) for number, place in places]
 
 
 def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:

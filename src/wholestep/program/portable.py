@@ -93,6 +93,8 @@ class _Writer(pickle.Pickler):
             return ("truth",)
         if isinstance(thing, torch.Generator):
             raise NotPortable("it draws from a torch.Generator, and a copy of that would not be the user's")
+        if isinstance(thing, torch.SymInt) and not thing.node.has_hint():
+            return ("count",)
         if isinstance(thing, torch.SymInt):
             raise NotPortable(f"it holds {thing}, a number that depends on data or on the rank of a process")
         return None
@@ -159,6 +161,7 @@ class _Reader(pickle.Unpickler):
         # One symbol for all numbers of the host: which one it is was told by the node that gives it, here as there.
         self._number = functools.cache(self._shape_env.create_unbacked_symfloat)
         self._truth = functools.cache(self._shape_env.create_unbacked_symbool)
+        self._count = functools.cache(self._shape_env.create_unbacked_symint)
 
     def persistent_load(self, mark: Any) -> Any:
         kind, *rest = mark
@@ -168,6 +171,7 @@ class _Reader(pickle.Unpickler):
             "made": _made,
             "number": self._number,
             "truth": self._truth,
+            "count": self._count,
         }
         return makers[kind](*rest)
 

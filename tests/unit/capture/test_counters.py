@@ -182,8 +182,9 @@ def test_tensors_of_the_state_that_change_places() -> None:
         def step(self, closure: Any = None) -> None:
             super().step()
             for state in self.state.values():
-                state.setdefault("old", torch.ones_like(state["mean"]))
-                state["mean"], state["old"] = state["old"], state["mean"]
+                state.setdefault("a", torch.ones_like(state["mean"]))
+                state.setdefault("b", torch.zeros_like(state["mean"]))
+                state["a"], state["b"] = state["b"], state["a"]
 
     def with_two() -> Any:
         model, _ = made()
@@ -195,10 +196,42 @@ def test_tensors_of_the_state_that_change_places() -> None:
 
 def test_state_that_begins_as_an_empty_dict_is_looked_at() -> None:
     """Some optimizers touch ``self.state[p]`` before the first step (schedule-free ones do)."""
-    eager, ours = made(), made()
-    for model, opt in (eager, ours):
-        assert [opt.state[param] for param in model.parameters()] == [{}] * 4
-    race(eager, ours, lambda call, opt: None)
+
+    class Touching(torch.optim.Optimizer):
+        calls = mode = None
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            assert [self.state[param] for param in self.param_groups[0]["params"]] == [{}] * 4
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                state = self.state[param]
+                if "mean" not in state:
+                    state["mean"] = torch.zeros_like(param)
+                param.sub_(state["mean"].lerp_(param.grad, 0.5))
+
+    def touching() -> Any:
+        model, _ = made()
+        return model, Touching(model.parameters())
+
+    race(touching(), touching(), lambda call, opt: None)
+
+
+def test_numbers_that_are_equal_until_the_step_moves_them_apart() -> None:
+    class Rows(Counting):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for param, state in self.state.items():
+                state["rows"] = state.get("rows", 0) + (len(param) if state["step"] > 2 else 1)
+
+    def counting_rows() -> Any:
+        model, _ = made()
+        return model, Rows(model.parameters())
+
+    race(counting_rows(), counting_rows(), lambda call, opt: None)
 
 
 def test_state_that_belongs_to_no_parameter() -> None:
