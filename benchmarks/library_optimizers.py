@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -92,7 +95,8 @@ def trained(make: Make, run: Callable[..., Tensor]) -> list[Any]:
     torch.manual_seed(1)
     batches = [(torch.randn(6, 3, 8, 8), torch.randint(7, (6,)), torch.randint(5, (6,))) for _ in range(STEPS)]
     torch.manual_seed(2)
-    losses = [run(net, opt, *batch).clone() for batch in batches]
+    with redirect_stdout(sys.stderr):  # some tell what they do
+        losses = [run(net, opt, *batch).clone() for batch in batches]
     held = opt.state_dict()
     groups = [{key: value for key, value in group.items() if key != "params"} for group in held["param_groups"]]
     return list(_flat([losses, [one.detach() for one in net.parameters()], held["state"], groups]))
@@ -131,13 +135,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("The step could not be captured", "The step is "))]
+    known = ("The step could not be captured", "The step is ", "the value of a tensor decides")
+    told = [line for line in lines if not line.startswith(known)]
     return " / ".join(told)[:MAX_REASON].replace("|", "/") or type(error).__name__
 
 
 def page(library: str, outcomes: list[Outcome]) -> Iterator[str]:
     """The section of one library."""
-    yield f"\n## {library} {getattr(importlib.import_module(library.partition('.')[0]), '__version__', '')}\n"
+    yield f"\n## {library} {version(library.partition('.')[0])}\n"
     told = {"bitwise": "Equal in every bit", "different": "DIFFERENT", "eager": "Does not run eagerly"}
     for kind, text in told.items():
         names = [one.name for one in outcomes if one.kind == kind]
@@ -177,8 +182,8 @@ python benchmarks/library_optimizers.py > docs/optimizers.md
 ```
 
 torch {version}, CPU, backend `eager`: {steps} steps of a small net. Losses, parameters, state and the numbers of groups
-are compared. What is refused raises an error and leaves everything as it was; its reason is the line that asks for the
-value of a tensor, mostly. Optimizers that do not run eagerly here want a GPU, a closure, other arguments or another
+are compared. What is refused raises an error and leaves everything as it was; its reason is mostly the line that asks
+for the value of a tensor. Optimizers that do not run eagerly here want a GPU, a closure, other arguments or another
 library."""
 
 

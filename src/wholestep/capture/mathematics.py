@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 
-from wholestep.capture.thread import here
 from wholestep.program import ops
 
 _FUNCTIONS = (
@@ -41,7 +40,7 @@ torch.library.register_fake(
 
 @contextmanager
 def of_symbols() -> Iterator[None]:
-    """While open, functions of ``math`` take symbolic numbers, for the thread that opened it."""
+    """While open, functions of ``math`` take symbolic numbers. With others they do as ever, in every thread."""
     with ExitStack() as stack:
         for name in _FUNCTIONS:
             stack.enter_context(patch.object(math, name, _taking(name, _recorded(name))))
@@ -56,7 +55,7 @@ def _taking(name: str, symbolic: Callable[..., Any]) -> Callable[..., Any]:
     def call(*numbers: Any) -> Any:
         return (symbolic if any(isinstance(one, _SYMBOLS) for one in numbers) else original)(*numbers)
 
-    return here(call, original)
+    return call
 
 
 def _recorded(name: str) -> Callable[..., Any]:

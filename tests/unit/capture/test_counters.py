@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.capture import capture
 from wholestep.errors import CaptureError, HyperparameterError
 
 SEEN = 0
@@ -485,20 +482,6 @@ def test_functions_of_math_take_rates_and_counters(name: str) -> None:
     assert getattr(math, name) is function
 
 
-def test_other_threads_use_math_as_ever_while_a_step_is_traced() -> None:
-    found: queue.SimpleQueue[float] = queue.SimpleQueue()
-    opt = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.25)
-
-    def step(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: found.put(math.sqrt(16)))
-        thread.start()
-        thread.join()
-        return x * math.sqrt(opt.param_groups[0]["lr"])
-
-    assert capture(step, (torch.ones(2),), {}).program
-    assert found.get() == 4.0
-
-
 def test_kernels_of_torch_that_ask_for_a_number_of_the_step() -> None:
     """``_foreach_sub`` asks whether its alpha is 1; nothing that it makes depends on it."""
 
@@ -538,3 +521,25 @@ def test_a_global_of_the_file_that_defines_the_optimizer() -> None:
         assert call == SEEN
     SEEN = 0
     assert "min" not in globals()
+
+
+def test_an_optimizer_that_keeps_nothing_but_a_late_count() -> None:
+    class Late(torch.optim.Optimizer):
+        calls = mode = None
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                for param in group["params"]:
+                    param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+    def late() -> Any:
+        model, _ = made()
+        return model, Late(model.parameters())
+
+    step = race(late(), late(), lambda call, opt: None)
+    assert step.cache_info().reasons == ("opt.groups.0.count was nothing, is 1",)
