@@ -69,6 +69,14 @@ MUTATIONS = (
         tests=(f"{OPTIM}[sgd_momentum_single]", f"{OPTIM}[adamw_foreach]", f"{OPTIM}[schedule_cosine_sgd]"),
     ),
     Mutation(
+        name="counters_frozen",
+        what="numbers that a step moves stay in Python as they were",
+        file="capture/binding.py",
+        old="            counter.tell()\n",
+        new="            pass\n",
+        tests=(f"{STEPS}[an_optimizer_counts]", f"{STEPS}[a_trainer_counts]", f"{RANKS}[an_optimizer_counts]"),
+    ),
+    Mutation(
         name="guards_off",
         what="every call uses the first trace",
         file="capture/guards.py",

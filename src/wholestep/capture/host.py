@@ -190,7 +190,10 @@ def picture(number: Any) -> Any:
 
 
 def _node_of(symbol: Any, tracer: Any) -> fx.Node | None:
-    slot = get_proxy_slot(symbol, tracer, None)
+    try:
+        slot = get_proxy_slot(symbol, tracer, None)
+    except TypeError:  # torch 2.11 fails where it writes a sum of more than two parts anew
+        return None
     if slot is None:
         return None
     proxy = slot.force() if hasattr(slot, "force") else slot
