@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import class_batches, loss_of, mlp, sgd
+from tests.behaviour.parts import class_batches, loss_of, mlp, sgd, usual_job
 
 registry = Registry()
 case = registry.add
@@ -161,15 +161,5 @@ def a_module_counts_its_calls(run: Run) -> Job:
             return self.inner(x) * math.exp(-self.calls / 50)  # type: ignore[no-any-return]
 
     module = Annealed()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    objects: dict[str, Any] = {"model": module, "opt": opt, "calls": lambda: module.calls}
-    return Job(step=step, batches=class_batches(run, 4), objects=objects)
+    job = usual_job(run, module, calls=4)
+    return Job(step=job.step, batches=job.batches, objects={**job.objects, "calls": lambda: module.calls})

@@ -21,6 +21,7 @@ from wholestep.capture.watch import Watch, same
 from wholestep.errors import CaptureError
 
 _DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}
+_MOST = torch.iinfo(torch.int64).max
 _MISSING = object()
 
 
@@ -89,7 +90,7 @@ def moved(container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: st
     A list or tuple of numbers that another one has replaced, just as long, is one place per item.
     """
     then, now = pair
-    if isinstance(container, (ClassView, ContentView)):
+    if isinstance(container, (ClassView, ContentView)) or (type(then) is int and abs(then) > _MOST):
         return []
     if type(then) is type(now) and _is_row(then) and len(then) == len(now) > 0:
         kinds = [_kind(one) if type(before) in _DTYPES else None for before, one in zip(then, now, strict=True)]

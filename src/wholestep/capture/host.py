@@ -184,9 +184,10 @@ def _outside_of_fake_kernels() -> Iterator[None]:
 
 def picture(number: Any) -> Any:
     """Equal for numbers that are computed alike in the trace that is running."""
-    return (
-        structure(_node_of(number, running_tracer())) if isinstance(number, (torch.SymInt, torch.SymFloat)) else number
-    )
+    if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+        return number
+    node = _node_of(number, running_tracer())
+    return id(number) if node is None else structure(node)  # of what nobody knows how it is computed, each by itself
 
 
 def _node_of(symbol: Any, tracer: Any) -> fx.Node | None:

@@ -92,7 +92,7 @@ class AttributesWatch(Watch):
     """Watches the attributes of an optimizer that are its own and no part of torch's."""
 
     def now(self) -> dict[str, Any]:
-        """Those that are plain values, and which others there are."""
+        """By name."""
         return {key: one for key, one in self.container.items() if key not in of_torch()}
 
 
