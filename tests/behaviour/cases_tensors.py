@@ -30,6 +30,27 @@ def bf16_autocast(run: Run) -> Job:
     return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
 
 
+@case()
+def autocast_reads_weights_twice(run: Run) -> Job:
+    """Each weight is cast once, so that its gradients are added in half precision; with the cache off, in float32."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, x, y) + loss_of(model, x * 2 + 1, y)
+        loss.backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            more = loss_of(model, x - 1, y) + loss_of(model, x * 3, y)
+        more.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss + more
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
 @case(traces=(2,))
 def autocast_of_the_caller(run: Run) -> Job:
     """Autocast around the call, on and off in turn, is part of what the step means."""

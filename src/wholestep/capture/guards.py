@@ -37,6 +37,7 @@ def modes() -> tuple[tuple[str, Any], ...]:
         ("inference mode", torch.is_inference_mode_enabled()),
         ("autocast on CPU", torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
         ("autocast on CUDA", torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
+        ("autocast's cache of weights", torch.is_autocast_cache_enabled()),
         ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),

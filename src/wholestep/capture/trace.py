@@ -117,6 +117,7 @@ class Tracer:
         self._mode = Fakes(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True)
         assert self._mode.shape_env is not None
         self._symbols, self._comm = RankSymbols(self._mode.shape_env), Comm()
+        self._caches_casts = _casts_are_cached()
         self._out: Trace | None = None
         self._host: HostValues | None = None
         self.known = [*self._known_host_values(), *(rank.number for rank in self._symbols.ranks)]
@@ -264,6 +265,7 @@ class Tracer:
     def _body(self, call: Callable[[], Any]) -> list[Any]:
         self._host = HostValues.of_trace(self.known)
         out = self._out = Trace(None, [], self._mode, None, 0, [])  # type: ignore[arg-type]
+        torch.set_autocast_cache_enabled(self._caches_casts)  # make_fx, which sets it back, traces without
         self._lifter.install()
         self._counters.install()
         places = [place_of(real) for real in self.reals]
@@ -350,6 +352,15 @@ def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., 
         return original(data, *args, **kwargs)
 
     return make
+
+
+def _casts_are_cached() -> bool:
+    """Whether autocast casts a weight once for all who read it, whose gradients then add up in half precision.
+
+    Not in an autocast of the caller's, which would hold casts of this trace when it has ended.
+    """
+    around = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_autocast_cache_enabled() and not around
 
 
 @contextmanager
