@@ -97,3 +97,18 @@ def test_sums_have_the_shape_that_was_captured(graph: bool) -> None:
         assert gradients(model)[name].shape == wanted.shape
         torch.testing.assert_close(gradients(model)[name].double(), wanted, rtol=2e-3, atol=1e-7, msg=name)
     assert launches(lambda: step(model, x)) >= NORMS - 1
+
+
+@pytest.mark.parametrize("width", [96, 512, 640])
+@pytest.mark.parametrize("rows", [512, 1024, 2048])
+def test_few_rows_of_any_width_compile(rows: int, width: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.LayerNorm(width)).cuda()
+    x = torch.randn(rows, width, device="cuda")
+    train_step(model, x)
+    wanted = gradients(model)
+    step = ws.compile(train_step, backend="inductor")
+    for _ in range(2):
+        step(model, x)
+    for name, found in gradients(model).items():
+        torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-5)

@@ -48,6 +48,8 @@ _ROWS_OF_PROGRAM = "triton.mix_order_reduction_split_size"
 _FEWEST_ROWS, _MANY_ROWS = 512, 4096
 _PROGRAMS = 512
 """As many as Inductor has for 8,192 rows."""
+_NARROW_COLUMNS, _FEWEST_NARROW = 512, 4
+"""Inductor's programs take 4 rows at a time where a row is no longer, and fail if they are given fewer."""
 
 
 def start_workers() -> None:
@@ -94,20 +96,23 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
     each it pays for 1,024 rows, too: 9 and 4 us in the place of 16 for four kernels (768 columns, H200; 20 with 16).
     """
     settings = dict(_SETTINGS[device_type])
-    rows = {_rows(node) for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)} - {0}
+    sums = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
+    sizes = [_size(node) for target in sums for node in graph.find_nodes(op="call_function", target=target)]
+    rows, columns = ({size[place] for size in sizes if size is not None} for place in (0, 1))
     can = all(hasattr(inductor_config.triton, name.removeprefix("triton.")) for name in (_LENIENT, _ROWS_OF_PROGRAM))
     if device_type == "cuda" and can and rows and min(rows) >= _FEWEST_ROWS and max(rows) < _MANY_ROWS:
-        share = max(rows) // _PROGRAMS
-        settings |= {_LENIENT: True, _ROWS_OF_PROGRAM: 1 << max(0, share.bit_length() - 1)}
+        share = 1 << max(0, (max(rows) // _PROGRAMS).bit_length() - 1)
+        fewest = _FEWEST_NARROW if min(columns) <= _NARROW_COLUMNS else 1
+        settings |= {_LENIENT: True, _ROWS_OF_PROGRAM: max(share, fewest)}
     return settings
 
 
-def _rows(summed: fx.Node) -> int:
-    """How many rows a sum down the columns has; 0 if it is another one."""
+def _size(summed: fx.Node) -> tuple[int, int] | None:
+    """How many rows and columns a sum down the columns has; None if it is another one."""
     value, dims = summed.all_input_nodes[0].meta["val"], summed.args[1]
-    if not isinstance(dims, list) or value.ndim < 2 or sorted(dims) != list(range(value.ndim - 1)):
-        return 0
-    return int(value.numel() // max(1, value.shape[-1]))
+    if not isinstance(dims, list) or value.ndim < 2 or sorted(dims) != list(range(value.ndim - 1)) or not value.numel():
+        return None
+    return int(value.numel() // value.shape[-1]), int(value.shape[-1])
 
 
 @contextlib.contextmanager

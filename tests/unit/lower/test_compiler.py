@@ -63,8 +63,9 @@ def along(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
-        ((511, 8), None), ((512, 8), 1), ((1000, 8), 1), ((1024, 8), 2), ((2, 512, 8), 2), ((2047, 8), 2),
-        ((2048, 8), 4), ((4095, 8), 4), ((4096, 8), None), ((8, 1024, 8), None),
+        ((511, 768), None), ((512, 768), 1), ((1000, 768), 1), ((1024, 768), 2), ((2, 512, 768), 2), ((2047, 513), 2),
+        ((2048, 768), 4), ((4095, 768), 4), ((4096, 768), None), ((8, 1024, 768), None),
+        ((512, 512), 4), ((2, 512, 8), 4), ((4095, 8), 4),
     ],
 )  # fmt: skip
 def test_programs_of_a_norms_gradient_have_few_rows_where_there_are_few(
@@ -77,6 +78,12 @@ def test_programs_of_a_norms_gradient_have_few_rows_where_there_are_few(
     wanted = {} if rows is None else {_LENIENT: True, _ROWS_OF_PROGRAM: rows}
     assert found == compiler._SETTINGS["cuda"] | wanted
     assert settings_for(traced(norm, shape), "cpu") == compiler._SETTINGS["cpu"]
+
+
+def test_the_shortest_row_decides_how_few_rows_a_program_may_have() -> None:
+    for both in (lambda x, y: (down(x), down(y)), lambda x, y: (down(x), y.mean([0]))):
+        assert settings_for(traced(both, (1024, 768), (1024, 96)), "cuda")[_ROWS_OF_PROGRAM] == 4
+        assert settings_for(traced(both, (1024, 768), (1024, 640)), "cuda")[_ROWS_OF_PROGRAM] == 2
 
 
 def test_other_sums_and_sums_of_several_sizes_change_nothing() -> None:
