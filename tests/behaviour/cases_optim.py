@@ -137,6 +137,30 @@ for _name, (_, _, _variants) in OPTIMIZERS.items():
         )
 
 
+def several_updates(run: Run, name: str) -> Job:
+    """Three updates in a call, by kernels over lists, each with the step counter of its own."""
+    make, options, _ = OPTIMIZERS[name]
+    module = body()
+    model, opt = run.model(module), make(module.parameters(), **options, **FOREACH)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        for number in range(3):
+            opt.zero_grad()
+            loss = loss_of(model, x + number, y)
+            loss.backward()
+            opt.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+for _name, (_, _, _variants) in OPTIMIZERS.items():
+    if "foreach" in _variants:
+        case(name=f"{_name}_several_updates", traces=(), ranks=_name == "adam")(partial(several_updates, name=_name))
+
+
 @case()
 def rate_as_tensor(run: Run) -> Job:
     """The rate is a tensor that the scheduler fills in place."""

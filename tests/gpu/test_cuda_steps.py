@@ -177,3 +177,32 @@ def test_an_update_copies_no_parameter() -> None:
     ]
     assert copied, "the running statistics of the batch norm are copied at the end"
     assert set(copied) == {InputKind.BUFFER}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_several_updates_in_one_call(optimizer: str, backend: Any) -> None:
+    """As reinforcement learning has them: the step counters of every update are its own."""
+    device = torch.device("cuda", 0)
+
+    def rounds(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        for part in x.chunk(4):
+            opt.zero_grad()
+            loss = (model(part) - 1).square().mean()
+            loss.backward()
+            opt.step()
+        return loss.detach()
+
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+        opt = OPTIMIZERS[optimizer](model.parameters())
+        run: Any = ws.compile(rounds, backend=backend) if compiled else rounds
+        generator = torch.Generator(device).manual_seed(1)
+        losses = [run(model, opt, torch.randn(32, 8, device=device, generator=generator)) for _ in range(STEPS)]
+        found.append([*losses, *(one.detach() for one in model.parameters())])
+    for wanted, one in zip(*found, strict=True):
+        torch.testing.assert_close(
+            one, wanted, rtol=0 if backend == "eager" else 1e-4, atol=0 if backend == "eager" else 1e-6
+        )

@@ -92,3 +92,59 @@ def test_a_step_through_another_layout(loss: Callable[[Tensor, Tensor], Tensor],
     x, y = torch.randn(4, 5, 16), torch.randn(4, 8, 5)
     for got, want in zip(ws.compile(step, backend=backend)(x, y), step(x, y), strict=True):
         torch.testing.assert_close(got, want, rtol=0 if backend == "eager" else 1e-5, atol=1e-6 * (backend != "eager"))
+
+
+def counted(x: Tensor) -> list[Tensor]:
+    """`x` behind every write, read as a number each time."""
+    view, seen = x[:], []
+    torch._foreach_add_([x], 1.0)
+    seen.append(torch.full((), x[0].item()))
+    torch._foreach_mul_([view], 3.0)
+    seen.append(torch.full((), x[0].item()))
+    x.sub_(1)
+    seen.append(torch.full((), x[0].item()))
+    return seen
+
+
+def held(x: Tensor) -> list[Tensor]:
+    """Likewise, of a tensor that stays the same object."""
+    one, seen = x.sum(), []
+    for _ in range(2):
+        torch._foreach_add_([one, x], 1.0)
+        seen.append(torch.full((), one.item()))
+    torch._fused_sgd_(
+        [one], [torch.ones(())], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0, nesterov=False,
+        maximize=False, is_first_step=True,
+    )  # fmt: skip
+    return [*seen, torch.full((), one.item())]
+
+
+@pytest.mark.parametrize("fn", [counted, held])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_number_is_read_again_behind_a_write_to_a_list(fn: Callable[[Tensor], list[Tensor]], inference: bool) -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        with torch.inference_mode(inference), torch.no_grad():
+            return fn(x.clone())
+
+    run = ws.compile(step, backend="eager")
+    for number in range(2):
+        x = torch.arange(3.0) + number
+        assert [one.item() for one in run(x)] == [one.item() for one in step(x)]
+
+
+def test_autograd_sees_that_a_list_was_written_to() -> None:
+    """Eager code refuses such a backward, and so does the trace."""
+
+    def step(x: Tensor) -> Tensor:
+        w = torch.ones(3, requires_grad=True)
+        held = w * 1
+        loss = (held * held).sum() + x.sum()
+        with torch.no_grad():
+            torch._foreach_add_([held], 1.0)
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(torch.ones(3))
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        ws.compile(step, backend="eager")(torch.ones(3))
