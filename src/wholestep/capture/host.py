@@ -203,11 +203,14 @@ def _node_of(symbol: Any, tracer: Any) -> fx.Node | None:
 
 
 def structure(node: Any) -> Any:
-    """A hashable picture of how a node is computed, equal for equal computations."""
+    """A hashable picture of how a node is computed, equal for equal computations.
+
+    What reads memory that was written to stands for itself: the same call gave something else before.
+    """
     if isinstance(node, fx.Node):
         if node.op in ("placeholder", "get_attr"):
             return (node.op, node.name)
-        if node.op == "call_function" and not _in_place(node):
+        if node.op == "call_function" and not _in_place(node) and not _reads_written(node):
             return (str(node.target), *(structure(arg) for arg in node.args))
         return ("node", node.name)
     if isinstance(node, (list, tuple)):
@@ -217,6 +220,15 @@ def structure(node: Any) -> Any:
 
 def _in_place(node: fx.Node) -> bool:
     return bool(ops.mutated_args(node.target)) or node.target is operator.getitem
+
+
+def _reads_written(node: fx.Node) -> bool:
+    for source in node.all_input_nodes:
+        while ops.is_view(source):
+            source = source.all_input_nodes[0]
+        if uniform.is_written(source, before=node):
+            return True
+    return False
 
 
 @contextmanager

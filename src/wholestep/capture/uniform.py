@@ -98,11 +98,16 @@ def _is_drawn(node: fx.Node) -> bool:
     return packet in _DRAWS and not ops.mutated_args(node.target) and not is_written(node)
 
 
-def is_written(node: fx.Node) -> bool:
-    """Whether the graph as it is so far writes to the memory of a node, through whatever view of it."""
+def is_written(node: fx.Node, before: fx.Node | None = None) -> bool:
+    """Whether the graph as it is so far writes to the memory of a node, through whatever view of it.
+
+    With `before`, only what stands in front of that node counts.
+    """
     for user in node.users:
+        if before is not None and not user < before:
+            continue
         if any(node in ops.argument_nodes(user, [place]) for place in ops.mutated_args(user.target)):
             return True
-        if (ops.viewed_args(user.target) or user.target is operator.getitem) and is_written(user):
+        if (ops.viewed_args(user.target) or user.target is operator.getitem) and is_written(user, before):
             return True
     return False
