@@ -3,10 +3,11 @@
     pip install timm pytorch_optimizer schedulefree
     python benchmarks/library_optimizers.py > docs/optimizers.md
     python benchmarks/library_optimizers.py --library schedulefree --only AdamW
+    python benchmarks/library_optimizers.py --updates 3 > /dev/null
 
 Each is one training of a small net with a convolution, an embedding and a norm, eight steps, once eagerly and once
 compiled for the eager backend, from the same start. Losses, parameters, all state and all numbers of the groups are
-compared at the end.
+compared at the end. With `--updates 3` each call makes three updates.
 """
 
 from __future__ import annotations
@@ -76,13 +77,18 @@ def offered(library: str) -> Iterator[tuple[str, Make]]:
                 yield name, lambda net, kind=kind: kind(net.parameters(), lr=1e-3)  # type: ignore[misc]
 
 
-def step(net: nn.Module, opt: Any, image: Tensor, word: Tensor, target: Tensor) -> Tensor:
+def step_of(updates: int) -> Callable[..., Tensor]:
     """The user's step."""
-    loss = F.cross_entropy(net(image, word), target)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
+
+    def step(net: nn.Module, opt: Any, image: Tensor, word: Tensor, target: Tensor) -> Tensor:
+        for number in range(updates):
+            loss = F.cross_entropy(net(image + number, word), target)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def trained(make: Make, run: Callable[..., Tensor]) -> list[Any]:
@@ -113,8 +119,9 @@ def _flat(thing: Any) -> Iterator[Any]:
         yield thing
 
 
-def outcome(name: str, make: Make) -> Outcome:
+def outcome(name: str, make: Make, updates: int = 1) -> Outcome:
     """Trains twice and compares."""
+    step = step_of(updates)
     try:
         wanted = trained(make, step)
     except Exception as error:
@@ -159,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", nargs="+", default=LIBRARIES, help="modules that offer optimizers")
     parser.add_argument("--only", default="", help="names that hold this text")
+    parser.add_argument("--updates", type=int, default=1, help="updates in each call (default: 1)")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("wholestep").setLevel(logging.ERROR)
@@ -166,7 +174,9 @@ def main() -> None:
     wrong = []
     for library in options.library:
         todo = [(name, make) for name, make in offered(library) if options.only in name]
-        found = [outcome(*one) for one in track(todo, library, console=Console(stderr=True), transient=True)]
+        found = [
+            outcome(*one, options.updates) for one in track(todo, library, console=Console(stderr=True), transient=True)
+        ]
         print("\n".join(page(library, found)))
         wrong += [one.name for one in found if one.kind == "different"]
     if wrong:

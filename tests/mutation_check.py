@@ -64,7 +64,7 @@ MUTATIONS = (
         name="hyper_parameters_baked",
         what="numbers of parameter groups enter the graph as constants",
         file="capture/hyper.py",
-        old="symbol = hyper.payload if hyper.payload is not None else hyper.box.item()",
+        old="symbol = hyper.box.item()",
         new="symbol = hyper.read()",
         tests=(f"{OPTIM}[sgd_momentum_single]", f"{OPTIM}[adamw_foreach]", f"{OPTIM}[schedule_cosine_sgd]"),
     ),

@@ -38,9 +38,9 @@ def test_what_comes_of_an_optimizer(kind: Any, wanted: str) -> None:
 
 
 def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = iter([measured.step] * measured.STEPS + [lambda net, *rest: torch.zeros(())] * measured.STEPS)
+    steps = iter([measured.step_of(1)] * measured.STEPS + [lambda net, *rest: torch.zeros(())] * measured.STEPS)
     monkeypatch.setattr(measured.ws, "compile", lambda step, backend: step)
-    monkeypatch.setattr(measured, "step", lambda *args: next(steps)(*args))
+    monkeypatch.setattr(measured, "step_of", lambda updates: lambda *args: next(steps)(*args))
     found = measured.outcome("it", lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
     assert found.kind == "different"
 
@@ -54,3 +54,16 @@ def test_the_page_is_of_this_command_and_finds_nothing_wrong() -> None:
         measured.page("torch.optim", [measured.Outcome("SGD", "bitwise"), measured.Outcome("X", "refused", "y")])
     )
     assert lines[1:] == ["Equal in every bit (1): SGD.\n", "Refused (1):\n", "- X: `y`"]
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_call_makes_as_many_updates_as_are_asked_for(updates: int) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(net: torch.nn.Module) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(net.parameters(), lr=0.01, foreach=True))
+        return made[-1]
+
+    assert measured.outcome("it", make, updates).kind == "bitwise"
+    for opt in made:
+        assert {float(held["step"]) for held in opt.state.values()} == {float(updates * measured.STEPS)}

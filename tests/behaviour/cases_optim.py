@@ -162,6 +162,29 @@ for _name, (_, _, _variants) in OPTIMIZERS.items():
 
 
 @case()
+def rate_read_beside_a_fused_update(run: Run) -> Job:
+    """Fused kernels take no symbolic numbers; what else reads the group does, and follows the scheduler."""
+    module = body()
+    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    scheduler = schedules.ExponentialLR(opt, 0.5)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        rate = opt.param_groups[0]["lr"]
+        with torch.no_grad():
+            for one in module.parameters():
+                one.mul_(1 - rate * 0.1)
+        return loss * rate, rate
+
+    objects = {"model": module, "opt": opt}
+    return Job(step=step, batches=class_batches(run, 4), objects=objects, between=lambda call: scheduler.step())
+
+
+@case()
 def rate_as_tensor(run: Run) -> Job:
     """The rate is a tensor that the scheduler fills in place."""
     return training(

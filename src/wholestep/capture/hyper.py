@@ -3,8 +3,9 @@
 [Note: two ways to lift a number]
 Ordinary optimizers take a symbolic float wherever they take a float, so the number enters the trace as
 ``box.item()`` of a 0-d float64 input: the very arithmetic of eager Python, node by node. Fused kernels
-(``_fused_adamw_`` and kin) take only true floats. Their numbers enter as a *payload*, a float with a bit
-pattern of its own next to the true value, and every payload in the finished graph is replaced by the input.
+(``_fused_adamw_`` and kin) take only true floats. What they are given in the place of a symbolic one is a *payload*, a
+float with a bit pattern of its own next to the true value, and every payload in the finished graph is replaced by the
+input. All else that reads the group sees the symbolic float.
 What is not a float (flags, names, counts) is watched by value instead, and what the step itself moves is a counter
 (`capture/counters.py`).
 """
@@ -12,16 +13,19 @@ What is not a float (flags, names, counts) is watched by value instead, and what
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
 from wholestep.capture.counters import Counters, Place, moved
+from wholestep.capture.thread import here
 from wholestep.capture.watch import Watch
 from wholestep.errors import CaptureError
 from wholestep.program import meta
@@ -163,10 +167,10 @@ class Lifter:
         return True
 
     def install(self) -> None:
-        """Puts symbolic floats (or payloads) into the groups. Called inside the trace, where boxes are traced."""
+        """Puts symbolic floats into the groups. Called inside the trace, where boxes are traced."""
         self._installed = []
         for hyper in self.hypers:
-            symbol = hyper.payload if hyper.payload is not None else hyper.box.item()
+            symbol = hyper.box.item()
             self._installed.append(symbol)
             hyper.write(symbol)
 
@@ -179,13 +183,39 @@ class Lifter:
                 continue
             before = 0.0 if hyper.position is None else (0.0,) * len(held)
             found = moved(hyper.group, hyper.key, hyper.name.removesuffix(f".{hyper.position}"), (before, held))
-            if not found or hyper.payload is not None:
+            if not found:
                 raise CaptureError(
                     f"The step itself changes {hyper.name}. That would happen once, while capturing, and never again. "
                     f"Change it outside the step; it is read at every call."
                 )
             places |= {place.identity: place for place in found}
         return list(places.values())
+
+    @contextmanager
+    def fused_kernels(self) -> Iterator[None]:
+        """While it is open, fused kernels are given payloads in the place of symbolic floats."""
+        with ExitStack() as stack:
+            for name in _FUSED:
+                original = getattr(torch, name)
+                stack.enter_context(patch.object(torch, name, here(self._with_payloads(original), original)))
+            yield
+
+    def _with_payloads(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return kernel(*args, **{name: self._payload(name, one) for name, one in kwargs.items()})
+
+        return call
+
+    def _payload(self, name: str, argument: Any) -> Any:
+        if not isinstance(argument, torch.SymFloat):
+            return argument
+        for hyper, symbol in zip(self.hypers, self._installed, strict=True):
+            if symbol is argument and hyper.payload is not None:
+                return hyper.payload
+        raise CaptureError(
+            f"A fused optimizer takes {name}, which the step itself computes, as where a scheduler steps inside. Make "
+            f"it with fused=False (its updates become one kernel all the same), or change {name} outside the step."
+        )
 
     def restore(self) -> None:
         """Puts the numbers back."""
@@ -214,6 +244,9 @@ class Lifter:
                 node.args = fx.node.map_aggregate(node.args, swap)
                 node.kwargs = fx.node.map_aggregate(node.kwargs, swap)
 
+
+_FUSED = [name for name in (f"_fused_{kind}_" for kind in ("adam", "adamw", "sgd", "adagrad")) if hasattr(torch, name)]
+"""What optimizers call by these names of torch."""
 
 _COMMON = frozenset({0.0, 1.0, -1.0, 0.5, 2.0})
 """Constants that a kernel may be called with for reasons of its own."""

@@ -218,6 +218,7 @@ class Tracer:
     def _patches(self) -> Iterator[Any]:
         yield told()
         yield host_branches(lambda: self._host)
+        yield self._lifter.fused_kernels()
         yield from self._symbols.patches(lambda: self._host)
         yield from self._comm.patches(RULES)
         for module in (_optimizer_module, _foreach_utils):  # fakes stand for plain tensors here

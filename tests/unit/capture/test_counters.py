@@ -168,7 +168,7 @@ def test_what_a_fused_kernel_takes_as_a_constant_is_refused() -> None:
         opt.param_groups[0]["lr"] *= 0.5
         return loss
 
-    with pytest.raises(CaptureError, match=r"changes opt\.groups\.0\.lr"):
+    with pytest.raises(CaptureError, match="takes lr, which the step itself computes"):
         ws.compile(decaying, backend="eager")(torch.ones(3, 4))
     assert opt.param_groups[0]["lr"] == 0.01
 

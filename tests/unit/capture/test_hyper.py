@@ -144,7 +144,7 @@ def test_a_step_that_writes_the_rate_of_a_fused_kernel_is_refused() -> None:
         return loss
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ws.CaptureError, match=r"opt\.groups\.0\.lr") as raised:
+    with pytest.raises(ws.CaptureError, match="takes lr, which the step itself computes") as raised:
         ws.compile(decaying)(torch.ones(6, 4))
     assert "test_hyper.py" in str(raised.value)
     assert opt.param_groups[0]["lr"] == 0.01
