@@ -116,6 +116,27 @@ for _name in SCHEDULES:
     case(traces=())(scheduled(_name))
 
 
+@case(traces=())
+def schedule_of_fused_updates_inside(run: Run) -> Job:
+    """Two updates in a call, each at a rate and with betas that the scheduler has just set."""
+    module = mlp()
+    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)
+    scheduler = SCHEDULES["one_cycle"](opt)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        for number in range(2):
+            opt.zero_grad()
+            loss = loss_of(model, x + number, y)
+            loss.backward()
+            opt.step()
+            scheduler.step()
+        opt.zero_grad()
+        return loss
+
+    return Job(step=step, batches=class_batches(run, 5), objects={"model": module, "opt": opt, "numbers": numbers(opt)})
+
+
 class Trainer:
     """Counts steps and rows, warms up by its own count, and reports each fourth step in another way."""
 

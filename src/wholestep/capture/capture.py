@@ -170,11 +170,13 @@ class _Job:
         trace, graph = self.trace, functional.module.graph
         placeholders = graph.find_nodes(op="placeholder")
         records, lifter = self._records(), self._scene.lifter
-        lifter.replace_payloads(
-            graph, {id(h.box): placeholders[len(self._state.slots) + i] for i, h in enumerate(lifter.hypers)}
-        )
+        results: Any = graph.output_node().args[0]
+        computed = dict(zip(trace.payloads, results[len(results) - len(trace.payloads) :], strict=True))
+        boxes = {id(h.box): placeholders[len(self._state.slots) + i] for i, h in enumerate(lifter.hypers)}
+        lifter.replace_payloads(graph, boxes, computed)
         _numbers_as_inputs(placeholders, records)
-        results: Any = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
+        results = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
+        results = results[: len(results) - len(trace.payloads)]
         outputs: list[Output] = []
         user_nodes = [r for r in results[: trace.num_results] if isinstance(r, fx.Node)]
         outputs += [Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(user_nodes))]

@@ -5,7 +5,8 @@ Ordinary optimizers take a symbolic float wherever they take a float, so the num
 ``box.item()`` of a 0-d float64 input: the very arithmetic of eager Python, node by node. Fused kernels
 (``_fused_adamw_`` and kin) take only true floats. What they are given in the place of a symbolic one is a *payload*, a
 float with a bit pattern of its own next to the true value, and every payload in the finished graph is replaced by the
-input. All else that reads the group sees the symbolic float.
+input, or by what the graph computes where the step itself moves the number: that is a result of the trace, so that its
+node is known behind all rewriting. All else that reads the group sees the symbolic float.
 What is not a float (flags, names, counts) is watched by value instead, and what the step itself moves is a counter
 (`capture/counters.py`).
 """
@@ -120,6 +121,8 @@ class Lifter:
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._payloads: dict[float, Hyper] = {}
         self._installed: list[Any] = []
+        self.computed: dict[float, torch.SymFloat] = {}
+        """Payload -> the number it stands for, of those that the step computes itself."""
         groups: set[int] = set()  # an optimizer around another one may share its groups
         for name, opt in optimizers:
             self.attributes.append(AttributesWatch(vars(opt), name, None))
@@ -159,16 +162,14 @@ class Lifter:
         if fused:
             if number == 0.0 or not math.isfinite(number):
                 return False  # a zero switches a fused kernel's branch off: watched by value
-            hyper.payload = number
-            while hyper.payload in self._payloads or hyper.payload in _COMMON:
-                hyper.payload = math.nextafter(hyper.payload, math.inf)
+            hyper.payload = self._unused(number)
             self._payloads[hyper.payload] = hyper
         self.hypers.append(hyper)
         return True
 
     def install(self) -> None:
         """Puts symbolic floats into the groups. Called inside the trace, where boxes are traced."""
-        self._installed = []
+        self._installed, self.computed = [], {}
         for hyper in self.hypers:
             symbol = hyper.box.item()
             self._installed.append(symbol)
@@ -202,33 +203,44 @@ class Lifter:
 
     def _with_payloads(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return kernel(*args, **{name: self._payload(name, one) for name, one in kwargs.items()})
+            return kernel(*args, **{name: self._payload(one) for name, one in kwargs.items()})
 
         return call
 
-    def _payload(self, name: str, argument: Any) -> Any:
+    def _payload(self, argument: Any) -> Any:
         if not isinstance(argument, torch.SymFloat):
             return argument
         for hyper, symbol in zip(self.hypers, self._installed, strict=True):
             if symbol is argument and hyper.payload is not None:
                 return hyper.payload
-        raise CaptureError(
-            f"A fused optimizer takes {name}, which the step itself computes, as where a scheduler steps inside. Make "
-            f"it with fused=False (its updates become one kernel all the same), or change {name} outside the step."
-        )
+        for payload, symbol in self.computed.items():
+            if symbol is argument:
+                return payload
+        payload = self._unused(_FIRST)
+        self.computed[payload] = argument
+        return payload
+
+    def _unused(self, payload: float) -> float:
+        while payload in self._payloads or payload in self.computed or payload in _COMMON:
+            payload = math.nextafter(payload, math.inf)
+        return payload
 
     def restore(self) -> None:
         """Puts the numbers back."""
         for group, held in self._saved:
             group.update(held)
 
-    def replace_payloads(self, graph: fx.Graph, inputs: dict[int, fx.Node]) -> None:
-        """Replaces every payload in fused kernels by the input of its number. `inputs`: id of a box -> placeholder."""
-        items: dict[float, fx.Node] = {}
-        last = graph.find_nodes(op="placeholder")[-1] if self._payloads else None
+    def replace_payloads(self, graph: fx.Graph, inputs: dict[int, fx.Node], computed: dict[float, Any]) -> None:
+        """Replaces every payload in fused kernels by the input of its number, or by what the graph computes.
+
+        `inputs`: id of a box -> placeholder. `computed`: payload -> node.
+        """
+        items = dict(computed)
+        used = bool(self._payloads or items)
+        last = graph.find_nodes(op="placeholder")[-1] if used else None
 
         def swap(arg: Any) -> Any:
-            if isinstance(arg, float) and arg in self._payloads:
+            if isinstance(arg, float) and (arg in items or arg in self._payloads):
                 if arg not in items:
                     assert last is not None
                     with graph.inserting_after(last):
@@ -240,13 +252,16 @@ class Lifter:
             return arg
 
         for node in list(graph.nodes):
-            if node.op == "call_function" and "_fused_" in str(node.target) and self._payloads:
+            if node.op == "call_function" and "_fused_" in str(node.target) and used:
                 node.args = fx.node.map_aggregate(node.args, swap)
                 node.kwargs = fx.node.map_aggregate(node.kwargs, swap)
 
 
 _FUSED = [name for name in (f"_fused_{kind}_" for kind in ("adam", "adamw", "sgd", "adagrad")) if hasattr(torch, name)]
 """What optimizers call by these names of torch."""
+
+_FIRST = 0.1234567
+"""Payloads of what is computed begin here."""
 
 _COMMON = frozenset({0.0, 1.0, -1.0, 0.5, 2.0})
 """Constants that a kernel may be called with for reasons of its own."""

@@ -87,7 +87,9 @@ class Trace:
     numbers: dict[Any, Any] = field(default_factory=dict)
     """Symbols of host scalars, and their values at this call."""
     versions: list[int] = field(default_factory=list)
-    """Inputs whose version counter the step sets, in the order of the graph's last results."""
+    """Inputs whose version counter the step sets, in the order of the graph's last results but for payloads."""
+    payloads: list[float] = field(default_factory=list)
+    """What stands in fused kernels for numbers that the step computes, which are the graph's last results."""
     ranks: list[Rank] = field(default_factory=list)
     """The groups of this process, whose numbers are the last placeholders."""
     found: list[torch.Tensor] = field(default_factory=list)
@@ -291,6 +293,8 @@ class Tracer:
             flat.append(made)
         out.versions, versions = self._versions.at_exit()
         flat += versions
+        out.payloads = list(self._lifter.computed)
+        flat += self._lifter.computed.values()
         out.numbers, out.predicates = self._host.symbols(), predicate_graph(self._host)
         self._host = None
         return flat

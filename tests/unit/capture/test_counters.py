@@ -159,18 +159,34 @@ def test_a_rate_that_the_step_itself_moves() -> None:
         alike(eager, ours)
 
 
-def test_what_a_fused_kernel_takes_as_a_constant_is_refused() -> None:
-    model = nn.Linear(4, 2)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+def test_a_fused_kernel_takes_what_the_step_computes() -> None:
+    """From the group, by itself and for two kernels, and beside numbers that stay."""
 
-    def decaying(x: Tensor) -> Tensor:
-        loss = train(model, opt, x)
-        opt.param_groups[0]["lr"] *= 0.5
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        return model, torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
+
+    def decaying(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        first, second = opt.param_groups
+        for _ in range(2):
+            loss = train(model, opt, x)
+            first["lr"] *= 0.5
+            second["lr"], second["betas"] = 0.3 * first["lr"], (1 - first["lr"], 0.95)
         return loss
 
-    with pytest.raises(CaptureError, match="takes lr, which the step itself computes"):
-        ws.compile(decaying, backend="eager")(torch.ones(3, 4))
-    assert opt.param_groups[0]["lr"] == 0.01
+    eager, ours = make(), make()
+    step = ws.compile(decaying, backend="eager")
+    for call in range(4):
+        for _, opt in (eager, ours):
+            if call == 2:
+                opt.param_groups[0]["lr"] = 0.2
+        assert torch.equal(decaying(*eager, torch.ones(3, 4)), step(*ours, torch.ones(3, 4)))
+        held = [[{**group, "params": None} for group in opt.param_groups] for _, opt in (eager, ours)]
+        assert held[0] == held[1]
+        assert all(map(torch.equal, eager[0].parameters(), ours[0].parameters()))
+    assert step.cache_info().hits >= 2
 
 
 def test_tensors_of_the_state_that_change_places() -> None:
