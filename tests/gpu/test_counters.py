@@ -29,14 +29,14 @@ def net(device: torch.device) -> nn.Module:
 class Loop:
     """One training: what moves is a count of its own, the numbers of its optimizer, and its scheduler's."""
 
-    def __init__(self, device: torch.device, schedule: str | None, *, ddp: bool = False) -> None:
+    def __init__(self, device: torch.device, schedule: str | None, *, ddp: bool = False, fused: bool = False) -> None:
         self.module = net(device)
         self.model = DistributedDataParallel(self.module, device_ids=[device.index]) if ddp else self.module
         if schedule is None:
             self.opt: torch.optim.Optimizer = Adamlike(self.module.parameters())
             self.scheduler = None
         else:
-            self.opt = torch.optim.AdamW(self.module.parameters(), lr=0.02)
+            self.opt = torch.optim.AdamW(self.module.parameters(), lr=0.02, fused=fused)
             self.scheduler = SCHEDULES[schedule](self.opt)
         self.steps, self.average = 0, 0.0
 
@@ -71,13 +71,15 @@ def train(loop: Loop, step: Callable[[Tensor], Tensor], rank: int = 0) -> tuple[
     return [*losses, *(p.detach() for p in loop.module.parameters())], seen
 
 
-def race(schedule: str | None, backend: Any, device: torch.device, *, ddp: bool = False) -> tuple[float, bool, str]:
+def race(
+    schedule: str | None, backend: Any, device: torch.device, *, ddp: bool = False, fused: bool = False
+) -> tuple[float, bool, str]:
     """The largest relative difference of losses and parameters, whether all numbers are equal, and the backend."""
     rank = torch.distributed.get_rank() if ddp else 0
     with deterministic():
-        wanted = Loop(device, schedule, ddp=ddp)
+        wanted = Loop(device, schedule, ddp=ddp, fused=fused)
         tensors, seen = train(wanted, wanted.step, rank)
-        ours = Loop(device, schedule)
+        ours = Loop(device, schedule, fused=fused)
         step: Any = ws.compile(ours.step, backend=backend)
         found, counted = train(ours, step, rank)
     worst = max(
@@ -90,6 +92,14 @@ def race(schedule: str | None, backend: Any, device: torch.device, *, ddp: bool 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_one_gpu_counts_as_eager_code_does(backend: Any, schedule: str | None) -> None:
     worst, equal, ran = race(schedule, backend, torch.device("cuda", 0))
+    assert equal
+    assert worst <= (0.0 if backend == "eager" else 2e-4)
+    assert ("one CUDA graph" in ran) == (backend == "inductor")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_fused_kernel_takes_the_rate_that_the_step_computes(backend: Any) -> None:
+    worst, equal, ran = race("one_cycle", backend, torch.device("cuda", 0), fused=True)
     assert equal
     assert worst <= (0.0 if backend == "eager" else 2e-4)
     assert ("one CUDA graph" in ran) == (backend == "inductor")

@@ -38,8 +38,6 @@ _REMEDIES = {
 }
 """What helps where a part of torch looks at a value, by a piece of its file's name."""
 _OF_TORCH = {
-    "Expected inputs of BF16 type": "torch knows the shapes of grouped_mm before it runs for bfloat16 alone. Hold the "
-    "parameters in bfloat16, or load a model of Hugging Face with experts_implementation='batched_mm'.",
     "Couldn't swap": "The step converts or moves parameters here. Do it before the step, once.",
 }
 """What helps against an error of torch, by a piece of its text."""

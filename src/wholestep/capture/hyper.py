@@ -31,8 +31,11 @@ from wholestep.capture.watch import Watch
 from wholestep.errors import CaptureError
 from wholestep.program import meta
 
-_BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.ASGD: ("alpha",)}
-"""Numbers that are watched by value: torch 2.11 has no fake kernel for a tensor to the power of a symbolic float."""
+_BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.ASGD: ("alpha",),  # torch 2.11 has no fake kernel for a tensor to the power of a symbolic float
+    torch.optim.Muon: ("ns_coefficients",),  # factors of products, which take numbers of the host: no CUDA graph could
+}
+"""Numbers that are watched by value: no schedule moves them, and an operator wants them plain."""
 
 
 @dataclass(slots=True)

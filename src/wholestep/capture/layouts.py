@@ -1,8 +1,13 @@
 """Fake tensors do what kernels do to strides and version counters, where torch's descriptions of them say otherwise.
 
-What is traced depends on strides: ``reshape`` is a view of one layout and a copy of another. Of batch norms on the
-CPU torch says that they keep any layout; the kernels keep contiguous and channels-last ones and make others contiguous.
-Gradients of losses that compare two tensors are contiguous, whatever the tensors are.
+What is traced depends on strides: ``reshape`` is a view of one layout and a copy of another. torch describes many
+operators by arithmetic in Python, which finds other strides than their kernels do. Four kinds of kernels are told
+apart: results in the layout of the operands, the first one first, as ATen's loops over elements have it; results that
+are contiguous whatever the operands are; results that stay channels-last and are contiguous otherwise; and copies of
+one operand's layout.
+
+Products of groups, with which mixtures of experts compute, have rows that begin at multiples of 16 bytes. torch
+describes them for bfloat16 alone, and without that in a build for CPUs; the kernels take float32 and float16 as well.
 
 Kernels over lists count what they write; their descriptions do not, and those of fused optimizers count nothing, as
 their kernels. A number that was read of a fake tensor is remembered until its counter moves, so `.item()` behind a
@@ -14,23 +19,61 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
-_NORMALIZED = {
+_OF_OPERANDS: dict[Any, tuple[int, int]] = {
+    **dict.fromkeys(
+        (
+            aten.softplus_backward.default, aten.hardtanh_backward.default, aten.hardswish_backward.default,
+            aten.hardsigmoid_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
+            aten.xlogy.Tensor, aten.special_xlog1py.default, aten.copysign.Tensor, aten.floor_divide.default,
+            aten.div.Tensor_mode, aten.binary_cross_entropy.default,
+        ),
+        (0, 1),
+    ),
+    aten.elu_backward.default: (0, 5),
+    aten.rrelu_with_noise_backward.default: (2, 0),
+}  # fmt: skip
+"""Operator -> places of the operands that its loop takes, in its order."""
+
+_CONTIGUOUS = frozenset({
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+    aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default, aten.pow.Scalar,
+    aten.normal.Tensor_Tensor, aten._weight_norm_interface.default,
+})  # fmt: skip
+_CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid_forward.default, aten.glu_backward.default})
+
+_KEPT = {aten.roll.default: 0, aten.channel_shuffle.default: 0}
+_KEPT_ON_CPU = {
+    aten.replication_pad2d_backward.default: 1,
+    aten.reflection_pad2d_backward.default: 1,
+    aten.max_unpool2d.default: 0,
+    aten.native_group_norm_backward.default: 1,
+}
+_NORMS_ON_CPU = {
     aten.native_batch_norm.default: 0,
     aten._native_batch_norm_legit.default: 0,
     aten._native_batch_norm_legit.no_stats: 0,
     aten._native_batch_norm_legit_no_training.default: 0,
     aten.native_batch_norm_backward.default: 1,
+    aten.batch_norm_backward.default: 1,
 }
-"""Operator of the CPU -> place of the argument whose layout its first result has."""
+"""Operator -> place of the argument whose layout its first result has if that is channels-last."""
 
-_CONTIGUOUS = frozenset({
-    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
-})  # fmt: skip
+_ALL_KEPT = _KEPT | _KEPT_ON_CPU | _NORMS_ON_CPU
+
+_COPIED = {aten.binary_cross_entropy_backward.default: 1}
+"""Operator -> place of the argument whose layout its result has."""
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+_GROUPED = aten._grouped_mm.default
+_ROW_BYTES = 16
 
 
 class Fakes(FakeTensorMode):
@@ -38,6 +81,8 @@ class Fakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
+        if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return _product_of_groups(*args, **(kwargs or {}))
         written = _written(func, args, kwargs or {}) if func._schema.is_mutable else []
         over_lists = func.__name__.startswith("_foreach_")
         counters = [over_lists and not one.is_inference() and one._version for one in written]
@@ -46,14 +91,46 @@ class Fakes(FakeTensorMode):
             one.item_memo = None
             if counter is not False and one._version == counter:
                 increment_version(one)
-        if func in _CONTIGUOUS:
-            return _with_strides(found, _contiguous(found))
-        place = _NORMALIZED.get(func)
-        if place is None or not isinstance(found[0], FakeTensor) or found[0].device.type != "cpu":
-            return found
-        source = args[place]
-        strides = source.stride() if _is_kept(source) else _contiguous(source)
-        return (_with_strides(found[0], strides), *found[1:])
+        return _laid_out(func, args, found)
+
+
+def _laid_out(func: Any, args: Any, found: Any) -> Any:
+    """What an operator gave, as its kernel lays it out."""
+    first = found[0] if isinstance(found, (tuple, list)) and found else found
+    if not isinstance(first, FakeTensor):
+        return found
+    on_cpu = first.device.type == "cpu"
+    if func in _CONTIGUOUS or (on_cpu and func in _CONTIGUOUS_ON_CPU):
+        return tree_map_only(FakeTensor, lambda one: _with_strides(one, _contiguous(one)), found)
+    kept = _ALL_KEPT if on_cpu else _KEPT
+    if func in kept:
+        strides = _kept(first, args[kept[func]], is_norm=func in _NORMS_ON_CPU)
+    elif func in _OF_OPERANDS:
+        strides = torch.add(*(_blank(args[operand]) for operand in _OF_OPERANDS[func])).stride()
+    elif func in _COPIED:
+        strides = torch.empty_like(_blank(args[_COPIED[func]])).stride()
+    else:
+        return found
+    changed = _with_strides(first, strides)
+    return changed if first is found else (changed, *found[1:])
+
+
+def _product_of_groups(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What ATen gives for groups of rows (`a` has two dims), of columns (`b` has two) or of what is summed (both)."""
+    sizes = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        sizes.insert(0, offs.shape[0] if offs is not None else a.shape[0])
+    dtype = out_dtype or a.dtype
+    step = _ROW_BYTES // dtype.itemsize
+    row = -(-sizes[-1] // step) * step
+    strides = (row, 1) if len(sizes) == 2 else (sizes[1] * row, row, 1)
+    return a.new_empty_strided(sizes, strides, dtype=dtype)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[FakeTensor]:
@@ -66,15 +143,26 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[FakeTensor]:
 
 
 def _with_strides(made: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return made if made.stride() == strides else made.new_empty_strided(made.shape, strides)
+    same = made.stride() == strides or len(strides) != made.dim()
+    return made if same else made.new_empty_strided(made.shape, strides)
+
+
+def _blank(operand: Any) -> Any:
+    """What has the layout of a tensor and no content, and belongs to no mode; numbers are their own."""
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    return torch.empty_strided(operand.shape, operand.stride(), device="meta")
 
 
 def _contiguous(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def _is_kept(source: torch.Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return source.is_contiguous() or (
-        source.dim() in formats and source.is_contiguous(memory_format=formats[source.dim()])
-    )
+def _kept(made: torch.Tensor, source: torch.Tensor, *, is_norm: bool) -> tuple[int, ...]:
+    """Strides of what is channels-last if `source` is, and contiguous otherwise."""
+    form = _FORMATS.get(source.dim())
+    if form is None or source.is_contiguous():
+        return _contiguous(made)
+    # One image alone has many strides that could be called channels-last. Norms take them all, others what looks so.
+    is_kept = source.is_contiguous(memory_format=form) if is_norm else suggest_memory_format(source) is form
+    return torch.empty(made.shape, device="meta", memory_format=form).stride() if is_kept else _contiguous(made)

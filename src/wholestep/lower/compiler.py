@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import launches, row_sums, wrapper
+from wholestep.lower import launches, resampling, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
 from wholestep.lower.postponed import put_off
 from wholestep.program import meta, ops
@@ -74,8 +74,7 @@ def begun(
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
-    given: Any = segment.graph.output_node().args[0]
-    device = meta.tensor(given[0]).device  # there may be no input: a mask, positions
+    device = _device(segment)
     settings, context = settings_for(graph.graph, device.type), TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
     with tracing(context), mode, inductor_config.patch(settings), ways, put_off() as rest:
@@ -86,6 +85,11 @@ def begun(
             rest()
 
     return found, finish
+
+
+def _device(segment: Segment) -> torch.device:
+    given: Any = segment.graph.output_node().args[0]
+    return meta.tensor(given[0]).device  # there may be no input: a mask, positions
 
 
 def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
@@ -175,7 +179,7 @@ def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMod
         return results
 
     with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
-        made = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
+        made = make_fx(run, decomposition_table=select_decomp_table() | resampling.rules(_device(segment)))(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
     row_sums.gather_sums(made.graph)
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]

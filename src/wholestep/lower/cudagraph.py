@@ -41,6 +41,7 @@ _MOVING = (InputKind.USER, InputKind.GRAD)
 """Inputs that are other tensors in every call."""
 
 
+_GROUPED = torch.ops.aten._grouped_mm.default
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -117,6 +118,8 @@ def _reason(node: fx.Node, host: dict[fx.Node, None]) -> str | None:
         return f"{name} reads or sets the state of a random generator on the host"
     if node.op != "call_function" or node in host:
         return None
+    if node.target is _GROUPED and meta.tensor(node).dtype is not torch.bfloat16:
+        return f"{name} asks the GPU where groups end, as ATen does for all but bfloat16"
     if isinstance(meta.value(node), _NUMBERS):
         return f"{name} gives a number of the GPU, for which the host would wait"
     if not all(isinstance(size, int) for one in meta.tensors(node) for size in one.shape):

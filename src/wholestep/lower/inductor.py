@@ -61,6 +61,11 @@ MOST_PARTS = 16
 """That are put together by a kernel of Inductor for GPUs. Its text grows with each of them, and Triton's time with the
 square: 12 take it 0.6 s, 48 four and the 99 small gradients of W1 19."""
 
+_LEFT_TO_ATEN = (
+    _aten._local_scalar_dense.default,
+    _aten.item.default,
+    _aten._grouped_mm.default,  # described for bfloat16 alone
+)
 _LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
 """Operators that run as they are: nothing is fused into them."""
 
@@ -89,7 +94,7 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if ops.mutated_args(node.target) or ops.draws(node):
         return False
-    if node.target in (_aten._local_scalar_dense.default, _aten.item.default):
+    if node.target in _LEFT_TO_ATEN:
         return False
     taken = [one for arg in node.all_input_nodes for one in meta.tensors(arg)]
     given = list(meta.tensors(node))

@@ -80,12 +80,6 @@ def no_fake(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def grouped(x: Tensor) -> Tensor:
-    """Products as the experts of a mixture compute them, in float32."""
-    ends = torch.tensor([2, 3], dtype=torch.int32)
-    return nn.functional.grouped_mm(x[:, None].expand(3, 16).contiguous(), torch.ones(2, 16, 8), offs=ends)
-
-
 def steps() -> dict[str, tuple[Callable[[Tensor], Any], str]]:
     return {
         "branch": (lambda x: 1 if x.sum() > 0 else 2, "value of a tensor decides"),
@@ -94,7 +88,6 @@ def steps() -> dict[str, tuple[Callable[[Tensor], Any], str]]:
         "numpy": (lambda x: x.numpy(), "turned into numpy"),
         "format": (lambda x: f"{x.sum():.2f}", "formatted into text"),
         "fake": (lambda x: no_fake(x), "no fake kernel"),
-        "grouped": (lambda x: grouped(x), "BF16(.|\\n)*experts_implementation"),
         "own": (lambda x: {}["missing"], "KeyError"),
     }
 
@@ -104,6 +97,5 @@ def test_each_kind_of_error_is_explained_at_its_line(name: str) -> None:
     step, said = steps()[name]
     with pytest.raises(CaptureError, match=said) as raised:
         captured(step, torch.ones(3))
-    place = first_line(grouped) + 3 if name == "grouped" else first_line(step)
-    assert f"{HERE}:{place} in " in str(raised.value)
+    assert f"{HERE}:{first_line(step)} in " in str(raised.value)
     assert raised.value.__cause__ is not None

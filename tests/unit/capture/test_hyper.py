@@ -124,6 +124,28 @@ def test_a_zero_of_a_fused_kernel_is_watched_by_value() -> None:
     assert info.reasons == ("opt.groups.0.weight_decay was 0.0, is 0.3",)
 
 
+def test_factors_of_muons_products_are_watched_by_value() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 2, bias=False)
+        return model, torch.optim.Muon(model.parameters(), lr=0.1)
+
+    def change(call: int, group: dict[str, Any]) -> None:
+        if call == 1:
+            group.update(lr=0.05, ns_coefficients=(3.0, -4.0, 2.0))
+
+    info = run_both(make, change).cache_info()
+    assert info.traces == 2
+    assert len(info.reasons) == 1
+    assert "ns_coefficients" in info.reasons[0]
+    products = [
+        node
+        for node in calls(program_of(train, *make(), torch.ones(6, 4)))
+        if node.target in (torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
+    ]
+    assert products
+    assert all(isinstance(number, float | int) for node in products for number in node.kwargs.values())
+
+
 def test_a_rate_that_becomes_a_tensor_is_traced_again() -> None:
     def change(call: int, group: dict[str, Any]) -> None:
         if call == 1:

@@ -44,18 +44,84 @@ def loss_backward(name: str, *options: float) -> Callable[[Tensor], tuple[Any, t
     return lambda x: (getattr(aten, name).default, (torch.ones(()), x, torch.randn(x.shape), 1, *options))
 
 
-CALLS = {
+Call = Callable[[Tensor], tuple[Any, tuple[Any, ...]]]
+
+
+def both(op: Any, args: Callable[[Tensor, Tensor], tuple[Any, ...]], name: str) -> dict[str, Call]:
+    """An operator of two tensors, each once in another layout than the other one."""
+    return {
+        f"{name}, 1": lambda x: (op, args(x, torch.randn(x.shape))),
+        f"{name}, 2": lambda x: (op, args(torch.randn(x.shape), x)),
+    }
+
+
+def padded(x: Tensor) -> Tensor:
+    return functional.pad(x, (1, 1, 1, 1))
+
+
+def group_norm_backward(x: Tensor) -> tuple[Any, ...]:
+    """Autograd gives it gradients in the layout of its input, or copies them."""
+    image, of_groups = x.contiguous(memory_format=torch.channels_last), torch.ones(x.shape[:2])
+    sizes = len(x), x.shape[1], x[0, 0].numel(), x.shape[1]
+    return image, image, of_groups, of_groups, torch.ones(x.shape[1]), *sizes, [True] * 3
+
+
+PAIRS: list[tuple[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]]] = [
+    (aten.softplus_backward.default, lambda a, b: (a, b, 1.0, 20.0)),
+    (aten.elu_backward.default, lambda a, b: (a, 1.0, 1.0, 1.0, False, b)),
+    (aten.hardtanh_backward.default, lambda a, b: (a, b, -1.0, 1.0)),
+    (aten.hardswish_backward.default, lambda a, b: (a, b)),
+    (aten.hardsigmoid_backward.default, lambda a, b: (a, b)),
+    (aten.logit_backward.default, lambda a, b: (a, b)),
+    (aten.native_dropout_backward.default, lambda a, b: (a, b > 0, 2.0)),
+    (aten.rrelu_with_noise_backward.default, lambda a, b: (a, b, b, 0.1, 0.3, True, False)),
+    (aten.xlogy.Tensor, lambda a, b: (a, b)),
+    (aten.special_xlog1py.default, lambda a, b: (a, b)),
+    (aten.copysign.Tensor, lambda a, b: (a, b)),
+    (aten.floor_divide.default, lambda a, b: (a, b)),
+    (aten.binary_cross_entropy.default, lambda a, b: (a.sigmoid(), b.sigmoid(), None, 0)),
+    (aten.binary_cross_entropy_backward.default, lambda a, b: (a, b.sigmoid(), b.sigmoid(), None, 0)),
+    (aten._log_softmax_backward_data.default, lambda a, b: (a, b, 1, torch.float32)),
+    (aten.normal.Tensor_Tensor, lambda a, b: (a, b.abs())),
+    (aten.pow.Scalar, lambda a, b: (2.0, a + b)),
+    (aten.log_sigmoid_forward.default, lambda a, b: (a + b,)),
+    (aten.roll.default, lambda a, b: (a + b, [1], [1])),
+    (aten.glu_backward.default, lambda a, b: (a, torch.cat([b, b], 1), 1)),
+    (aten._weight_norm_interface.default, lambda a, b: (a, torch.ones(len(a), *[1] * (a.dim() - 1)), 0)),
+]
+IMAGES: list[tuple[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]]] = [
+    (aten.replication_pad2d_backward.default, lambda a, b: (padded(a), b, [1] * 4)),
+    (aten.reflection_pad2d_backward.default, lambda a, b: (padded(a), b, [1] * 4)),
+    (aten.channel_shuffle.default, lambda a, b: (a + b, 1)),
+    (
+        aten.max_unpool2d.default,
+        lambda a, b: (a + b, torch.zeros(a.shape, dtype=torch.long), [2 * size for size in a.shape[2:]]),
+    ),
+    (
+        aten.native_layer_norm_backward.default,
+        lambda a, b: (
+            a, b, [a.shape[-1]], *[torch.ones(*a.shape[:-1], 1)] * 2, *[torch.ones(a.shape[-1])] * 2, [True] * 3
+        ),
+    ),
+    (aten.native_group_norm_backward.default, lambda a, b: group_norm_backward(a + b)),
+]  # fmt: skip
+
+CALLS: dict[str, Call] = {
     "norm": norm,
     "norm backward": norm_backward,
     "mse": loss_backward("mse_loss_backward"),
     "smooth l1": loss_backward("smooth_l1_loss_backward", 1.0),
     "huber": loss_backward("huber_loss_backward", 1.0),
 }
+for operator, arguments in (*PAIRS, *IMAGES):
+    CALLS |= both(operator, arguments, str(operator))
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_fake_has_the_strides_of_the_real_one(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 4 and any(str(operator) in name for operator, _ in IMAGES):
+        pytest.skip("takes images alone")
     for x in layouts(shape):
         operator, args = CALLS[name](x)
         mode = Fakes()
@@ -92,6 +158,77 @@ def test_a_step_through_another_layout(loss: Callable[[Tensor, Tensor], Tensor],
     x, y = torch.randn(4, 5, 16), torch.randn(4, 8, 5)
     for got, want in zip(ws.compile(step, backend=backend)(x, y), step(x, y), strict=True):
         torch.testing.assert_close(got, want, rtol=0 if backend == "eager" else 1e-5, atol=1e-6 * (backend != "eager"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("groups", ["rows", "columns", "sums", "each"])
+def test_products_of_groups(groups: str, dtype: torch.dtype) -> None:
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    of = {
+        "rows": ((16, 8), (2, 8, 24), ends),
+        "columns": ((2, 8, 16), (16, 16), ends),
+        "sums": ((24, 16), (16, 8), ends),
+        "each": ((2, 8, 16), (2, 16, 24), None),
+    }
+    left, right, offs = of[groups]
+    for turned in (False, True):
+        a, b = torch.randn(left).to(dtype), torch.randn(right).to(dtype)
+        if turned:
+            b = b.mT.contiguous().mT
+            b = b[..., :-2] if groups in ("rows", "each") else b  # a result whose rows do not fill 16 bytes
+        real = aten._grouped_mm.default(a, b, offs)
+        mode = Fakes()
+        with mode:
+            made = aten._grouped_mm.default(*(one if one is None else mode.from_tensor(one) for one in (a, b, offs)))
+        assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+class Gated(nn.Module):
+    """What keeps a gate's gradient in another layout than its argument: state-space models and their kin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(6, 5, bias=False), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = functional.softplus(self.gate(x)).transpose(1, 2)
+        moved: Tensor = decay.cumsum(-1) * self.value(x).transpose(1, 2)
+        return moved
+
+
+class Experts(nn.Module):
+    """A mixture of experts in float32, sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.weight = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, expert = self.route(x.flatten(0, 1)).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = functional.one_hot(expert, 3).sum(0)
+        rows = functional.grouped_mm(x.flatten(0, 1)[order], self.weight, offs=ends.cumsum(0).to(torch.int32))
+        back: Tensor = rows[order.argsort()] * score[:, None]
+        return back
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", [Gated, Experts])
+def test_steps_whose_kernels_were_described_otherwise(kind: type[nn.Module], backend: str) -> None:
+    torch.manual_seed(1)
+    model = kind()
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        loss = model(x).square().mean()
+        return loss, *torch.autograd.grad(loss, list(model.parameters()))
+
+    run = ws.compile(step, backend=backend)
+    for _ in range(2):
+        x = torch.randn(4, 7, 6 if kind is Gated else 8)
+        for got, want in zip(run(x), step(x), strict=True):
+            torch.testing.assert_close(
+                got, want, rtol=0 if backend == "eager" else 1e-5, atol=1e-6 * (backend != "eager")
+            )
 
 
 def counted(x: Tensor) -> list[Tensor]:
