@@ -48,7 +48,7 @@ _CONTIGUOUS = frozenset({
 })  # fmt: skip
 _CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid_forward.default, aten.glu_backward.default})
 
-_KEPT = {aten.roll.default: 0, aten.channel_shuffle.default: 0}
+_KEPT = {aten.roll.default: 0, aten.channel_shuffle.default: 0, aten.upsample_bilinear2d.default: 0}
 _KEPT_ON_CPU = {
     aten.replication_pad2d_backward.default: 1,
     aten.reflection_pad2d_backward.default: 1,

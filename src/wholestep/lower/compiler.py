@@ -27,6 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from wholestep.lower import launches, resampling, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
+from wholestep.lower.patient import patient
 from wholestep.lower.postponed import put_off
 from wholestep.program import meta, ops
 from wholestep.program.modules import unwritten
@@ -77,11 +78,11 @@ def begun(
     device = _device(segment)
     settings, context = settings_for(graph.graph, device.type), TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
-    with tracing(context), mode, inductor_config.patch(settings), ways, put_off() as rest:
+    with tracing(context), mode, inductor_config.patch(settings), ways, patient(), put_off() as rest:
         found = compile_fx_inner(graph, inputs)
 
     def finish() -> None:
-        with tracing(context), mode, inductor_config.patch(settings):
+        with tracing(context), mode, inductor_config.patch(settings), patient():
             rest()
 
     return found, finish

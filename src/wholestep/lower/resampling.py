@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 _aten: Any = torch.ops.aten
 
 
 def rules(device: torch.device) -> dict[Any, Callable[..., Tensor]]:
-    """Operator -> what a compiler for the device is given in its place. The kernels of CPUs need no atomics."""
+    """Operator -> what a compiler for the device is given in its place. The kernels of CPUs need no atomics.
+
+    Torch describes what ATen's kernel gives for fewer than 16 channels on a GPU as contiguous. It stays channels-last,
+    and Inductor, which asserts what it was told, would end there: so the kernel is not called.
+    """
+    if device.type == "cpu":
+        return {}
     names = ("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_trilinear3d_backward")
-    return {} if device.type == "cpu" else {getattr(_aten, name).default: gradient_of_linear for name in names}
+    found = {getattr(_aten, name).default: gradient_of_linear for name in names}
+    forward = _aten.upsample_bilinear2d.default
+    return found | ({forward: decomposition_table[forward]} if forward in decomposition_table else {})
 
 
 def gradient_of_linear(
@@ -36,7 +45,8 @@ def gradient_of_linear(
         large == small and scale not in (None, 1)
         for large, small, scale in zip(output_size, input_size[2:], scales, strict=False)
     ):
-        return NotImplemented  # whether that is a copy differs from kernel to kernel of ATen's: it does it itself
+        # Whether that is a copy differs from kernel to kernel of ATen's: it does it itself.
+        return cast("Tensor", NotImplemented)
     found = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     for place, (large, small) in enumerate(zip(output_size, input_size[2:], strict=True)):
         scale = scales[place] if place < len(scales) else None
@@ -53,22 +63,16 @@ def _step(large: int, small: int, align_corners: bool, scale: float | None) -> f
 
 def _gathered(gradient: Tensor, dim: int, large: int, small: int, step: float, align_corners: bool) -> Tensor:
     """One dim of the gradient, from `large` places to `small`."""
-    # Whoever reads place i lies between i - 1 and i + 1. One more on each side takes care of roundings: it weighs 0.
-    reach = large if step == 0 or small == 1 else min(large, math.ceil(2 / step) + 3)
+    # Whoever reads place i lies between i - 1 and i + 1. A reader at either end weighs nothing, so it does no harm if
+    # a rounding leaves it out.
+    reach = large if step == 0 or small == 1 else min(large, math.floor(2 / step) + 1)
     place = torch.arange(small, device=gradient.device)
-    first = (
-        (place - 1.0 if align_corners else place - 0.5) / step - (0.0 if align_corners else 0.5)
-        if step
-        else place * 0.0
-    )
-    first = (first.floor() - 1).clamp(0, large - reach)
-    readers = first.to(torch.int64)[:, None] + torch.arange(reach, device=gradient.device)
-    where = readers.to(torch.float32)
-    source = where * step if align_corners else ((where + 0.5) * step - 0.5).clamp_min(0)
-    low = source.to(torch.int64).clamp_max(small - 1)
-    upper = (source - low).clamp(0, 1)
-    high = low + (low < small - 1).to(torch.int64)
-    share = torch.where(low == place[:, None], 1 - upper, 0.0) + torch.where(high == place[:, None], upper, 0.0)
-    indices: list[Tensor | None] = [None] * dim
-    seen = _aten._unsafe_index(gradient, [*indices, readers])
-    return (seen * share.to(gradient.dtype).reshape(share.shape + (1,) * (gradient.ndim - 1 - dim))).sum(dim + 1)
+    shift = 0.0 if align_corners else 0.5
+    first = ((place - 1 + shift) / step - shift).ceil() if step else place * 0.0
+    readers = first.clamp(0, large - reach).to(torch.int64)[:, None] + torch.arange(reach, device=gradient.device)
+    source = ((readers.to(torch.float32) + shift) * step - shift).clamp(0, small - 1)
+    share = (1 - (source - place[:, None]).abs()).clamp_min(0).to(gradient.dtype)
+    seen = _aten._unsafe_index(gradient, [*[None] * dim, readers])
+    found: Tensor = (seen * share.reshape(share.shape + (1,) * (gradient.ndim - 1 - dim))).sum(dim + 1)
+    # Inductor would reckon this anew for every reader in the next dim; it makes what is viewed by strides.
+    return torch.as_strided(found, found.shape, found.stride())

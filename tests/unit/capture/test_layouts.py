@@ -93,6 +93,7 @@ IMAGES: list[tuple[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]]] = [
     (aten.replication_pad2d_backward.default, lambda a, b: (padded(a), b, [1] * 4)),
     (aten.reflection_pad2d_backward.default, lambda a, b: (padded(a), b, [1] * 4)),
     (aten.channel_shuffle.default, lambda a, b: (a + b, 1)),
+    (aten.upsample_bilinear2d.default, lambda a, b: (a + b, [7, 9], False)),
     (
         aten.max_unpool2d.default,
         lambda a, b: (a + b, torch.zeros(a.shape, dtype=torch.long), [2 * size for size in a.shape[2:]]),
