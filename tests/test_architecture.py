@@ -48,6 +48,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "the node behind a host scalar",
         "torch.utils._python_dispatch": "to compute with no tracing mode active",
     },
+    "capture/layouts.py": {"torch._prims_common": "whether strides look channels-last, as kernels ask it"},
     "capture/origin.py": {
         "torch._C._current_autograd_node": "which forward operation a backward one belongs to",
         "torch.autograd._get_sequence_nr": "the number that ties the two",
@@ -97,9 +98,11 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/memsets.py": {
         "torch._C._construct_storage_from_data_pointer": "memory of a captured graph as a tensor, to be filled",
     },
+    "lower/resampling.py": {"torch._decomp": "linear interpolation in the operators that Inductor lowers"},
     "lower/rows.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
+    "lower/patient.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
     "lower/postponed.py": {"torch._inductor": "its waits for workers, which are put off, and what it does behind them"},
     "lower/wrapper.py": {"torch._inductor": "the lines that it writes around kernels"},
     "program/portable.py": {

@@ -30,7 +30,7 @@ _OF_OPERANDS: dict[Any, tuple[int, int]] = {
     **dict.fromkeys(
         (
             aten.softplus_backward.default, aten.hardtanh_backward.default, aten.hardswish_backward.default,
-            aten.hardsigmoid_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
+            aten.hardsigmoid_backward.default, aten.logit_backward.default,
             aten.xlogy.Tensor, aten.special_xlog1py.default, aten.copysign.Tensor, aten.floor_divide.default,
             aten.div.Tensor_mode, aten.binary_cross_entropy.default,
         ),
@@ -38,18 +38,23 @@ _OF_OPERANDS: dict[Any, tuple[int, int]] = {
     ),
     aten.elu_backward.default: (0, 5),
     aten.rrelu_with_noise_backward.default: (2, 0),
+    aten.native_dropout_backward.default: (0, 1),  # on CPUs, see below
 }  # fmt: skip
 """Operator -> places of the operands that its loop takes, in its order."""
 
 _CONTIGUOUS = frozenset({
     aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
     aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default, aten.pow.Scalar,
-    aten.normal.Tensor_Tensor, aten._weight_norm_interface.default,
+    aten.normal.Tensor_Tensor, aten._weight_norm_interface.default, aten.glu_backward.default,
 })  # fmt: skip
-_CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid_forward.default, aten.glu_backward.default})
+_CONTIGUOUS_ON_CPU = _CONTIGUOUS | {aten.log_sigmoid_forward.default}
+_CONTIGUOUS_ON_GPU = _CONTIGUOUS | {aten.channel_shuffle.default}
 
-_KEPT = {aten.roll.default: 0, aten.channel_shuffle.default: 0, aten.upsample_bilinear2d.default: 0}
+_KEPT_ON_GPU = {aten.upsample_bilinear2d.default: 0, aten.native_dropout_backward.default: 0}
 _KEPT_ON_CPU = {
+    aten.upsample_bilinear2d.default: 0,
+    aten.roll.default: 0,
+    aten.channel_shuffle.default: 0,
     aten.replication_pad2d_backward.default: 1,
     aten.reflection_pad2d_backward.default: 1,
     aten.max_unpool2d.default: 0,
@@ -63,9 +68,8 @@ _NORMS_ON_CPU = {
     aten.native_batch_norm_backward.default: 1,
     aten.batch_norm_backward.default: 1,
 }
+_KEPT_ON_CPU |= _NORMS_ON_CPU
 """Operator -> place of the argument whose layout its first result has if that is channels-last."""
-
-_ALL_KEPT = _KEPT | _KEPT_ON_CPU | _NORMS_ON_CPU
 
 _COPIED = {aten.binary_cross_entropy_backward.default: 1}
 """Operator -> place of the argument whose layout its result has."""
@@ -100,9 +104,9 @@ def _laid_out(func: Any, args: Any, found: Any) -> Any:
     if not isinstance(first, FakeTensor):
         return found
     on_cpu = first.device.type == "cpu"
-    if func in _CONTIGUOUS or (on_cpu and func in _CONTIGUOUS_ON_CPU):
+    if func in (_CONTIGUOUS_ON_CPU if on_cpu else _CONTIGUOUS_ON_GPU):
         return tree_map_only(FakeTensor, lambda one: _with_strides(one, _contiguous(one)), found)
-    kept = _ALL_KEPT if on_cpu else _KEPT
+    kept = _KEPT_ON_CPU if on_cpu else _KEPT_ON_GPU
     if func in kept:
         strides = _kept(first, args[kept[func]], is_norm=func in _NORMS_ON_CPU)
     elif func in _OF_OPERANDS:

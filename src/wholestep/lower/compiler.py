@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from wholestep.lower import launches, resampling, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
-from wholestep.lower.patient import patient
+from wholestep.lower.patient import is_of_triton, patient
 from wholestep.lower.postponed import put_off
 from wholestep.program import meta, ops
 from wholestep.program.modules import unwritten
@@ -43,6 +44,9 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "combo_kernels": True, "combo_kernels_pointwise_only": True,
     },
 }  # fmt: skip
+
+_IN_LOOPS: dict[str, object] = {"triton.persistent_reductions": False}
+"""For what Triton compiles with no block size: the kernels it has failed at held whole rows."""
 
 _LENIENT = "triton.mix_order_reduction_non_strict_mode"
 _ROWS_OF_PROGRAM = "triton.mix_order_reduction_split_size"
@@ -65,18 +69,44 @@ def start_workers() -> None:
 
 def begun(
     segment: Segment, *, early_launches: bool, own_products: bool
-) -> tuple[Callable[[list[Any]], Sequence[Any]], Callable[[], None]]:
-    """A function that does what the segment does (takes a list, which it empties, and gives a list), and one to be
-    called once before it: that waits for its kernels, which are compiled meanwhile.
+) -> Callable[[], Callable[[list[Any]], Sequence[Any]]]:
+    """Has a segment compiled, and gives what waits for its kernels: it returns a function that does what the segment
+    does (takes a list, which it empties, and gives a list).
 
     `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`.
     """
+    begin = partial(_begun, segment, early_launches=early_launches, own_products=own_products)
+    try:
+        found, rest = begin({})
+    except Exception as error:
+        if not is_of_triton(error):
+            raise
+        found, rest = begin(_IN_LOOPS)
+
+    def finish() -> Callable[[list[Any]], Sequence[Any]]:
+        try:
+            rest()
+            return found
+        except Exception as error:
+            if not is_of_triton(error):
+                raise
+        other, other_rest = begin(_IN_LOOPS)
+        other_rest()
+        return other
+
+    return finish
+
+
+def _begun(
+    segment: Segment, more: dict[str, object], *, early_launches: bool, own_products: bool
+) -> tuple[Callable[[list[Any]], Sequence[Any]], Callable[[], None]]:
+    """What Inductor makes of a segment with some options more, not to be called before the second is."""
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
     device = _device(segment)
-    settings, context = settings_for(graph.graph, device.type), TracingContext(mode)
+    settings, context = settings_for(graph.graph, device.type) | more, TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
     with tracing(context), mode, inductor_config.patch(settings), ways, patient(), put_off() as rest:
         found = compile_fx_inner(graph, inputs)

@@ -166,8 +166,8 @@ class Inductor:
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
-        self._unfinished: dict[str, Callable[[], None]] = {}
-        """Of those, what waits for the kernels of a segment that was begun."""
+        self._unfinished: dict[str, Callable[[], Compiled]] = {}
+        """What waits for the kernels of a segment that was begun."""
         self._device, self._on_cpu = device, device.type == "cpu"
         if not self._on_cpu:
             _choose_assembler()
@@ -205,22 +205,19 @@ class Inductor:
     def begin(self, segment: Segment) -> None:
         """Has a segment compiled, if none like it is; others may be begun before somebody waits."""
         likeness = segment.likeness
-        if likeness not in self._compiled:
+        if likeness not in self._compiled and likeness not in self._unfinished:
             self._ask()
-            self._compiled[likeness], self._unfinished[likeness] = compiler.begun(
+            self._unfinished[likeness] = compiler.begun(
                 segment, early_launches=self._early_launches, own_products=self._tune_products
             )
 
     def finish(self) -> None:
         """Waits for what was begun. Raises what the compiler raises; what is not finished then is as if not begun."""
         try:
-            for likeness in list(self._unfinished):
-                self._unfinished[likeness]()
-                del self._unfinished[likeness]
+            for likeness, finish in self._unfinished.items():
+                self._compiled[likeness] = finish()
         finally:
-            while self._unfinished:
-                likeness, _ = self._unfinished.popitem()
-                del self._compiled[likeness]
+            self._unfinished.clear()
 
     def compile(self, segment: Segment) -> Compiled:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""

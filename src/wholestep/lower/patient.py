@@ -3,7 +3,8 @@
 Inductor offers several block sizes for most kernels, and leaves out those that need more than a multiprocessor has.
 Where Triton itself fails at one (3.6 on Hopper did at a GELU written by hand in front of a norm of 128 columns, with 8
 rows and 2 warps), Inductor gives up the kernel, and with it the graph. Here such a size is left out as well. A worker
-process knows nothing of this: what it could not compile is compiled once more in the process that asked.
+process knows nothing of this: what it could not compile is compiled once more in the process that asked. Where no size
+is left, the graph is compiled with other kernels (`lower/compiler.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ _KNOWN = (
 )
 
 
+def is_of_triton(error: Exception) -> bool:
+    """Whether a kernel failed since Triton gave up all of its block sizes."""
+    return _FAILURE in str(error)
+
+
 @contextlib.contextmanager
 def patient() -> Iterator[None]:
     """While it is open, a kernel needs one block size that compiles. Nothing changes with a torch of another form."""
@@ -46,7 +52,7 @@ def patient() -> Iterator[None]:
         try:
             return compiles(kernel, size)
         except RuntimeError as error:
-            if _FAILURE not in str(error):
+            if not is_of_triton(error):
                 raise
             log.info("Triton cannot compile a kernel with %s: left out", size)
             raise _HEURISTICS.PTXASError(str(error)) from error  # Inductor goes on with the next one
@@ -71,7 +77,7 @@ def _again(result: Callable[[], Any], ask: Callable[[], Any], text: str) -> Any:
     try:
         return result()
     except Exception as error:
-        if _FAILURE not in str(error):
+        if not is_of_triton(error):
             raise
     async_compile.CompiledTritonKernels.remove_future(text)
     with inductor_config.patch(compile_threads=1):

@@ -50,7 +50,8 @@ def gradient_of_linear(
     found = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     for place, (large, small) in enumerate(zip(output_size, input_size[2:], strict=True)):
         scale = scales[place] if place < len(scales) else None
-        found = _gathered(found, 2 + place, large, small, _step(large, small, align_corners, scale), align_corners)
+        step = _step(large, small, align_corners, scale)
+        found = _gathered(found, 2 + place, (large, small), step, align_corners)
     return found.to(gradient.dtype)
 
 
@@ -61,8 +62,9 @@ def _step(large: int, small: int, align_corners: bool, scale: float | None) -> f
     return 1 / scale if scale is not None and scale > 0 else small / large
 
 
-def _gathered(gradient: Tensor, dim: int, large: int, small: int, step: float, align_corners: bool) -> Tensor:
-    """One dim of the gradient, from `large` places to `small`."""
+def _gathered(gradient: Tensor, dim: int, sizes: tuple[int, int], step: float, align_corners: bool) -> Tensor:
+    """One dim of the gradient, from the first of the `sizes` to the second."""
+    large, small = sizes
     # Whoever reads place i lies between i - 1 and i + 1. A reader at either end weighs nothing, so it does no harm if
     # a rounding leaves it out.
     reach = large if step == 0 or small == 1 else min(large, math.floor(2 / step) + 1)

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,10 +44,41 @@ def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tens
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(fn, [x]))
     (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
-    run, finish = compiler.begun(segment, early_launches=False, own_products=False)
-    finish()
+    run = compiler.begun(segment, early_launches=False, own_products=False)()
     (found,) = run([x.clone()])
     assert torch.equal(found, fn(x))
+
+
+@pytest.mark.parametrize("when", ["written", "waited for"])
+@pytest.mark.parametrize("text", ["PassManager::run failed", "syntax error"])
+def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPatch, when: str, text: str) -> None:
+    x = torch.arange(24.0).view(4, 3, 2)
+    program = builders.without_gradients(builders.capture(beside_nothing, [x]))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
+    inner, seen = compiler.compile_fx_inner, list[bool]()
+
+    def compile_fx_inner(*args: Any) -> Any:
+        seen.append(inductor_config.triton.persistent_reductions)
+        if when == "written" and len(seen) == 1:
+            raise RuntimeError(text)
+        return inner(*args)
+
+    def wait(workers: AsyncCompile, scope: dict[str, Any]) -> None:
+        if when == "waited for" and len(seen) == 1:
+            raise RuntimeError(text)
+        waits(workers, scope)
+
+    waits = AsyncCompile.wait
+    monkeypatch.setattr(compiler, "compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr(AsyncCompile, "wait", wait)
+    with fresh_cache():
+        if text == "syntax error":
+            with pytest.raises(RuntimeError, match=text):
+                compiler.begun(segment, early_launches=False, own_products=False)()
+            return
+        run = compiler.begun(segment, early_launches=False, own_products=False)()
+    assert seen == [True, False]
+    assert torch.equal(run([x.clone()])[0], beside_nothing(x))
 
 
 def traced(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.Graph:
