@@ -29,6 +29,26 @@ def backward_and_step(run: Run) -> Job:
 
 
 @case(traces=(1, 2))
+def values_are_checked(run: Run) -> Job:
+    """Branches on data that only raise; the step goes on in one graph."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if y is not None and y.max() >= CLASSES:
+            raise ValueError(f"labels must be below {CLASSES}")
+        opt.zero_grad()
+        loss = loss_of(model, x, y)
+        assert torch.isfinite(loss), "the loss has diverged"
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+
+
+@case(traces=(1, 2))
 def zero_grad_at_start(run: Run) -> Job:
     """The gradients of the last step stay readable after the call."""
     module = mlp()

@@ -7,15 +7,18 @@ call. An optimizer may branch on one (``weight_decay != 0``, ``rho_t > 5``), and
 (``n_averaged == 0`` of ``torch.optim.swa_utils.AveragedModel``). Its value at trace time is found by
 running the nodes written so far on real 0-d values; the branch becomes a *predicate*: a small graph from
 host inputs to the truth value, checked before each later call. What compares a uniform draw with a number that no draw
-passes (`capture.uniform`) has one answer for ever: Python gets it, and nothing is checked.
+passes (`capture.uniform`) has one answer for ever: Python gets it, and nothing is checked. A branch on data that does
+nothing but raise is not taken, and its condition is checked by the graph (`capture.checks`).
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -26,8 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholestep.capture import blame, uniform
+from wholestep.capture import blame, checks, uniform
 from wholestep.program import ops
+from wholestep.program.checks import CHECK
 from wholestep.program.later import later
 
 if TYPE_CHECKING:
@@ -246,7 +250,12 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
             except blame.ASKS_FOR_A_NUMBER as error:
                 if host is not None and host.is_chance(symbol):
                     error.add_note(blame.CHANCE)
-                raise
+                    raise
+                check = checks.at(_asking()) if host is not None else None
+                if check is None:
+                    raise
+                CHECK(symbol, check.wanted, check.error, check.message)
+                return check.wanted
 
         return truth
 
@@ -270,6 +279,14 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
         patch.object(torch.SymFloat, "__bool__", truth_or(torch.SymFloat.__bool__)),
     ):
         yield
+
+
+def _asking() -> FrameType | None:
+    """The frame that asks for a truth value, which led here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 @contextmanager

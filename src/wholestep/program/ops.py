@@ -283,9 +283,9 @@ _CHECKS_VALUES = frozenset({
     "embedding", "embedding_bag", "_embedding_bag", "index", "index_select", "index_put", "gather", "take", "scatter",
     "scatter_add", "scatter_reduce", "nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy", "multinomial",
     "one_hot", "_assert_async", "_linalg_check_errors", "linalg_cholesky_ex", "linalg_inv_ex", "_linalg_svd",
-    "_linalg_eigh",
+    "_linalg_eigh", "check",
 })  # fmt: skip
-"""ATen operators that may refuse the values they get: an index out of range, a matrix without an inverse."""
+"""Operators that may refuse the values they get: an index out of range, a matrix without an inverse."""
 
 _NEEDS_PEERS = frozenset({REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE, BARRIER})
 

@@ -20,7 +20,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from wholestep.errors import ArtifactError
-from wholestep.program import meta
+from wholestep.program import (
+    checks,  # noqa: F401  # an operator that programs call
+    meta,
+)
 from wholestep.program.modules import module_of
 from wholestep.program.segment import Segment
 from wholestep.program.show import attribute

@@ -1,0 +1,151 @@
+"""Branches of the user's code that do nothing but raise.
+
+A traced value may not drive Python, since the other branch would never be seen. Of ``assert (labels >= 0).all()`` and
+of ``if loss.isnan(): raise ValueError(...)`` one branch is known without running it: it raises. The trace goes on with
+the other one, and the value is checked at every call (`program/checks.py`).
+
+Which expression asks is read from the position of the instruction that runs, and what it decides from the source.
+Where another part of the same condition could decide otherwise (``if a and b: raise`` asking for ``a``), there is no
+such answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from types import FrameType
+
+import torch
+
+from wholestep.capture.whose import library_frame
+
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
+_MAY_ASK = "torch/distributions/"
+"""A part of torch that checks its arguments as user's code does."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a value has to be, and what is raised otherwise."""
+
+    wanted: bool
+    error: str
+    """Name of the exception's class."""
+    message: str
+
+
+def at(frame: FrameType | None) -> Check | None:
+    """What the truth value decides that the expression running in `frame` asks for; None if it is more than raising."""
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename
+    if library_frame(file) and _MAY_ASK not in file.replace("\\", "/"):
+        return None
+    # The jump that asks has the position of the whole statement in Python 3.11; what it asks about stands in front.
+    position = next(islice(frame.f_code.co_positions(), max(frame.f_lasti // 2 - 1, 0), None), None)
+    found = position and _deciding(file, "".join(linecache.getlines(file, frame.f_globals)), position)
+    if not found:
+        return None
+    wanted, raised = found
+    error, message = _parts(raised)
+    return Check(wanted, error, _text(message, frame))
+
+
+@lru_cache(maxsize=256)
+def _deciding(
+    file: str, text: str, position: tuple[int | None, int | None, int | None, int | None]
+) -> tuple[bool, ast.Assert | ast.Raise] | None:
+    """What the expression at a position of a file has to be for nothing to be raised, and the statement that raises."""
+    try:
+        tree = _tree(text)
+    except SyntaxError:  # a cell of a notebook, a file that has changed
+        return None
+    for statement, test, wanted, raised in _conditions(tree):
+        if statement.lineno <= (position[0] or 0) <= (test.end_lineno or 0):
+            answer = _needed(test, wanted, position)
+            if answer is not None:
+                return answer, raised
+    return None
+
+
+@lru_cache(maxsize=32)
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _conditions(tree: ast.Module) -> Iterator[tuple[ast.stmt, ast.expr, bool, ast.Assert | ast.Raise]]:
+    """Statement, condition, and what it has to be for the statement to raise nothing and to do nothing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield node, node.test, True, node
+        elif isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
+            yield node, node.test, False, node.body[0]
+
+
+def _needed(test: ast.expr, wanted: bool, position: tuple[int | None, ...]) -> bool | None:
+    """What the part of a condition at a position has to be for the whole to be `wanted`; None if it does not follow."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _needed(test.operand, not wanted, position)
+        if inner is not None:
+            return inner
+        return None if _place(test) != position else wanted
+    if isinstance(test, ast.BoolOp):
+        # All parts of an `and` that is true are true; one that is false may be so by any part but the last one asked.
+        all_alike = wanted is isinstance(test.op, ast.And)
+        for part in test.values if all_alike else test.values[-1:]:
+            inner = _needed(part, wanted, position)
+            if inner is not None:
+                return inner
+        return None
+    if isinstance(test, ast.Compare) and len(test.ops) > 1:
+        return None
+    return wanted if _place(test) == position else None
+
+
+def _place(node: ast.expr) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _parts(raised: ast.Assert | ast.Raise) -> tuple[str, ast.expr | None]:
+    """Name of the exception's class, and its message."""
+    if isinstance(raised, ast.Assert):
+        return "AssertionError", raised.msg
+    if isinstance(raised.exc, ast.Call):
+        return _name(raised.exc.func), raised.exc.args[0] if raised.exc.args else None
+    return (_name(raised.exc), None) if raised.exc is not None else ("RuntimeError", None)
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def _text(message: ast.expr | None, frame: FrameType) -> str:
+    """The message as it is while tracing, with the names of tensors in the place of their values."""
+    if message is None:
+        return ""
+    if isinstance(message, ast.Constant):
+        return str(message.value)
+    if isinstance(message, ast.JoinedStr):
+        return "".join(_text(part, frame) for part in message.values)
+    if isinstance(message, ast.FormattedValue):
+        known, value = _value(message.value, frame)
+        return str(value) if known and isinstance(value, _PLAIN) else f"{{{ast.unparse(message.value)}}}"
+    known, value = _value(message, frame)
+    return str(value) if known and isinstance(value, _PLAIN) else ast.unparse(message)
+
+
+def _value(node: ast.expr, frame: FrameType) -> tuple[bool, object]:
+    """Whether a name, or a name's attribute, is known, and its value."""
+    if isinstance(node, ast.Name):
+        for names in (frame.f_locals, frame.f_globals):
+            if node.id in names:
+                return True, names[node.id]
+    if isinstance(node, ast.Attribute):
+        known, owner = _value(node.value, frame)
+        if known and not isinstance(owner, torch.Tensor) and hasattr(owner, node.attr):
+            return True, getattr(owner, node.attr)
+    return False, None

@@ -1,0 +1,108 @@
+"""A branch that does nothing but raise is checked by the graph, and raises what the user's code raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.unit.capture import checked
+from tests.unit.capture.steps import calls, program_of
+from wholestep.errors import CaptureError
+from wholestep.program.checks import CHECK
+
+GOOD = torch.tensor([0.5, 1.0, 2.0, 1.5])
+BAD = torch.tensor([0.5, 1.0, 4.0, 1.5])
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("fn", checked.RAISE, ids=lambda fn: fn.__name__)
+def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
+    kind, text = checked.RAISE[fn]
+    run: Any = ws.compile(fn, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(run(GOOD), fn(GOOD))
+        with pytest.raises(kind if fn is not checked.raises_its_own else checked.Refused):
+            fn(BAD)
+        with pytest.raises(kind) as raised:
+            run(BAD)
+        assert text is None or str(raised.value) == text
+        assert "checked.py:" in "".join(getattr(raised.value, "__notes__", ())) or fn is checked.distribution
+    assert run.cache_info().traces == 1
+
+
+def test_the_first_call_is_checked_too() -> None:
+    run: Any = ws.compile(checked.raises, backend="eager")
+    with pytest.raises(ValueError, match="not below 3"):
+        run(BAD)
+    assert torch.equal(run(GOOD), GOOD * 2)
+
+
+@pytest.mark.parametrize("fn", checked.REFUSED, ids=lambda fn: fn.__name__)
+def test_what_may_do_more_is_refused(fn: Any) -> None:
+    run: Any = ws.compile(fn, backend="eager")
+    with pytest.raises(CaptureError, match=f"checked.py:.* in {fn.__name__}(.|\n)*value of a tensor decides"):
+        run(GOOD)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_nothing_is_half_updated(backend: str) -> None:
+    """The check stands behind the update in the code: in eager code it would be too late for the parameters."""
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return checked.raises(x)[0] + loss.detach()
+
+    assert_not_half_updated(step, model, opt, backend, BAD)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_update_that_is_not_wanted_is_not_made(backend: str) -> None:
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if not model.weight.isfinite().all():
+            raise ValueError("not finite: not below any limit")
+        return loss.detach()
+
+    assert_not_half_updated(step, model, opt, backend, GOOD * float("inf"))
+
+
+def assert_not_half_updated(step: Any, model: nn.Module, opt: torch.optim.Optimizer, backend: str, bad: Tensor) -> None:
+    run: Any = ws.compile(step, backend=backend)
+    run(GOOD)
+    before = [
+        one.detach().clone() for one in (*model.parameters(), *(opt.state[p]["momentum_buffer"] for p in opt.state))
+    ]
+    with pytest.raises(ValueError, match="not below"):
+        run(bad)
+    after = [*model.parameters(), *(opt.state[p]["momentum_buffer"] for p in opt.state)]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_check_is_a_node_and_nothing_else_is_asked_for() -> None:
+    program = program_of(checked.asserts_both, GOOD)
+    assert [node.args[1:3] for node in calls(program) if node.target is CHECK] == [(True, "AssertionError")] * 2
+
+
+def test_a_check_survives_a_file(tmp_path: Any) -> None:
+    run: Any = ws.compile(checked.raises, backend="eager")
+    run(GOOD)
+    run.save(tmp_path / "step")
+    loaded: Any = ws.load(tmp_path / "step", checked.raises, trusted=True)
+    assert torch.equal(loaded(GOOD), GOOD * 2)
+    with pytest.raises(ValueError, match="not below 3"):
+        loaded(BAD)
