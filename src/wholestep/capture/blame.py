@@ -30,7 +30,6 @@ _VALUE_DRIVES_PYTHON = (
     "is fine), or move the decision out of the step."
 )
 _REMEDIES = {
-    "torch/distributions/": "Distributions look at their arguments to check them: pass validate_args=False.",
     "nn/modules/batchnorm.py": "A BatchNorm that averages over all batches (momentum=None) looks at how many there "
     "were: give it a momentum.",
     "amp/grad_scaler.py": "GradScaler.step() looks whether there was an infinity, unless the optimizer does so itself: "

@@ -24,7 +24,7 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor], Tensor]
 
 
 def step_of(
-    scaler: GradScaler, *, clips: bool = False, updates: bool = True, fails: bool = False, half: bool = True
+    scaler: GradScaler, *, clips: bool = False, updates: bool = True, fails: str = "", half: bool = True
 ) -> Step:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -33,8 +33,10 @@ def step_of(
         if clips:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if fails and loss > 0:
+        if fails == "at a call" and loss > 0:
             raise ValueError
+        if fails == "while capturing" and loss > 0:
+            loss = -loss
         scaler.step(optimizer)
         if updates:
             scaler.update()
@@ -131,11 +133,12 @@ def test_an_update_outside_of_the_step_is_refused_and_the_scaler_stays_usable() 
     assert scaler.get_scale() == 1024.0
 
 
-def test_a_step_that_fails_on_its_way_leaves_no_notes() -> None:
+@pytest.mark.parametrize(("fails", "error"), [("at a call", ValueError), ("while capturing", CaptureError)])
+def test_a_step_that_fails_on_its_way_leaves_no_notes(fails: str, error: type[Exception]) -> None:
     model, scaler = model_of(), new_scaler()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    with pytest.raises(CaptureError):
-        ws.compile(step_of(scaler, clips=True, fails=True), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+    with pytest.raises(error):
+        ws.compile(step_of(scaler, clips=True, fails=fails), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
     step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))  # else: unscale_() has already been called
 
 
