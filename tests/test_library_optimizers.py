@@ -26,7 +26,7 @@ class Counting(torch.optim.SGD):
 class Asking(Counting):
     def step(self, closure: Any = None) -> Any:
         if self.param_groups[0]["params"][0].grad.sum() > 1e9:
-            raise RuntimeError
+            return None
         return super().step(closure)
 
 

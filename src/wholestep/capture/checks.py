@@ -5,13 +5,14 @@ of ``if loss.isnan(): raise ValueError(...)`` one branch is known without runnin
 the other one, and the value is checked at every call (`program/checks.py`).
 
 Which expression asks is read from the position of the instruction that runs, and what it decides from the source.
-Where another part of the same condition could decide otherwise (``if a and b: raise`` asking for ``a``), there is no
-such answer.
+Where another part of the same condition could decide otherwise (``if a and b: raise`` asking for ``a``), or the step
+itself may catch what is raised, there is no such answer.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from wholestep.capture.whose import library_frame
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
 _MAY_ASK = "torch/distributions/"
 """A part of torch that checks its arguments as user's code does."""
+_TRACES, _STEP = "wholestep/capture/trace.py", "_body"
+"""Where the step is called while it is traced. Who calls the step may catch what it likes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def at(frame: FrameType | None) -> Check | None:
     if frame is None:
         return None
     file = frame.f_code.co_filename
-    if library_frame(file) and _MAY_ASK not in file.replace("\\", "/"):
+    if library_frame(file) and _MAY_ASK not in _slashed(frame):
         return None
     # The jump that asks has the position of the whole statement in Python 3.11; what it asks about stands in front.
     position = next(islice(frame.f_code.co_positions(), max(frame.f_lasti // 2 - 1, 0), None), None)
@@ -52,7 +55,59 @@ def at(frame: FrameType | None) -> Check | None:
         return None
     wanted, raised = found
     error, message = _parts(raised)
+    if _may_catch(frame, error):
+        return None
     return Check(wanted, error, _text(message, frame))
+
+
+def _may_catch(frame: FrameType | None, error: str) -> bool:
+    """Whether an exception ends in a frame, or in one of the step that led to it, for all that its source tells."""
+    while frame is not None and not (frame.f_code.co_name == _STEP and _TRACES in _slashed(frame)):
+        if not library_frame(frame.f_code.co_filename):
+            text = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+            for first, last, names in _guarded(text):
+                if first <= frame.f_lineno <= last and any(_is_kind(error, name) for name in names):
+                    return True
+        frame = frame.f_back
+    return False
+
+
+def _is_kind(error: str, name: str) -> bool:
+    """Whether an exception may be one of a class: it is not, if both are Python's own and neither is the other's."""
+    kinds = [getattr(builtins, one, None) for one in (error, name)]
+    return not all(isinstance(kind, type) for kind in kinds) or issubclass(*kinds)  # type: ignore[arg-type]
+
+
+def _slashed(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
+@lru_cache(maxsize=256)
+def _guarded(text: str) -> list[tuple[int, int, list[str]]]:
+    """First and last lines of what may raise without the caller's seeing it, and classes of what is caught there."""
+    try:
+        nodes = list(ast.walk(_tree(text)))
+    except SyntaxError:
+        return []
+    found = []
+    for node in nodes:
+        kinds: list[ast.expr | None] = []
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            kinds = [handler.type for handler in node.handlers]
+        elif isinstance(node, ast.With):
+            calls = (one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call))
+            kinds = [kind for call in calls if _name(call.func) == "suppress" for kind in call.args]
+        if kinds and isinstance(node, (ast.Try, ast.TryStar, ast.With)):
+            names = [name for kind in kinds for name in _names(kind)]
+            found.append((node.body[0].lineno, node.body[-1].end_lineno or 0, names))
+    return found
+
+
+def _names(kind: ast.expr | None) -> list[str]:
+    """Of the classes that a handler names; all of them, if it names none."""
+    if kind is None:
+        return ["BaseException"]
+    return [name for one in kind.elts for name in _names(one)] if isinstance(kind, ast.Tuple) else [_name(kind)]
 
 
 @lru_cache(maxsize=256)

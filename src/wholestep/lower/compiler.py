@@ -45,8 +45,9 @@ _SETTINGS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 
-_IN_LOOPS: dict[str, object] = {"triton.persistent_reductions": False}
-"""For what Triton compiles with no block size: the kernels it has failed at held whole rows."""
+_APART: dict[str, object] = {"max_fusion_size": 1}
+"""For what Triton compiles with no block size: the kernels it has failed at add up what they store on their way, with
+whole rows at a time or parts of them."""
 
 _LENIENT = "triton.mix_order_reduction_non_strict_mode"
 _ROWS_OF_PROGRAM = "triton.mix_order_reduction_split_size"
@@ -81,7 +82,7 @@ def begun(
     except Exception as error:
         if not is_of_triton(error):
             raise
-        found, rest = begin(_IN_LOOPS)
+        found, rest = begin(_APART)
 
     def finish() -> Callable[[list[Any]], Sequence[Any]]:
         try:
@@ -90,7 +91,7 @@ def begun(
         except Exception as error:
             if not is_of_triton(error):
                 raise
-        other, other_rest = begin(_IN_LOOPS)
+        other, other_rest = begin(_APART)
         other_rest()
         return other
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -84,25 +85,18 @@ def raises_elsewhere(x: Tensor) -> Tensor:
         return x * 2
 
 
+def raises_in_what_only_ends(x: Tensor) -> Tensor:
+    try:
+        if x.max() >= LIMIT:
+            raise ValueError("in a try without handlers")
+    finally:
+        x = x + 0
+    return x
+
+
 def distribution(x: Tensor) -> Tensor:
     """torch checks its arguments likewise."""
     return torch.distributions.Bernoulli(probs=x / LIMIT).log_prob(torch.ones(4))
-
-
-RAISE: dict[Any, tuple[type[Exception], str | None]] = {
-    asserts: (AssertionError, "below 3, not {x}"),
-    asserts_a_number: (AssertionError, ""),
-    asserts_not: (AssertionError, "too large"),
-    asserts_both: (AssertionError, "out of range"),
-    asserts_at_last: (AssertionError, "out of range"),
-    raises: (ValueError, "not below 3"),
-    raises_in_one_of_two: (RuntimeError, "nan or too large"),
-    raises_behind_what_is_known: (IndexError, ""),
-    raises_over_lines: (ArithmeticError, "over lines"),
-    raises_its_own: (RuntimeError, "Refused: mine"),
-    raises_elsewhere: (KeyError, "'elif'"),
-    distribution: (ValueError, None),
-}
 
 
 def branches(x: Tensor) -> Tensor:
@@ -145,7 +139,53 @@ def asserts_a_choice(x: Tensor) -> Tensor:
     return x
 
 
+def catches(x: Tensor) -> Tensor:
+    try:
+        if x.max() >= LIMIT:
+            raise ValueError
+    except ValueError:
+        x = x - 1
+    return x
+
+
+def calls_what_raises(x: Tensor) -> Tensor:
+    try:
+        return raises(x)
+    except ValueError:
+        return x
+
+
+def catches_others(x: Tensor) -> Tensor:
+    try:
+        return raises(x)
+    except (TypeError, KeyError):
+        return x
+
+
+def suppresses(x: Tensor) -> Tensor:
+    with contextlib.suppress(ValueError):
+        x = raises(x)
+    return x
+
+
 REFUSED = (
     branches, raises_and_more, raises_or_else, asks_two_of_which_one_decides, asserts_one_of_two, asserts_a_chain,
-    asserts_a_choice,
+    asserts_a_choice, catches,
 )  # fmt: skip
+
+RAISE: dict[Any, tuple[type[Exception], str | None]] = {
+    asserts: (AssertionError, "below 3, not {x}"),
+    asserts_a_number: (AssertionError, ""),
+    asserts_not: (AssertionError, "too large"),
+    asserts_both: (AssertionError, "out of range"),
+    asserts_at_last: (AssertionError, "out of range"),
+    raises: (ValueError, "not below 3"),
+    raises_in_one_of_two: (RuntimeError, "nan or too large"),
+    raises_behind_what_is_known: (IndexError, ""),
+    raises_over_lines: (ArithmeticError, "over lines"),
+    raises_its_own: (RuntimeError, "Refused: mine"),
+    raises_elsewhere: (KeyError, "'elif'"),
+    raises_in_what_only_ends: (ValueError, "in a try without handlers"),
+    catches_others: (ValueError, "not below 3"),
+    distribution: (ValueError, None),
+}

@@ -48,6 +48,21 @@ def test_what_may_do_more_is_refused(fn: Any) -> None:
         run(GOOD)
 
 
+@pytest.mark.parametrize("fn", [checked.calls_what_raises, checked.suppresses], ids=lambda fn: fn.__name__)
+def test_what_is_raised_in_a_function_that_the_step_catches_is_refused(fn: Any) -> None:
+    with pytest.raises(CaptureError, match=r"in raises(.|\n)*value of a tensor decides"):
+        ws.compile(fn, backend="eager")(GOOD)
+
+
+def test_who_calls_the_step_may_catch_it() -> None:
+    run: Any = ws.compile(checked.raises, backend="eager")
+    try:
+        run(BAD)
+    except ValueError as error:
+        caught = str(error)
+    assert caught == "not below 3"
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_nothing_is_half_updated(backend: str) -> None:
     """The check stands behind the update in the code: in eager code it would be too late for the parameters."""

@@ -58,7 +58,7 @@ def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPa
     inner, seen = compiler.compile_fx_inner, list[bool]()
 
     def compile_fx_inner(*args: Any) -> Any:
-        seen.append(inductor_config.triton.persistent_reductions)
+        seen.append(inductor_config.max_fusion_size > 1)
         if when == "written" and len(seen) == 1:
             raise RuntimeError(text)
         return inner(*args)
