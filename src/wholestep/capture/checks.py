@@ -12,7 +12,6 @@ itself may catch what is raised, there is no such answer.
 from __future__ import annotations
 
 import ast
-import builtins
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from wholestep.capture.whose import library_frame
 
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
+_UNKNOWN = object()
 _MAY_ASK = "torch/distributions/"
 """A part of torch that checks its arguments as user's code does."""
 _TRACES, _STEP = "wholestep/capture/trace.py", "_body"
@@ -37,45 +37,47 @@ class Check:
 
     wanted: bool
     error: str
-    """Name of the exception's class."""
+    """Module and qualified name of the exception's class, with a colon between them."""
     message: str
 
 
 def at(frame: FrameType | None) -> Check | None:
     """What the truth value decides that the expression running in `frame` asks for; None if it is more than raising."""
-    if frame is None:
-        return None
-    file = frame.f_code.co_filename
-    if library_frame(file) and _MAY_ASK not in _slashed(frame):
+    if frame is None or (library_frame(frame.f_code.co_filename) and _MAY_ASK not in _slashed(frame)):
         return None
     # The jump that asks has the position of the whole statement in Python 3.11; what it asks about stands in front.
     position = next(islice(frame.f_code.co_positions(), max(frame.f_lasti // 2 - 1, 0), None), None)
-    found = position and _deciding(file, "".join(linecache.getlines(file, frame.f_globals)), position)
+    found = position and _deciding(_source(frame), position)
     if not found:
         return None
     wanted, raised = found
-    error, message = _parts(raised)
-    if _may_catch(frame, error):
+    kind, message = _parts(raised, frame)
+    if kind is None or _may_catch(frame, kind):
         return None
-    return Check(wanted, error, _text(message, frame))
+    return Check(wanted, f"{kind.__module__}:{kind.__qualname__}", _text(message, frame))
 
 
-def _may_catch(frame: FrameType | None, error: str) -> bool:
+def _may_catch(frame: FrameType | None, error: type[Exception]) -> bool:
     """Whether an exception ends in a frame, or in one of the step that led to it, for all that its source tells."""
     while frame is not None and not (frame.f_code.co_name == _STEP and _TRACES in _slashed(frame)):
         if not library_frame(frame.f_code.co_filename):
-            text = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-            for first, last, names in _guarded(text):
-                if first <= frame.f_lineno <= last and any(_is_kind(error, name) for name in names):
+            for first, last, kinds in _guarded(_source(frame)):
+                if first <= frame.f_lineno <= last and any(_is_kind(error, kind, frame) for kind in kinds):
                     return True
         frame = frame.f_back
     return False
 
 
-def _is_kind(error: str, name: str) -> bool:
-    """Whether an exception may be one of a class: it is not, if both are Python's own and neither is the other's."""
-    kinds = [getattr(builtins, one, None) for one in (error, name)]
-    return not all(isinstance(kind, type) for kind in kinds) or issubclass(*kinds)  # type: ignore[arg-type]
+def _is_kind(error: type[Exception], named: ast.expr | None, frame: FrameType) -> bool:
+    """Whether an exception may be one of those that a handler names: of None, and of what is not known here, it is."""
+    if isinstance(named, ast.Tuple):
+        return any(_is_kind(error, one, frame) for one in named.elts)
+    kind = _value(named, frame)
+    return not isinstance(kind, type) or issubclass(error, kind)
+
+
+def _source(frame: FrameType) -> str:
+    return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
 
 
 def _slashed(frame: FrameType) -> str:
@@ -83,8 +85,8 @@ def _slashed(frame: FrameType) -> str:
 
 
 @lru_cache(maxsize=256)
-def _guarded(text: str) -> list[tuple[int, int, list[str]]]:
-    """First and last lines of what may raise without the caller's seeing it, and classes of what is caught there."""
+def _guarded(text: str) -> list[tuple[int, int, list[ast.expr | None]]]:
+    """First and last lines of what may raise without the caller's seeing it, and what is caught there."""
     try:
         nodes = list(ast.walk(_tree(text)))
     except SyntaxError:
@@ -96,24 +98,14 @@ def _guarded(text: str) -> list[tuple[int, int, list[str]]]:
             kinds = [handler.type for handler in node.handlers]
         elif isinstance(node, ast.With):
             calls = (one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call))
-            kinds = [kind for call in calls if _name(call.func) == "suppress" for kind in call.args]
+            kinds = [kind for call in calls if ast.unparse(call.func).endswith("suppress") for kind in call.args]
         if kinds and isinstance(node, (ast.Try, ast.TryStar, ast.With)):
-            names = [name for kind in kinds for name in _names(kind)]
-            found.append((node.body[0].lineno, node.body[-1].end_lineno or 0, names))
+            found.append((node.body[0].lineno, node.body[-1].end_lineno or 0, kinds))
     return found
 
 
-def _names(kind: ast.expr | None) -> list[str]:
-    """Of the classes that a handler names; all of them, if it names none."""
-    if kind is None:
-        return ["BaseException"]
-    return [name for one in kind.elts for name in _names(one)] if isinstance(kind, ast.Tuple) else [_name(kind)]
-
-
 @lru_cache(maxsize=256)
-def _deciding(
-    file: str, text: str, position: tuple[int | None, int | None, int | None, int | None]
-) -> tuple[bool, ast.Assert | ast.Raise] | None:
+def _deciding(text: str, position: tuple[int | None, ...]) -> tuple[bool, ast.Assert | ast.Raise] | None:
     """What the expression at a position of a file has to be for nothing to be raised, and the statement that raises."""
     try:
         tree = _tree(text)
@@ -143,11 +135,10 @@ def _conditions(tree: ast.Module) -> Iterator[tuple[ast.stmt, ast.expr, bool, as
 
 def _needed(test: ast.expr, wanted: bool, position: tuple[int | None, ...]) -> bool | None:
     """What the part of a condition at a position has to be for the whole to be `wanted`; None if it does not follow."""
+    if _place(test) == position:
+        return None if isinstance(test, ast.Compare) and len(test.ops) > 1 else wanted
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _needed(test.operand, not wanted, position)
-        if inner is not None:
-            return inner
-        return None if _place(test) != position else wanted
+        return _needed(test.operand, not wanted, position)
     if isinstance(test, ast.BoolOp):
         # All parts of an `and` that is true are true; one that is false may be so by any part but the last one asked.
         all_alike = wanted is isinstance(test.op, ast.And)
@@ -155,27 +146,21 @@ def _needed(test: ast.expr, wanted: bool, position: tuple[int | None, ...]) -> b
             inner = _needed(part, wanted, position)
             if inner is not None:
                 return inner
-        return None
-    if isinstance(test, ast.Compare) and len(test.ops) > 1:
-        return None
-    return wanted if _place(test) == position else None
+    return None
 
 
 def _place(node: ast.expr) -> tuple[int | None, ...]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def _parts(raised: ast.Assert | ast.Raise) -> tuple[str, ast.expr | None]:
-    """Name of the exception's class, and its message."""
+def _parts(raised: ast.Assert | ast.Raise, frame: FrameType) -> tuple[type[Exception] | None, ast.expr | None]:
+    """The exception's class, and its message; None for what is no class by its name, as an exception made before."""
     if isinstance(raised, ast.Assert):
-        return "AssertionError", raised.msg
-    if isinstance(raised.exc, ast.Call):
-        return _name(raised.exc.func), raised.exc.args[0] if raised.exc.args else None
-    return (_name(raised.exc), None) if raised.exc is not None else ("RuntimeError", None)
-
-
-def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+        return AssertionError, raised.msg
+    call = raised.exc if isinstance(raised.exc, ast.Call) else None
+    kind = _value(call.func if call else raised.exc, frame)
+    known = isinstance(kind, type) and issubclass(kind, Exception)
+    return kind if known else None, call.args[0] if call and call.args else None  # type: ignore[return-value]
 
 
 def _text(message: ast.expr | None, frame: FrameType) -> str:
@@ -187,20 +172,19 @@ def _text(message: ast.expr | None, frame: FrameType) -> str:
     if isinstance(message, ast.JoinedStr):
         return "".join(_text(part, frame) for part in message.values)
     if isinstance(message, ast.FormattedValue):
-        known, value = _value(message.value, frame)
-        return str(value) if known and isinstance(value, _PLAIN) else f"{{{ast.unparse(message.value)}}}"
-    known, value = _value(message, frame)
-    return str(value) if known and isinstance(value, _PLAIN) else ast.unparse(message)
+        value = _value(message.value, frame) if message.format_spec is None and message.conversion == -1 else _UNKNOWN
+        return str(value) if isinstance(value, _PLAIN) else f"{{{ast.unparse(message.value)}}}"
+    value = _value(message, frame)
+    return str(value) if isinstance(value, _PLAIN) else ast.unparse(message)
 
 
-def _value(node: ast.expr, frame: FrameType) -> tuple[bool, object]:
-    """Whether a name, or a name's attribute, is known, and its value."""
+def _value(node: ast.expr | None, frame: FrameType) -> object:
+    """The value of a name, or of a name's attribute, in a frame; `_UNKNOWN` of anything else."""
     if isinstance(node, ast.Name):
-        for names in (frame.f_locals, frame.f_globals):
+        for names in (frame.f_locals, frame.f_globals, frame.f_builtins):
             if node.id in names:
-                return True, names[node.id]
+                return names[node.id]
     if isinstance(node, ast.Attribute):
-        known, owner = _value(node.value, frame)
-        if known and not isinstance(owner, torch.Tensor) and hasattr(owner, node.attr):
-            return True, getattr(owner, node.attr)
-    return False, None
+        owner = _value(node.value, frame)
+        return _UNKNOWN if isinstance(owner, torch.Tensor) else getattr(owner, node.attr, _UNKNOWN)
+    return _UNKNOWN

@@ -6,7 +6,7 @@ which has no result and stays where it is. It stands in front of every write to 
 
 from __future__ import annotations
 
-import builtins
+import sys
 from typing import Any
 
 import torch
@@ -24,17 +24,20 @@ def _check(truth: Any, wanted: bool, error: str, message: str) -> None:
 
 
 def _exception(name: str, message: str) -> Exception:
-    """The exception that the user's code raises, or a RuntimeError with its name if it is no class of Python's own."""
-    kind = getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return RuntimeError(f"{name}: {message}" if message else name)
+    """The exception that the user's code raises, or a RuntimeError that names it if its class is not to be found."""
+    module, _, path = name.partition(":")
+    kind: Any = sys.modules.get(module)
+    for part in path.split("."):
+        kind = getattr(kind, part, None)
     try:
-        return kind(message) if message else kind()
-    except TypeError:  # UnicodeDecodeError and its like take more
-        return RuntimeError(f"{name}: {message}")
+        made = kind(message) if message else kind()
+    except Exception:  # a class inside of a function is not found, and some take other arguments
+        made = None
+    return made if isinstance(made, Exception) else RuntimeError(f"{path}: {message}" if message else path)
 
 
 LIBRARY.impl("check", _check, "CompositeExplicitAutograd")
 
 CHECK = torch.ops.wholestep.check.default
-"""Raises the named exception with a message if a truth value, or a number taken for one, is not the wanted one."""
+"""Raises an exception, named by its module and its qualified name with a colon between them, a
+message if a truth value, or a number taken for one, is not the wanted one."""

@@ -162,6 +162,37 @@ def catches_others(x: Tensor) -> Tensor:
         return x
 
 
+def raises_what_was_made_before(x: Tensor) -> Tensor:
+    error = ValueError("made before")
+    if x.max() >= LIMIT:
+        raise error
+    return x
+
+
+def raises_again(x: Tensor) -> Tensor:
+    try:
+        x.no_such_method()
+    except AttributeError:
+        if x.max() >= LIMIT:
+            raise
+    return x
+
+
+def catches_its_own(x: Tensor) -> Tensor:
+    try:
+        if x.max() >= LIMIT:
+            raise Refused
+    except Refused:
+        x = x - 1
+    return x
+
+
+def raises_with_a_format(x: Tensor) -> Tensor:
+    if x.max() >= LIMIT:
+        raise ValueError(f"{LIMIT} {LIMIT:.2f} {LIMIT!r}")
+    return x * 2
+
+
 def suppresses(x: Tensor) -> Tensor:
     with contextlib.suppress(ValueError):
         x = raises(x)
@@ -170,7 +201,7 @@ def suppresses(x: Tensor) -> Tensor:
 
 REFUSED = (
     branches, raises_and_more, raises_or_else, asks_two_of_which_one_decides, asserts_one_of_two, asserts_a_chain,
-    asserts_a_choice, catches,
+    asserts_a_choice, catches, catches_its_own, raises_what_was_made_before, raises_again,
 )  # fmt: skip
 
 RAISE: dict[Any, tuple[type[Exception], str | None]] = {
@@ -183,9 +214,10 @@ RAISE: dict[Any, tuple[type[Exception], str | None]] = {
     raises_in_one_of_two: (RuntimeError, "nan or too large"),
     raises_behind_what_is_known: (IndexError, ""),
     raises_over_lines: (ArithmeticError, "over lines"),
-    raises_its_own: (RuntimeError, "Refused: mine"),
+    raises_its_own: (Refused, "mine"),
     raises_elsewhere: (KeyError, "'elif'"),
     raises_in_what_only_ends: (ValueError, "in a try without handlers"),
     catches_others: (ValueError, "not below 3"),
+    raises_with_a_format: (ValueError, "3 {LIMIT} {LIMIT}"),
     distribution: (ValueError, None),
 }

@@ -1,8 +1,8 @@
 """Architectures of Hugging Face, compiled against eager, some 360 of them; an hour on one core.
 
-    python benchmarks/architectures.py > architectures.md
-    python benchmarks/architectures.py --task ctc --only wav2vec
-    python benchmarks/architectures.py --task causal --backend inductor --rtol 1e-4 > /dev/null
+    python benchmarks/library_architectures.py > architectures.md
+    python benchmarks/library_architectures.py --task ctc --only wav2vec
+    python benchmarks/library_architectures.py --task causal --backend inductor --rtol 1e-4 > /dev/null
 
 Each is what `transformers` makes of its own configuration with all sizes made small, trained for four steps with AdamW
 and clipping, dropout as configured, once eagerly and once compiled, from the same start. Losses, parameters and buffers

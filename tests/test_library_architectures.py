@@ -1,4 +1,4 @@
-"""benchmarks/architectures.py tells architectures that train alike from those that do not."""
+"""benchmarks/library_architectures.py tells architectures that train alike from those that do not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import architectures as measured
+from benchmarks import library_architectures as measured
 
 pytest.importorskip("transformers")
 
