@@ -324,9 +324,12 @@ def forms_segments(*, on_gpu: bool) -> Pass:
         apart=lists.apart,
         postpones=inductor.follows,
         pays_alone=inductor.pays_alone,
+        by_library=inductor.by_library,
         # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a segment
         # once anyway, and its different ones side by side.
-        by_library=inductor.by_library if on_gpu else None,
+        cuts_repeats=on_gpu,
+        # A core takes longer for a tanh than for reading one.
+        goes_by_number=inductor.goes_by_number if on_gpu else None,
     )
 
 

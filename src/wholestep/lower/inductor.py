@@ -70,6 +70,10 @@ _LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_pr
 """Operators that run as they are: nothing is fused into them."""
 
 
+_BY_NUMBER = frozenset({"_to_copy", "clone", "full", "full_like", "zeros_like", "ones_like", "arange", "scalar_tensor"})
+"""Operators that compute number by number, besides those that torch says so of."""
+
+
 def compiles(node: fx.Node) -> bool:
     """Whether Inductor may have a node: an operator on dense tensors of one device. Numbers it reads packed."""
     numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg)]
@@ -116,6 +120,14 @@ def pays_alone(node: fx.Node) -> bool:
 def by_library(node: fx.Node) -> bool:
     """Whether Inductor leaves a node that it may have to a library: a product, a convolution, attention."""
     return ops.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
+
+
+def goes_by_number(node: fx.Node) -> bool:
+    """Whether a kernel that reads what the call gives can compute it on its way."""
+    if not _is_known(node) or ops.may_fail(node.target):
+        return False
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    return torch.Tag.pointwise in node.target.tags or name in _BY_NUMBER  # type: ignore[union-attr]
 
 
 def follows(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from wholestep.passes import repeats, sink
+from wholestep.passes import repeats, sink, traffic
 from wholestep.passes.scalars import known_at_the_start
 from wholestep.program import edit, meta, ops
 from wholestep.program.meta import Region
@@ -59,7 +59,9 @@ def form_segments(
     apart: Callable[[fx.Graph], Collection[fx.Node]] = _none,
     postpones: Says = _never,
     pays_alone: Says = _never,
-    by_library: Says | None = None,
+    by_library: Says = _never,
+    cuts_repeats: bool = False,
+    goes_by_number: Says | None = None,
 ) -> Program:
     """The program with runs of nodes as segments, in the same order.
 
@@ -69,10 +71,13 @@ def form_segments(
         apart: the nodes of a graph that go into segments with their like alone, for a compiler of their own.
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
-        by_library: whether the compiler leaves a node that it may have to a library. Runs are cut before such nodes
-            where they repeat themselves (`wholestep.passes.repeats`); None: they stay whole.
+        by_library: whether the compiler leaves a node that it may have to a library.
+        cuts_repeats: whether runs are cut before such nodes where they repeat themselves (`wholestep.passes.repeats`).
+        goes_by_number: whether a kernel that reads what a node gives can compute that on its way. Backward segments do
+            so where that saves reads and writes (`wholestep.passes.traffic`); None: they read what the forward gave.
 
-    Notes say how many nodes are in segments, how many of those are different, and which operators are not.
+    Notes say how many nodes are in segments, how many of those are different, which operators are not, and how many
+    bytes less are written and read since something is computed again.
     """
     if program.stage is Stage.SCHEDULED:
         return program
@@ -81,15 +86,22 @@ def form_segments(
     updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
     alone = apart(graph)
     runs = [run for run in _runs(program, updates, compiles, alone, postpones) if _is_worth_it(run, pays_alone)]
-    if by_library is not None:
+    if cuts_repeats:
         runs = repeats.pieces(runs, by_library=by_library, updates=updates, whole=alone)
+    saved_bytes = 0
+    if goes_by_number is not None:
+        runs, saved_bytes = traffic.carry_less(
+            graph, runs, repeats=goes_by_number, by_library=by_library,
+            fixed=lambda node: node in alone or meta.origin(node).region is Region.OPTIMIZER,
+        )  # fmt: skip
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
     edit.sort_topologically(graph)
     _bring_items_up(graph)
     edit.remove_dead_code(graph)
     inside, different = sum(len(run) for run in runs), len({segment.likeness for segment in segments})
     alike = f" ({different} different)" if different < len(runs) else ""
-    return program.with_notes(f"{inside} calls in {len(runs)} segments{alike}, {_left_out(graph)}")
+    again = f"; {saved_bytes:,} bytes less to write and read, computed again" if saved_bytes else ""
+    return program.with_notes(f"{inside} calls in {len(runs)} segments{alike}, {_left_out(graph)}{again}")
 
 
 def _is_worth_it(run: list[fx.Node], pays_alone: Says) -> bool:

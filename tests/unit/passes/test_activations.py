@@ -20,6 +20,7 @@ from wholestep.cli.suite.trainings import autocast_step
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
 from wholestep.lower import inductor
+from wholestep.lower.backend import forms_segments
 from wholestep.passes.activations import PRODUCT_GELU, PRODUCT_GELU_BACKWARD, fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.cleanup import cleanup
@@ -182,7 +183,7 @@ def planned(program: Program, *lowering: Pass) -> Program:
         *lowering,
         partial(average_on_the_way, averages=lambda group, device: True),
         partial(widen_products, widens=lambda node: True),
-        partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows, by_library=inductor.by_library),
+        forms_segments(on_gpu=True),
     ]
     return run_passes(placed, passes_of(cost=CostModel.default("h200+nvlink"), lowering=passes))
 

@@ -113,7 +113,7 @@ def layers(count: int) -> Program:
 
 
 def cut(program: Program) -> Program:
-    form = partial(form_segments, compiles=inductor.compiles, by_library=inductor.by_library)
+    form = partial(form_segments, compiles=inductor.compiles, by_library=inductor.by_library, cuts_repeats=True)
     return run_passes(program, [form])
 
 
@@ -176,7 +176,7 @@ def test_an_update_is_not_cut_off_from_a_refusal_behind_it() -> None:
     program = builders.capture(step, [torch.zeros(4, 8), torch.tensor([1, 2, 3, 4]), torch.randn(5, 8), *tensors(4)])
     form = partial(
         form_segments, compiles=lambda node: inductor.compiles(node) or node.target is aten.index.Tensor,
-        by_library=inductor.by_library,
+        by_library=inductor.by_library, cuts_repeats=True,
     )  # fmt: skip
     (whole,) = segments(run_passes(program, [form]))
     assert {aten.mul.Tensor, aten.index.Tensor} <= {node.target for node in whole.calls}
