@@ -19,15 +19,16 @@ import torch.fx as fx
 
 from wholestep.capture import tree
 from wholestep.capture.binding import Binding
-from wholestep.capture.blame import naming, place_of
+from wholestep.capture.blame import naming
 from wholestep.capture.capture import capture
 from wholestep.capture.quick import Shortcut
+from wholestep.capture.retraces import Retraces
 from wholestep.capture.storage import is_freed
 from wholestep.capture.ties import Captured
 from wholestep.capture.trace import is_capturing
 from wholestep.config import DDP
 from wholestep.cost.model import CostModel
-from wholestep.errors import ConfigError, RetraceLimitError
+from wholestep.errors import ConfigError
 from wholestep.lower.auto import Backend as Lowering
 from wholestep.lower.auto import backend_for
 from wholestep.options import Options, data_axis
@@ -85,7 +86,7 @@ class CompiledStep:
         self._entries: list[_Entry] = []
         self._shortcut: Shortcut | None = None
         """That of the first entry, if it has one and may use it now."""
-        self._reasons: list[str] = []
+        self._retraces = Retraces(step, options.max_retraces)
         self._calls = self._hits = self._traces = self._loaded = 0
         """Without those that took a shortcut, which counts its own."""
         self._warm = Warm(step, saved)
@@ -114,6 +115,7 @@ class CompiledStep:
                 self._hits += 1
                 return self._run(entry, leaves)
             reason = reason or why_not
+            self._retraces.compared(entry.captured.guards, leaves)
         with uncollected():
             with shown(self._name, init().rank):
                 entry = self._compile(args, kwargs, reason)
@@ -129,7 +131,7 @@ class CompiledStep:
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
         """Every stage, in order, for one signature."""
         world = init()
-        self._allow_retrace(reason)
+        self._retraces.allow(reason)
         look = self._look(args, kwargs, world)
         if look.ready is not None:
             with look.ready.captured.undone_on_error():
@@ -241,24 +243,11 @@ class CompiledStep:
             self._equal.update({id(t): t for t in fresh})
         return Buffers(program, binding.tensors, axis) if strategy.broadcast_buffers else None
 
-    def _allow_retrace(self, reason: str | None) -> None:
-        if reason is None:
-            return
-        if len(self._reasons) >= self._options.max_retraces:
-            listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self._reasons, reason], 1))
-            raise RetraceLimitError(
-                f"{place_of(self._step)} needs another trace, and max_retraces={self._options.max_retraces} are used "
-                f"up. The reasons were:\n{listing}\n"
-                f"Keep what changes out of the step or make it a tensor, or raise max_retraces."
-            )
-        self._reasons.append(reason)
-        log.warning("%s is captured again: %s", self._name, reason)
-
     def _strategy(self, world: World) -> DDP | None:
         return DDP() if self._options.strategy is None and world.size > 1 else self._options.strategy
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        return capture(self._step, args, kwargs)
+        return self._retraces.captured(lambda moving: capture(self._step, args, kwargs, moving))
 
     def _setting(self, world: World) -> Setting:
         return Setting(
@@ -321,7 +310,7 @@ class CompiledStep:
         return CacheInfo(
             traces=sum(step._traces for step in steps),
             hits=sum(step._hits + step._short() for step in steps),
-            reasons=tuple(reason for step in steps for reason in step._reasons),
+            reasons=tuple(reason for step in steps for reason in step._retraces.reasons),
             loaded=sum(step._loaded for step in steps),
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.fx as fx
@@ -35,8 +36,12 @@ log = logging.getLogger("wholestep.capture")
 _REPLICATED = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER, InputKind.HYPER, InputKind.GRAD)
 
 
-def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def capture(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], moving: Collection[int | str] = ()
+) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
+
+    `moving`: arguments that are numbers of Python, by position or name, and inputs of the graph; others are constants.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -47,7 +52,7 @@ def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     why_not_kept = ""
     while True:
         try:
-            return _settled(step, args, kwargs, list(places.values()))
+            return _settled(partial(Scene, step, args, kwargs, list(places.values()), moving), step)
         except Moves as found:
             before, why_not_kept = dict(places), why_not_kept or found.sentence
             places |= {place.identity: place for place in found.places}
@@ -59,14 +64,15 @@ def capture(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             raise CaptureError(f"{why_not_kept} (It can be no input of the graph either. {error})") from error
 
 
-def _settled(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Place]) -> Captured:
+def _settled(look: Callable[[], Scene], step: Callable[..., Any]) -> Captured:
+    """`look` looks for all that the step involves."""
     try:
-        return _capture_once(step, args, kwargs, places)
+        return _capture_once(look, step)
     except _Unsettled as first:
         # Libraries set things up in their first forward (hooks, caches). If a second trace changes nothing and is
         # the same graph, that was all it was. A counter or a growing list changes again.
         try:
-            captured = _capture_once(step, args, kwargs, places, expected=first.code)
+            captured = _capture_once(look, step, expected=first.code)
         except Moves:
             first.effects.restore()
             raise
@@ -87,11 +93,14 @@ class _Unsettled(Exception):
         self.effects, self.code = effects, code
 
 
-def _capture_once(
-    step: Callable[..., Any], args: Any, kwargs: Any, places: list[Place], expected: str | None = None
-) -> Captured:
-    with Scene(step, args, kwargs, places) as scene:
-        program, ties = _Job(lambda: step(*args, **kwargs), scene).run(expected)
+def _capture_once(look: Callable[[], Scene], step: Callable[..., Any], expected: str | None = None) -> Captured:
+    with look() as scene:
+
+        def call() -> Any:
+            args, kwargs = scene.arguments()
+            return step(*args, **kwargs)
+
+        program, ties = _Job(call, scene).run(expected)
         return tie(lambda: program, ties, scene)
 
 
@@ -114,6 +123,7 @@ class _Job:
         with environment_read() as self._environment, effects, iterators:
             self.trace = tracer.run(self._call)
         check_made(self.trace.module, scene.found.generators)
+        _check_sizes(self.trace.module.graph, scene)
         if left.places:
             effects.restore()
             raise Moves(left.places)
@@ -215,6 +225,16 @@ def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> Non
                 meta.set_value(node, meta.value(user))
                 replaced[user] = node
     edit.replace_nodes(replaced)
+
+
+def _check_sizes(graph: fx.Graph, scene: Scene) -> None:
+    """Raises CaptureError where a number among the arguments that is an input may decide about a shape or a place."""
+    if len(scene.counters.written(scene.given)) == len(scene.counters.counters):
+        return
+    for node in graph.nodes:
+        for one in meta.tensors(node):
+            if not all(isinstance(size, int) for size in (*one.shape, *one.stride(), one.storage_offset())):
+                raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")
 
 
 def _check_discovered(trace: Trace) -> None:

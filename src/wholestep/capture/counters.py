@@ -1,5 +1,10 @@
 """Python numbers that a step itself moves: ``group["step"] += 1``, ``self.seen += len(x)``.
 
+[Note: arguments]
+A number among the arguments that is another one in a later call (``step(x, y, beta)``) is such a number, too: the box
+takes over what the call is given, and the step does not move it. It stands in a dict of the scene, from which the
+arguments of the trace are taken.
+
 [Note: counters]
 A trace that finds such a number changed is thrown away, and the next one runs with a symbol in its place. The symbol is
 read of a *box*, a 0-d tensor on the CPU that is state of the step like the ``step`` of torch's Adam, and what the step
@@ -90,7 +95,7 @@ def moved(container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: st
     A list or tuple of numbers that another one has replaced, just as long, is one place per item.
     """
     then, now = pair
-    if isinstance(container, (ClassView, ContentView)) or (type(then) is int and abs(then) > _MOST):
+    if isinstance(container, (ClassView, ContentView)) or not fits_a_box(then):
         return []
     if type(then) is type(now) and _is_row(then) and len(then) == len(now) > 0:
         kinds = [_kind(one) if type(before) in _DTYPES else None for before, one in zip(then, now, strict=True)]
@@ -100,6 +105,11 @@ def moved(container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: st
     if number is None:
         return []
     return [Place(container, key, path, float if type(then) is float else number, shared=shared)]
+
+
+def fits_a_box(number: Any) -> bool:
+    """False for an int of more than 64 bits."""
+    return type(number) is not int or abs(number) <= _MOST
 
 
 def _is_row(thing: Any) -> bool:
@@ -190,6 +200,10 @@ class Counters:
                 continue
             known[key] = Counter(place.path, [place], number, torch.tensor(number, dtype=_DTYPES[place.kind]))
             self.counters.append(known[key])
+
+    def written(self, given: Any) -> list[Counter]:
+        """Those that the step moves itself: all that do not lie in `given`, the numbers among the arguments."""
+        return [counter for counter in self.counters if counter.places[0].container is not given]
 
     def has(self, container: Any, key: Any) -> bool:
         """Whether numbers under a key move."""

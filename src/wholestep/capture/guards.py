@@ -97,6 +97,12 @@ class Guards:
     modes: tuple[tuple[str, Any], ...] = field(default_factory=modes)
     counters: Counters | None = None
     """Numbers that the step moves; None where there are none."""
+    given: dict[int | str, Any] = field(default_factory=dict)
+    """Numbers among the arguments, by position or name, of which counters take those that are inputs."""
+    moving: dict[int | str, int] = field(default_factory=dict)
+    """The leaves of those that are inputs."""
+    constants: dict[int | str, int] = field(default_factory=dict)
+    """The leaves of the others."""
     storages: Sizes | None = None
     """Sizes of storages, where the step resizes some or asks for them."""
 
@@ -109,7 +115,8 @@ class Guards:
         self._hooks = [_hooks_of(slot.tensor) for slot in params]
         self._entry_kinds = [_kind(slot.tensor.grad) for slot in params]
         self._data = [number for number, data in enumerate(self.is_data) if data]
-        self._things = [number for number, data in enumerate(self.is_data) if not data]
+        inputs = set(self.moving.values())
+        self._things = [n for n, data in enumerate(self.is_data) if not data and n not in inputs]
         self.watches = [watch for watch in self.watches if watch.guard]
         self._watched = [watch for watch in self.watches if quick.watchable(watch) is not None]
         self._opaque = [watch for watch in self.watches if quick.watchable(watch) is None]
@@ -122,7 +129,9 @@ class Guards:
         containers = [quick.watchable(watch) for watch in self._watched] + [(hooks, None) for hooks in GLOBAL_HOOKS]
         self._awaits_native = native.module() is None
         self._look = quick.look(tensors, [self._want(slot) for slot in self.state], containers)
-        self._match = quick.match(self.spec, self.leaves, self.is_data, self.aliases, tensors)
+        self._match = quick.match(
+            self.spec, self.leaves, self.is_data, self.aliases, tensors, any_number=self.moving.values()
+        )
 
     def _want(self, slot: Slot) -> int:
         """What is looked at of a tensor besides its layout."""
@@ -153,6 +162,8 @@ class Guards:
                 self._look.renew()
             elif self._awaits_native and native.module() is not None:
                 self._make_quick()
+        for key, leaf in self.moving.items():
+            self.given[key] = leaves[leaf]
         if self.counters is not None and (why_not := self.counters.why_not()) is not None:
             return why_not
         if self.predicates is not None and (why_not := self._branches()) is not None:
@@ -176,6 +187,15 @@ class Guards:
             if id(now) in self._state_ids:
                 return f"argument {number} was data of the call, is a tensor of the model, the optimizer or a closure"
         return self._repeats(leaves)
+
+    def other_numbers(self, leaves: list[Any]) -> set[int | str]:
+        """The arguments, by position or name, that were constants, and are other numbers of the same type now."""
+        found = self.constants.items() if len(leaves) == len(self.leaves) else ()
+        return {
+            key
+            for key, leaf in found
+            if type(leaves[leaf]) is type(self.leaves[leaf]) and not same(self.leaves[leaf], leaves[leaf])
+        }
 
     def _repeats(self, leaves: list[Any]) -> str | None:
         """The same tensor given twice is one input of the graph, so it must be given twice again, and no other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,7 +74,13 @@ def watchable(watch: Watch) -> tuple[Any, Any] | None:
 
 
 def match(
-    spec: tree.TreeSpec, leaves: Sequence[Any], is_data: Sequence[bool], aliases: Sequence[int], state: Sequence[Any]
+    spec: tree.TreeSpec,
+    leaves: Sequence[Any],
+    is_data: Sequence[bool],
+    aliases: Sequence[int],
+    state: Sequence[Any],
+    *,
+    any_number: Collection[int] = (),
 ) -> Match | None:
     """The native signature of a call; None where only the full comparison can tell.
 
@@ -82,11 +88,15 @@ def match(
         leaves: per leaf the description of a tensor (`wholestep.capture.guards.describe`), or the thing itself.
         aliases: per leaf that is data the first leaf that is the same tensor.
         state: tensors of the state, which are no data.
+        any_number: leaves that may be any number of the type that they have.
     """
     module, structure, alias = native.module(), tree.structure(spec), iter(aliases)
     if module is None or structure is None:
         return None
-    described = tuple((*leaf, next(alias)) if data else (leaf,) for leaf, data in zip(leaves, is_data, strict=True))
+    described = tuple(
+        (*leaf, next(alias)) if data else (leaf, type(leaf)) if place in any_number else (leaf,)
+        for place, (leaf, data) in enumerate(zip(leaves, is_data, strict=True))
+    )
     if not all(data or isinstance(leaf, _THINGS) for leaf, data in zip(leaves, is_data, strict=True)):
         return None
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from wholestep.capture import state as stating
 from wholestep.capture import tree, walk
-from wholestep.capture.counters import Counters, Place
+from wholestep.capture.counters import Counters, Place, fits_a_box
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.state import LazyState, State
 from wholestep.program.program import InputKind
@@ -24,18 +24,29 @@ class Scene:
     """
 
     def __init__(
-        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[Place] = ()
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        places: Sequence[Place] = (),
+        moving: Collection[int | str] = (),
     ) -> None:
-        """`places`: of the numbers that the step moves, as far as that is known.
+        """`places`: of the numbers that the step moves, as far as that is known. `moving`: arguments, by position or
+        name, whose numbers are inputs.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
-        """
+        """  # fmt: skip
         self.leaves, self.spec = tree.flatten((args, kwargs))
+        self._args, self._kwargs = args, kwargs
+        self.given_leaves = tree.numbers(self.leaves, self.spec)
+        """Arguments that are numbers of Python, by position or name, and the leaves that they are."""
+        self.given = {key: self.leaves[leaf] for key, leaf in self.given_leaves.items()}
+        """Those numbers, or what stands for them in a trace."""
         self.found = walk.find(step, args, kwargs)
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
             self.state: State = stating.collect(self.found)
-            self.count(places)
+            self.count([*places, *self._given_places(moving)])
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
             data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]
@@ -54,9 +65,22 @@ class Scene:
             self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
         self.lifter = Lifter(self.state.optimizers, self.counters)
 
+    def _given_places(self, moving: Collection[int | str]) -> list[Place]:
+        return [
+            Place(self.given, key, f"argument {leaf}", type(self.given[key]))
+            for key, leaf in self.given_leaves.items()
+            if key in moving and fits_a_box(self.given[key])
+        ]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call, with what now stands for numbers."""
+        args = tuple(self.given.get(place, arg) for place, arg in enumerate(self._args))
+        return args, {name: self.given.get(name, arg) for name, arg in self._kwargs.items()}
+
     def containers(self) -> list[Any]:
         """Everything that may hold a number which a step moves, in an order that is the same in every process."""
-        found = [watch.container for watch in self.found.watches]
+        found: list[Any] = [self.given]
+        found += [watch.container for watch in self.found.watches]
         for _, opt in self.state.optimizers:
             found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]
         return found

@@ -149,7 +149,7 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
         notes=[(note.address.holder(state), note.address.key, note.value) for note in ties.notes],
         ticks=[(scene.found.schedulers[number][1], count) for number, count in ties.ticks],
-        counters=scene.counters.counters,
+        counters=scene.counters.written(scene.given),
         slices=ties.slices,
     )  # fmt: skip
     owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
@@ -184,6 +184,7 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         elif state.index[id(slot.tensor.grad)] in kept:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
+    moving = {key: leaf for key, leaf in scene.given_leaves.items() if scene.counters.has(scene.given, key)}
     return Guards(
         state=guarding.state_slots(state, kept), is_data=scene.is_data, spec=scene.spec, grads=grads,
         leaves=[guarding.describe(leaf) if is_data else leaf for leaf, is_data in pairs],
@@ -192,6 +193,8 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
             *scene.found.watches, *scene.lifter.watches, *scene.lifter.attributes, *_optimizer_watches(ties, scene)
         ],
         predicates=_predicates(ties, scene, numbers), counters=scene.counters if scene.counters.counters else None,
+        given=scene.given, moving=moving,
+        constants={key: leaf for key, leaf in scene.given_leaves.items() if key not in moving},
     )  # fmt: skip
 
 

@@ -280,7 +280,7 @@ class Tracer:
         self._counters.close()
         self._write_replaced()
         check_places(self.reals, places, self.names())
-        if any(isinstance(leaf, str) and LATER in leaf for leaf in leaves):
+        if any(isinstance(leaf, str) and LATER in leaf for leaf in leaves) or LATER in repr(out.result_spec):
             raise CaptureError("The step returns text that it made of a number it counts. Return the number itself.")
         out.num_results = len(leaves)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)

@@ -127,6 +127,19 @@ def structure(spec: TreeSpec) -> tuple[Any, ...] | None:
     return (dict, parts, keys) if all(type(key) is str for key in keys) else None
 
 
+def numbers(leaves: list[Any], spec: TreeSpec) -> dict[int | str, int]:
+    """The arguments of a call ``(args, kwargs)`` that are numbers of Python: position or name -> leaf."""
+    found: dict[int | str, int] = {}
+    place = 0
+    for part in spec.children():
+        keys = part.context if part.type is dict else range(len(part.children()))
+        for key, child in zip(keys, part.children(), strict=True):
+            if child.type is None and type(leaves[place]) in (int, float):
+                found[key] = place
+            place += child.num_leaves
+    return found
+
+
 def classes(tree: Any) -> Iterator[type]:
     """The classes of the nodes of a nest: of objects that are taken apart, of named tuples and others."""
     specs = [flatten(tree)[1]]

@@ -25,7 +25,7 @@ class Call {
  public:
   // `structure`, that of (args, kwargs), is (None,), (tuple or list, structures) or (dict, structures, keys); `leaves` has
   // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, conjugate, negative, alias) of
-  // data, or (thing,).
+  // data, (number, its type) of what may be any number of that type, or (thing,).
   Call(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
     if (PyTuple_GET_SIZE(structure) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(structure, 1)) ||
         PyTuple_GET_SIZE(PyTuple_GET_ITEM(structure, 1)) != 2)
@@ -33,7 +33,7 @@ class Call {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state); ++i) state_.insert(PyTuple_GET_ITEM(state, i));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(leaves); ++i) {
       PyObject* leaf = PyTuple_GET_ITEM(leaves, i);
-      data_.push_back(PyTuple_GET_SIZE(leaf) == 1 ? std::nullopt : std::optional(read(leaf)));
+      data_.push_back(PyTuple_GET_SIZE(leaf) <= 2 ? std::nullopt : std::optional(read(leaf)));
     }
   }
 
@@ -101,7 +101,11 @@ class Call {
     for (size_t i = 0; i < data_.size(); ++i) {
       PyObject* leaf = PyList_GET_ITEM(found, i);
       if (!data_[i].has_value()) {
-        if (!same(PyTuple_GET_ITEM(PyTuple_GET_ITEM(leaves_, i), 0), leaf)) return false;
+        PyObject* then = PyTuple_GET_ITEM(leaves_, i);
+        const bool fits = PyTuple_GET_SIZE(then) == 2
+            ? reinterpret_cast<PyObject*>(Py_TYPE(leaf)) == PyTuple_GET_ITEM(then, 1)
+            : same(PyTuple_GET_ITEM(then, 0), leaf);
+        if (!fits) return false;
         continue;
       }
       const ArgumentLayout& then = *data_[i];
