@@ -11,7 +11,7 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.capture.binding import output_slices
-from wholestep.capture.counters import Moves, Place
+from wholestep.capture.counters import Moves, Moving, Place
 from wholestep.capture.draws import check_made, kept_iterators
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
@@ -37,11 +37,11 @@ _REPLICATED = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER, InputKind
 
 
 def capture(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], moving: Collection[int | str] = ()
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], moving: Collection[Moving] = ()
 ) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
-    `moving`: arguments that are numbers of Python, by position or name, and inputs of the graph; others are constants.
+    `moving`: numbers of Python that are inputs of the graph, since they are others in other calls.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -228,10 +228,8 @@ def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> Non
 
 
 def _check_sizes(graph: fx.Graph, scene: Scene) -> None:
-    """Raises CaptureError where a number among the arguments that is an input may decide about a shape or a place."""
-    if len(scene.counters.written(scene.given)) == len(scene.counters.counters):
-        return
-    for node in graph.nodes:
+    """Raises CaptureError where a number that moves between calls may decide about a shape or a place in memory."""
+    for node in graph.nodes if scene.outside else ():
         for one in meta.tensors(node):
             if not all(isinstance(size, int) for size in (*one.shape, *one.stride(), one.storage_offset())):
                 raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")

@@ -1,15 +1,15 @@
 """Python numbers that a step itself moves: ``group["step"] += 1``, ``self.seen += len(x)``.
 
-[Note: arguments]
-A number among the arguments that is another one in a later call (``step(x, y, beta)``) is such a number, too: the box
-takes over what the call is given, and the step does not move it. It stands in a dict of the scene, from which the
-arguments of the trace are taken.
-
 [Note: counters]
 A trace that finds such a number changed is thrown away, and the next one runs with a symbol in its place. The symbol is
 read of a *box*, a 0-d tensor on the CPU that is state of the step like the ``step`` of torch's Adam, and what the step
 leaves in the place of the number is written to the box, in the graph. Between calls the number itself is what counts:
 the box takes it over before a call, and the number is what is in the box behind it.
+
+[Note: moved from outside]
+A number that is another one in a later call, ``self.temperature = ...`` between the calls or ``step(x, y, beta)``, is a
+counter too (`capture/retraces.py`), which the step leaves as it is. Those among the arguments stand in a dict of the
+scene, from which the arguments of the trace are taken.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ class Place:
             items = list(self.held())
             items[self.position] = number
             put(self.container, self.key, type(self.held())(items))
+
+
+Moving = int | str | Place
+"""A number that moves between calls: an argument, by position or name, or what lies in a place."""
 
 
 def put(container: Any, key: Any, thing: Any) -> None:
@@ -160,7 +164,8 @@ class Counter:
         """Behind a call: the number is what is in the box."""
         number = self.box.item()
         for place in self.places:
-            place.write(number)
+            if not same(place.read(), number):
+                place.write(number)
 
     def left(self) -> Any:
         """In the trace: the number that the step has left in all places.

@@ -14,6 +14,7 @@ so every tensor of the state is looked at in every call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture import native, quick, tree
-from wholestep.capture.counters import Counters
+from wholestep.capture.counters import Counters, Moving, moved
 from wholestep.capture.state import Slot, State
 from wholestep.capture.storage import Sizes
 from wholestep.capture.walk import GLOBAL_HOOKS
@@ -103,6 +104,8 @@ class Guards:
     """The leaves of those that are inputs."""
     constants: dict[int | str, int] = field(default_factory=dict)
     """The leaves of the others."""
+    outside: list[Watch] = field(default_factory=list)
+    """Those of `watches` that may hold numbers which the user moves between calls."""
     storages: Sizes | None = None
     """Sizes of storages, where the step resizes some or asks for them."""
 
@@ -188,14 +191,16 @@ class Guards:
                 return f"argument {number} was data of the call, is a tensor of the model, the optimizer or a closure"
         return self._repeats(leaves)
 
-    def other_numbers(self, leaves: list[Any]) -> set[int | str]:
-        """The arguments, by position or name, that were constants, and are other numbers of the same type now."""
-        found = self.constants.items() if len(leaves) == len(self.leaves) else ()
-        return {
-            key
-            for key, leaf in found
-            if type(leaves[leaf]) is type(self.leaves[leaf]) and not same(self.leaves[leaf], leaves[leaf])
-        }
+    def other_numbers(self, leaves: list[Any]) -> Iterator[Moving]:
+        """What was a constant number, and is another one of the same type for a call with these leaves."""
+        for key, leaf in self.constants.items() if len(leaves) == len(self.leaves) else ():
+            if _is_other(self.leaves[leaf], leaves[leaf]):
+                yield key
+        for watch in self.outside:
+            if watch.guard and not _untouched(watch):
+                for key, path, then, now in watch.changed_items():
+                    if key is not None and _is_other(then, now):
+                        yield from moved(watch.container, key, path, (then, now))
 
     def _repeats(self, leaves: list[Any]) -> str | None:
         """The same tensor given twice is one input of the graph, so it must be given twice again, and no other."""
@@ -246,6 +251,10 @@ class Guards:
             if then != now:
                 return f"the condition at {line} was {then}, is {now}"
         return None
+
+
+def _is_other(then: Any, now: Any) -> bool:
+    return type(then) is type(now) and type(now) in (int, float) and not same(then, now)
 
 
 def _kind(grad: torch.Tensor | None) -> tuple[Any, ...]:

@@ -1,27 +1,26 @@
 """Why a step is captured again, how often it may be, and what the next trace takes for an input.
 
-[Note: numbers among the arguments]
-``step(x, y, beta)``, ``step(batch, number)``. The first call takes such numbers for constants: most are the same for
-ever, and code may do with a constant what it likes. One that is another number in a later call is an input of the graph
-from then on (`capture/counters.py`), and what Python asks of it is asked again at every call (`capture/host.py`). Where
-that cannot be, since a shape or an index of a list depends on it, each of its numbers is a trace of its own.
+[Note: numbers that move between calls]
+``step(x, y, beta)``, ``step(batch, number)``, ``model.temperature = ...``. The first trace takes numbers for constants:
+most are the same for ever, and code may do with a constant what it likes. One that is another number in a later call is
+an input of the graph from then on (`capture/counters.py`), and what Python asks of it is asked again at every call
+(`capture/host.py`). Where that cannot be, since a shape or an index of a list depends on it, each of its numbers is a
+trace of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from wholestep.capture.blame import place_of
+from wholestep.capture.counters import Moving, Place
 from wholestep.capture.guards import Guards
 from wholestep.capture.ties import Captured
 from wholestep.errors import CaptureError, RetraceLimitError
 
 log = logging.getLogger("wholestep")
-
-Key = int | str
-"""The position of an argument, or its name."""
 
 
 class Retraces:
@@ -32,10 +31,10 @@ class Retraces:
         self._step, self._limit = step, limit
         self.reasons: list[str] = []
         """A sentence for each."""
-        self._moving: set[Key] = set()
-        """Arguments whose numbers are inputs."""
-        self._constant: dict[Key, str] = {}
-        """Those whose numbers change and can be none, and why."""
+        self._moving: dict[Hashable, Moving] = {}
+        """Numbers that are inputs."""
+        self._constant: dict[Hashable, str] = {}
+        """Those that change and can be none, and why."""
 
     def allow(self, reason: str | None) -> None:
         """Counts one more, or none without a reason. Raises RetraceLimitError if there were enough."""
@@ -43,7 +42,7 @@ class Retraces:
             return
         if len(self.reasons) >= self._limit:
             listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self.reasons, reason], 1))
-            constant = "".join(f"\nArgument {key!r} can be no input: {why}" for key, why in self._constant.items())
+            constant = "".join(f"\n{why}" for why in self._constant.values())
             raise RetraceLimitError(
                 f"{place_of(self._step)} needs another trace, and max_retraces={self._limit} are used "
                 f"up. The reasons were:\n{listing}\n"
@@ -53,23 +52,29 @@ class Retraces:
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
 
     def compared(self, guards: Guards, leaves: list[Any]) -> None:
-        """Takes up arguments whose numbers are others in a call with these leaves, for which a trace does not hold."""
-        self._moving |= guards.other_numbers(leaves) - self._constant.keys()
+        """Takes up the numbers that are others in a call with these leaves, for which a trace does not hold."""
+        found = {_identity(one): one for one in guards.other_numbers(leaves)}
+        self._moving |= {key: one for key, one in found.items() if key not in self._constant}
 
-    def captured(self, capture: Callable[[Collection[Key]], Captured]) -> Captured:
+    def captured(self, capture: Callable[[Collection[Moving]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""
         if not self._moving:
             return capture(())
         try:
-            return capture(self._moving)
+            return capture(self._moving.values())
         except CaptureError:
-            changing, self._moving = sorted(self._moving, key=str), set()
+            changing, self._moving = self._moving, {}
         found = capture(())
-        for key in changing:
+        for key, one in changing.items():
             try:
-                found = capture({*self._moving, key})
-                self._moving.add(key)
+                found = capture([*self._moving.values(), one])
+                self._moving[key] = one
             except CaptureError as error:
-                self._constant[key] = str(error)
-                log.info("argument %r can be no input: %s", key, error)
+                name = one.path if isinstance(one, Place) else f"argument {one!r}"
+                self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"
+                log.info(self._constant[key])
         return found
+
+
+def _identity(one: Moving) -> Hashable:
+    return one.identity if isinstance(one, Place) else one

@@ -11,7 +11,7 @@ from torch import nn
 
 from wholestep.capture import state as stating
 from wholestep.capture import tree, walk
-from wholestep.capture.counters import Counters, Place, fits_a_box
+from wholestep.capture.counters import Counters, Moving, Place, fits_a_box, identity
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.state import LazyState, State
 from wholestep.program.program import InputKind
@@ -29,10 +29,10 @@ class Scene:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         places: Sequence[Place] = (),
-        moving: Collection[int | str] = (),
+        moving: Collection[Moving] = (),
     ) -> None:
-        """`places`: of the numbers that the step moves, as far as that is known. `moving`: arguments, by position or
-        name, whose numbers are inputs.
+        """`places`: of the numbers that the step moves, as far as that is known. `moving`: those that move between
+        calls; what is no such number here, or is not found, is left out.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """  # fmt: skip
@@ -46,7 +46,8 @@ class Scene:
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
             self.state: State = stating.collect(self.found)
-            self.count([*places, *self._given_places(moving)])
+            self.outside = self._places_of(moving)
+            self.count(list({place.identity: place for place in (*self.outside, *places)}.values()))
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
             data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]
@@ -65,12 +66,16 @@ class Scene:
             self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
         self.lifter = Lifter(self.state.optimizers, self.counters)
 
-    def _given_places(self, moving: Collection[int | str]) -> list[Place]:
-        return [
+    def _places_of(self, moving: Collection[Moving]) -> list[Place]:
+        """Where those numbers are. (A step that moves nothing is spared the search.)"""
+        known = set(map(identity, self.containers())) if any(isinstance(one, Place) for one in moving) else set()
+        found = [
             Place(self.given, key, f"argument {leaf}", type(self.given[key]))
             for key, leaf in self.given_leaves.items()
-            if key in moving and fits_a_box(self.given[key])
+            if key in moving
         ]
+        found += [one for one in moving if isinstance(one, Place) and identity(one.container) in known]
+        return [place for place in found if type(place.read()) is place.kind and fits_a_box(place.read())]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, with what now stands for numbers."""

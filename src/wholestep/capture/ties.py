@@ -184,6 +184,7 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         elif state.index[id(slot.tensor.grad)] in kept:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
+    of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
     moving = {key: leaf for key, leaf in scene.given_leaves.items() if scene.counters.has(scene.given, key)}
     return Guards(
         state=guarding.state_slots(state, kept), is_data=scene.is_data, spec=scene.spec, grads=grads,
@@ -195,6 +196,7 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         predicates=_predicates(ties, scene, numbers), counters=scene.counters if scene.counters.counters else None,
         given=scene.given, moving=moving,
         constants={key: leaf for key, leaf in scene.given_leaves.items() if key not in moving},
+        outside=[watch for watch in scene.found.watches if id(watch.container) not in of_tensors],
     )  # fmt: skip
 
 
