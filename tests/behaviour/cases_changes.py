@@ -351,3 +351,66 @@ def last_batch_is_smaller_on_one_rank(run: Run) -> Job:
     sizes = [5, 5, 5 - 2 * run.rank, 5, 5 - 2 * run.rank]
     batches = [(x[:size], y[:size]) for (x, y), size in zip(class_batches(run, 5), sizes, strict=True)]
     return Job(step=job.step, batches=batches, objects=job.objects)
+
+
+@case(traces=(5,))
+def number_of_the_batch_given(run: Run) -> Job:
+    """Gradients are added up over three batches. With the number and without gradients, with both, the update."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module, momentum=0.9)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor, number: int) -> Tensor:
+        loss = loss_of(model, x, y) / 3
+        loss.backward()
+        if (number + 1) % 3 == 0:
+            opt.step()
+            opt.zero_grad()
+        return loss
+
+    batches = [(*batch, number) for number, batch in enumerate(class_batches(run, 9))]
+    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+
+
+@case(traces=(2,))
+def weight_and_rate_by_numbers_of_the_call(run: Run) -> Job:
+    """A weight of the loss and a warm-up that the step reckons itself, from two numbers that it is given."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor, beta: float, *, number: int) -> tuple[Tensor, float]:
+        rate = 0.1 * (number + 1) / 8
+        opt.param_groups[0]["lr"] = rate
+        loss = loss_of(model, x, y) + beta * sum(param.square().sum() for param in module.parameters())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss, rate
+
+    batches = [(*batch, 0.1 / (1 + number), number) for number, batch in enumerate(class_batches(run, 6))]
+    keyed = lambda x, y, beta, number: step(x, y, beta, number=number)  # noqa: E731
+    return Job(step=keyed, batches=batches, objects={"model": module, "opt": opt})
+
+
+class Cooled(nn.Module):
+    """A network whose outputs are divided by a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.temperature = mlp(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x) / self.temperature
+        return out
+
+
+@case(traces=(2,))
+def attribute_set_before_every_call(run: Run) -> Job:
+    module = Cooled()
+    job = usual_job(run, module)
+
+    def between(call: int) -> None:
+        module.temperature = 1.0 + call / 4
+
+    return Job(step=job.step, batches=class_batches(run, 6), objects=job.objects, between=between)

@@ -192,7 +192,7 @@ class Guards:
         return self._repeats(leaves)
 
     def other_numbers(self, leaves: list[Any]) -> Iterator[Moving]:
-        """What was a constant number, and is another one of the same type for a call with these leaves."""
+        """What was a constant number, and is another one for a call with these leaves."""
         for key, leaf in self.constants.items() if len(leaves) == len(self.leaves) else ():
             if _is_other(self.leaves[leaf], leaves[leaf]):
                 yield key
@@ -254,7 +254,7 @@ class Guards:
 
 
 def _is_other(then: Any, now: Any) -> bool:
-    return type(then) is type(now) and type(now) in (int, float) and not same(then, now)
+    return type(now) in (int, float) and not same(then, now)
 
 
 def _kind(grad: torch.Tensor | None) -> tuple[Any, ...]:

@@ -62,11 +62,13 @@ class Retraces:
             return capture(())
         try:
             return capture(self._moving.values())
-        except CaptureError:
-            changing, self._moving = self._moving, {}
+        except CaptureError as error:
+            changing, self._moving, first = self._moving, {}, error
         found = capture(())
         for key, one in changing.items():
             try:
+                if len(changing) == 1:
+                    raise first
                 found = capture([*self._moving.values(), one])
                 self._moving[key] = one
             except CaptureError as error:
