@@ -105,6 +105,42 @@ def test_a_fused_kernel_takes_the_rate_that_the_step_computes(backend: Any) -> N
     assert ("one CUDA graph" in ran) == (backend == "inductor")
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_numbers_that_move_between_calls_are_inputs_of_the_graph(backend: Any) -> None:
+    device = torch.device("cuda", 0)
+
+    def trained(compiled: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
+        module = net(device)
+        opt = torch.optim.AdamW(module.parameters(), lr=0.02)
+        held = {"weight": 1.0}
+
+        def step(x: Tensor, beta: float, number: int) -> Tensor:
+            loss = (module(x) - x).square().mean() * held["weight"] + beta * module(x).abs().mean()
+            if number % 3 == 2:
+                loss = loss * 2
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        run, losses = compiled(step), []
+        for number in range(STEPS):
+            held["weight"] = 1 + number / 4
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
+            losses.append(run(x, 1 / (1 + number), number).clone())
+        return run, [*losses, *(p.detach() for p in module.parameters())]
+
+    with deterministic():
+        _, wanted = trained(lambda step: step)
+        run, found = trained(lambda step: ws.compile(step, backend=backend))
+    worst = max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-3)).item() for a, b in zip(found, wanted, strict=True)
+    )
+    assert worst <= (0.0 if backend == "eager" else 2e-4)
+    assert run.cache_info().traces + run.cache_info().loaded == 3  # constants, inputs, inputs with the other branch
+    assert ("one CUDA graph" in run.explain().backend) == (backend == "inductor")
+
+
 def _on_rank(schedule: str | None, backend: Any) -> tuple[float, bool, str]:
     world = ws.init()
     torch.cuda.set_device(world.device)

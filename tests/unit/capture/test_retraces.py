@@ -348,6 +348,17 @@ def test_an_object_that_is_replaced_is_no_place_any_more() -> None:
     race(make, give)
 
 
+def test_a_number_on_a_parameter_is_a_constant() -> None:
+    """While the step is traced a parameter has other attributes."""
+
+    def make(training: Training) -> Step:
+        weight: Any = training.model.body[0].weight
+        return lambda x: training.update(training.model(x).mean() * weight.scale)
+
+    info = race(make, sets(lambda training, number: setattr(training.model.body[0].weight, "scale", number / 3)))
+    assert info.cache_info().hits == 0
+
+
 def test_a_number_that_the_step_moves_as_well() -> None:
     class Counts:
         def __init__(self) -> None:
