@@ -41,7 +41,7 @@ def capture(
 ) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
-    `moving`: numbers of Python that are inputs of the graph, since they are others in other calls.
+    `moving`: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not ask.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -95,12 +95,7 @@ class _Unsettled(Exception):
 
 def _capture_once(look: Callable[[], Scene], step: Callable[..., Any], expected: str | None = None) -> Captured:
     with look() as scene:
-
-        def call() -> Any:
-            args, kwargs = scene.arguments()
-            return step(*args, **kwargs)
-
-        program, ties = _Job(call, scene).run(expected)
+        program, ties = _Job(lambda: scene.arguments.call(step), scene).run(expected)
         return tie(lambda: program, ties, scene)
 
 
@@ -160,7 +155,7 @@ class _Job:
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
-            environment=self._environment,
+            environment=self._environment, unread=self._scene.arguments.unread,
         )  # fmt: skip
 
     def _records(self) -> list[Input]:

@@ -74,8 +74,8 @@ class Place:
             put(self.container, self.key, type(self.held())(items))
 
 
-Moving = int | str | Place
-"""A number that moves between calls: an argument, by position or name, or what lies in a place."""
+Moving = Hashable
+"""What is another one in other calls: a number in a `Place`, or a leaf of the arguments."""
 
 
 def put(container: Any, key: Any, thing: Any) -> None:

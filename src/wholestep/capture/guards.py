@@ -14,7 +14,7 @@ so every tensor of the state is looked at in every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture import native, quick, tree
+from wholestep.capture.arguments import leaf_of
 from wholestep.capture.counters import Counters, Moving, moved
 from wholestep.capture.state import Slot, State
 from wholestep.capture.storage import Sizes
@@ -98,12 +99,14 @@ class Guards:
     modes: tuple[tuple[str, Any], ...] = field(default_factory=modes)
     counters: Counters | None = None
     """Numbers that the step moves; None where there are none."""
-    given: dict[int | str, Any] = field(default_factory=dict)
-    """Numbers among the arguments, by position or name, of which counters take those that are inputs."""
-    moving: dict[int | str, int] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)
+    """Numbers among the arguments, by leaf, of which counters take those that are inputs."""
+    moving: Sequence[int] = ()
     """The leaves of those that are inputs."""
-    constants: dict[int | str, int] = field(default_factory=dict)
-    """The leaves of the others."""
+    unread: Sequence[int] = ()
+    """The leaves that may be any text."""
+    paths: Sequence[tuple[Any, ...]] = ()
+    """Per leaf the way to it."""
     outside: list[Watch] = field(default_factory=list)
     """Those of `watches` that may hold numbers which the user moves between calls."""
     storages: Sizes | None = None
@@ -118,8 +121,7 @@ class Guards:
         self._hooks = [_hooks_of(slot.tensor) for slot in params]
         self._entry_kinds = [_kind(slot.tensor.grad) for slot in params]
         self._data = [number for number, data in enumerate(self.is_data) if data]
-        inputs = set(self.moving.values())
-        self._things = [n for n, data in enumerate(self.is_data) if not data and n not in inputs]
+        self._things = [n for n, data in enumerate(self.is_data) if not data and n not in self.moving]
         self.watches = [watch for watch in self.watches if watch.guard]
         self._watched = [watch for watch in self.watches if quick.watchable(watch) is not None]
         self._opaque = [watch for watch in self.watches if quick.watchable(watch) is None]
@@ -133,7 +135,7 @@ class Guards:
         self._awaits_native = native.module() is None
         self._look = quick.look(tensors, [self._want(slot) for slot in self.state], containers)
         self._match = quick.match(
-            self.spec, self.leaves, self.is_data, self.aliases, tensors, any_number=self.moving.values()
+            self.spec, self.leaves, self.is_data, self.aliases, tensors, any_of_type=(*self.moving, *self.unread)
         )
 
     def _want(self, slot: Slot) -> int:
@@ -165,8 +167,8 @@ class Guards:
                 self._look.renew()
             elif self._awaits_native and native.module() is not None:
                 self._make_quick()
-        for key, leaf in self.moving.items():
-            self.given[key] = leaves[leaf]
+        for leaf in self.moving:
+            self.given[leaf] = leaves[leaf]
         if self.counters is not None and (why_not := self.counters.why_not()) is not None:
             return why_not
         if self.predicates is not None and (why_not := self._branches()) is not None:
@@ -179,6 +181,8 @@ class Guards:
         held = self.leaves
         for number in self._things:
             then, now = held[number], leaves[number]
+            if number in self.unread and type(now) is str:
+                continue
             if then is not now and not same(then, now):
                 return f"argument {number} was {_short(then)}, is {_short(now)}"
         for number in self._data:
@@ -191,11 +195,12 @@ class Guards:
                 return f"argument {number} was data of the call, is a tensor of the model, the optimizer or a closure"
         return self._repeats(leaves)
 
-    def other_numbers(self, leaves: list[Any]) -> Iterator[Moving]:
-        """What was a constant number, and is another one for a call with these leaves."""
-        for key, leaf in self.constants.items() if len(leaves) == len(self.leaves) else ():
-            if _is_other(self.leaves[leaf], leaves[leaf]):
-                yield key
+    def others(self, leaves: list[Any]) -> Iterator[Moving]:
+        """Numbers and texts that were constants, and are others for a call with these leaves."""
+        for leaf in self._things if len(leaves) == len(self.leaves) else ():
+            one = leaf_of(self.paths[leaf], leaves[leaf]) if leaf not in self.unread else None
+            if one is not None and not same(self.leaves[leaf], leaves[leaf]):
+                yield one
         for watch in self.outside:
             if watch.guard and not _untouched(watch):
                 for key, path, then, now in watch.changed_items():

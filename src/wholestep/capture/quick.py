@@ -80,7 +80,7 @@ def match(
     aliases: Sequence[int],
     state: Sequence[Any],
     *,
-    any_number: Collection[int] = (),
+    any_of_type: Collection[int] = (),
 ) -> Match | None:
     """The native signature of a call; None where only the full comparison can tell.
 
@@ -88,13 +88,13 @@ def match(
         leaves: per leaf the description of a tensor (`wholestep.capture.guards.describe`), or the thing itself.
         aliases: per leaf that is data the first leaf that is the same tensor.
         state: tensors of the state, which are no data.
-        any_number: leaves that may be any number of the type that they have.
+        any_of_type: leaves, numbers and texts, that may be any of the type that they have.
     """
     module, structure, alias = native.module(), tree.structure(spec), iter(aliases)
     if module is None or structure is None:
         return None
     described = tuple(
-        (*leaf, next(alias)) if data else (leaf, type(leaf)) if place in any_number else (leaf,)
+        (*leaf, next(alias)) if data else (leaf, type(leaf)) if place in any_of_type else (leaf,)
         for place, (leaf, data) in enumerate(zip(leaves, is_data, strict=True))
     )
     if not all(data or isinstance(leaf, _THINGS) for leaf, data in zip(leaves, is_data, strict=True)):

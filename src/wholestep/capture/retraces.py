@@ -11,14 +11,16 @@ trace of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
+from wholestep.capture.arguments import Leaf
 from wholestep.capture.blame import place_of
 from wholestep.capture.counters import Moving, Place
 from wholestep.capture.guards import Guards
 from wholestep.capture.ties import Captured
 from wholestep.errors import CaptureError, RetraceLimitError
+from wholestep.program import show
 
 log = logging.getLogger("wholestep")
 
@@ -52,30 +54,57 @@ class Retraces:
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
 
     def compared(self, guards: Guards, leaves: list[Any]) -> None:
-        """Takes up the numbers that are others in a call with these leaves, for which a trace does not hold."""
-        found = {_identity(one): one for one in guards.other_numbers(leaves)}
+        """Takes up what is another number or text in a call with these leaves, for which a trace does not hold."""
+        found = {_identity(one): one for one in guards.others(leaves)}
         self._moving |= {key: one for key, one in found.items() if key not in self._constant}
 
     def captured(self, capture: Callable[[Collection[Moving]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""
-        if not self._moving:
-            return capture(())
         try:
-            return capture(self._moving.values())
+            return _checked(capture, self._moving.values())
         except CaptureError as error:
-            changing, self._moving, first = self._moving, {}, error
-        found = capture(())
-        for key, one in changing.items():
+            if not self._moving:
+                raise
+            groups, self._moving, first = _groups(self._moving), {}, error
+        for group in groups:
             try:
-                if len(changing) == 1:
+                if len(groups) == 1:
                     raise first
-                found = capture([*self._moving.values(), one])
-                self._moving[key] = one
+                _checked(capture, [*self._moving.values(), *group.values()]).undo()
+                self._moving |= group
             except CaptureError as error:
-                name = one.path if isinstance(one, Place) else f"argument {one!r}"
-                self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"
-                log.info(self._constant[key])
-        return found
+                for key, one in group.items():
+                    name = one.path if isinstance(one, Place) else str(one)
+                    self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"
+                    log.info(self._constant[key])
+        return _checked(capture, self._moving.values())
+
+
+def _checked(capture: Callable[[Collection[Moving]], Captured], moving: Collection[Moving]) -> Captured:
+    """What `capture` gives. Raises CaptureError where texts that nobody may look at make it another program."""
+    numbers = [one for one in moving if not (isinstance(one, Leaf) and one.is_text)]
+    if len(numbers) == len(moving):
+        return capture(moving)
+    plain = capture(numbers)
+    wanted = show.source(plain.program, comments=False)
+    plain.undo()
+    found = capture(moving)
+    if show.source(found.program, comments=False) != wanted:
+        found.undo()
+        raise CaptureError("What the step does depends on text that is another one in other calls.")
+    return found
+
+
+def _groups(changing: Mapping[Hashable, Moving]) -> list[dict[Hashable, Moving]]:
+    """What is tried together: all texts, of which a batch may have many, and each number by itself."""
+    texts: dict[Hashable, Moving] = {}
+    groups: list[dict[Hashable, Moving]] = []
+    for key, one in changing.items():
+        if isinstance(one, Leaf) and one.is_text:
+            texts[key] = one
+        else:
+            groups.append({key: one})
+    return [*groups, texts] if texts else groups
 
 
 def _identity(one: Moving) -> Hashable:

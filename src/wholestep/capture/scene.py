@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from wholestep.capture import state as stating
-from wholestep.capture import tree, walk
+from wholestep.capture import walk
+from wholestep.capture.arguments import Arguments
 from wholestep.capture.counters import Counters, Moving, Place, fits_a_box, identity
 from wholestep.capture.hyper import Lifter
 from wholestep.capture.state import LazyState, State
@@ -36,12 +37,8 @@ class Scene:
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """  # fmt: skip
-        self.leaves, self.spec = tree.flatten((args, kwargs))
-        self._args, self._kwargs = args, kwargs
-        self.given_leaves = tree.numbers(self.leaves, self.spec)
-        """Arguments that are numbers of Python, by position or name, and the leaves that they are."""
-        self.given = {key: self.leaves[leaf] for key, leaf in self.given_leaves.items()}
-        """Those numbers, or what stands for them in a trace."""
+        self.arguments = Arguments(args, kwargs)
+        self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self.found = walk.find(step, args, kwargs)
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
@@ -69,22 +66,13 @@ class Scene:
     def _places_of(self, moving: Collection[Moving]) -> list[Place]:
         """Where those numbers are. (A step that moves nothing is spared the search.)"""
         known = set(map(identity, self.containers())) if any(isinstance(one, Place) for one in moving) else set()
-        found = [
-            Place(self.given, key, f"argument {leaf}", type(self.given[key]))
-            for key, leaf in self.given_leaves.items()
-            if key in moving
-        ]
+        found = self.arguments.move(moving)
         found += [one for one in moving if isinstance(one, Place) and identity(one.container) in known]
         return [place for place in found if type(place.read()) is place.kind and fits_a_box(place.read())]
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call, with what now stands for numbers."""
-        args = tuple(self.given.get(place, arg) for place, arg in enumerate(self._args))
-        return args, {name: self.given.get(name, arg) for name, arg in self._kwargs.items()}
-
     def containers(self) -> list[Any]:
         """Everything that may hold a number which a step moves, in an order that is the same in every process."""
-        found: list[Any] = [self.given]
+        found: list[Any] = [self.arguments.numbers]
         found += [watch.container for watch in self.found.watches]
         for _, opt in self.state.optimizers:
             found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]

@@ -60,6 +60,8 @@ class Ties:
     """What the graph creates for optimizers, and whether it is a number in Python."""
     notes: tuple[Note, ...]
     """Plain values that the step leaves with optimizers."""
+    unread: tuple[int, ...]
+    """Leaves of the arguments that are any text."""
     places: tuple[tuple[int, Place], ...]
     """Of numbers that the step moves, each without its container, which is the one with this number in the scene."""
     calls_scheduler: bool
@@ -149,7 +151,7 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
         notes=[(note.address.holder(state), note.address.key, note.value) for note in ties.notes],
         ticks=[(scene.found.schedulers[number][1], count) for number, count in ties.ticks],
-        counters=scene.counters.written(scene.given),
+        counters=scene.counters.written(scene.arguments.numbers),
         slices=ties.slices,
     )  # fmt: skip
     owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
@@ -185,7 +187,8 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
-    moving = {key: leaf for key, leaf in scene.given_leaves.items() if scene.counters.has(scene.given, key)}
+    numbers_given = scene.arguments.numbers
+    moving = [leaf for leaf in numbers_given if scene.counters.has(numbers_given, leaf)]
     return Guards(
         state=guarding.state_slots(state, kept), is_data=scene.is_data, spec=scene.spec, grads=grads,
         leaves=[guarding.describe(leaf) if is_data else leaf for leaf, is_data in pairs],
@@ -194,8 +197,7 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
             *scene.found.watches, *scene.lifter.watches, *scene.lifter.attributes, *_optimizer_watches(ties, scene)
         ],
         predicates=_predicates(ties, scene, numbers), counters=scene.counters if scene.counters.counters else None,
-        given=scene.given, moving=moving,
-        constants={key: leaf for key, leaf in scene.given_leaves.items() if key not in moving},
+        given=numbers_given, moving=moving, unread=ties.unread, paths=scene.arguments.paths,
         outside=[watch for watch in scene.found.watches if id(watch.container) not in of_tensors],
     )  # fmt: skip
 

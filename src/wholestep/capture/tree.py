@@ -127,17 +127,14 @@ def structure(spec: TreeSpec) -> tuple[Any, ...] | None:
     return (dict, parts, keys) if all(type(key) is str for key in keys) else None
 
 
-def numbers(leaves: list[Any], spec: TreeSpec) -> dict[int | str, int]:
-    """The arguments of a call ``(args, kwargs)`` that are numbers of Python: position or name -> leaf."""
-    found: dict[int | str, int] = {}
-    place = 0
-    for part in spec.children():
-        keys = part.context if part.type is dict else range(len(part.children()))
-        for key, child in zip(keys, part.children(), strict=True):
-            if child.type is None and type(leaves[place]) in (int, float):
-                found[key] = place
-            place += child.num_leaves
-    return found
+def paths(spec: TreeSpec) -> Iterator[tuple[Any, ...]]:
+    """Per leaf the keys and indices that lead to it."""
+    if spec.type is None:
+        yield ()
+        return
+    children = spec.children()
+    for key, child in zip(spec.context if spec.type is dict else range(len(children)), children, strict=True):
+        yield from ((key, *rest) for rest in paths(child))
 
 
 def classes(tree: Any) -> Iterator[type]:

@@ -25,7 +25,7 @@ class Call {
  public:
   // `structure`, that of (args, kwargs), is (None,), (tuple or list, structures) or (dict, structures, keys); `leaves` has
   // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, conjugate, negative, alias) of
-  // data, (number, its type) of what may be any number of that type, or (thing,).
+  // data, (number or text, its type) of what may be any of that type, or (thing,).
   Call(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
     if (PyTuple_GET_SIZE(structure) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(structure, 1)) ||
         PyTuple_GET_SIZE(PyTuple_GET_ITEM(structure, 1)) != 2)

@@ -1,0 +1,117 @@
+"""The arguments of one call as leaves, and what stands in a trace for those that are others in every call.
+
+A number is an input of the graph (`capture/counters.py`). Text is none: a name of a file beside the batch. Where the
+step does not look at it, any text will do, which is found out by a text that cannot be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from wholestep.capture import tree
+from wholestep.capture.counters import Moving, Place
+from wholestep.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A number or a text among the arguments, by the way to it: the same in every call."""
+
+    path: tuple[Any, ...]
+    is_text: bool
+
+    def __str__(self) -> str:
+        kind, *way = self.path
+        return f"argument {way[0] if kind == 0 else repr(way[0])}{''.join(f'[{key!r}]' for key in way[1:])}"
+
+
+def leaf_of(path: tuple[Any, ...], thing: Any) -> Leaf | None:
+    """The leaf that a thing is among the arguments; None where it is neither a number nor text."""
+    return Leaf(path, type(thing) is str) if type(thing) in (int, float, str) else None
+
+
+class Arguments:
+    """Those of one call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self.leaves, self.spec = tree.flatten((args, kwargs))
+        self.paths = list(tree.paths(self.spec))
+        """Per leaf the way to it."""
+        self.numbers = {leaf: one for leaf, one in enumerate(self.leaves) if type(one) in (int, float)}
+        """By leaf, what stands there for a number: itself, or in a trace a symbol."""
+        self._moving: set[int] = set()
+        self.unread: tuple[int, ...] = ()
+        """Leaves that are any text, at which the step does not look."""
+
+    def move(self, moving: Collection[Moving]) -> list[Place]:
+        """Has leaves be others in every call: the places of numbers, once text is noted."""
+        known = {leaf: leaf_of(path, self.leaves[leaf]) for leaf, path in enumerate(self.paths)} if moving else {}
+        found = [leaf for leaf, one in known.items() if one is not None and one in moving]
+        self.unread = tuple(leaf for leaf in found if leaf not in self.numbers)
+        self._moving = set(found)
+        numbers = (leaf for leaf in found if leaf in self.numbers)
+        return [Place(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
+
+    def call(self, step: Any) -> Any:
+        """What the step gives. Raises CaptureError if it writes to a list or dict that holds what moves."""
+        leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
+        for leaf in self.unread:
+            leaves[leaf] = Unread(leaf)
+        args, kwargs = self._rebuilt(leaves)
+        result = step(*args, **kwargs)
+        after, spec = tree.flatten((args, kwargs)) if self._moving else (leaves, self.spec)
+        if spec != self.spec or any(one is not other for one, other in zip(leaves, after, strict=True)):
+            raise CaptureError("The step writes to a container among its arguments, in which numbers or texts change.")
+        return result
+
+    def _rebuilt(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other leaves. Those in which none moves are the very objects."""
+        first, parts = 0, []
+        positional, named = self.spec.children()
+        for child, thing in zip((*positional.children(), *named.children()), self._given(named), strict=True):
+            own = range(first, first + child.num_leaves)
+            first += child.num_leaves
+            parts.append(pytree.tree_unflatten([leaves[leaf] for leaf in own], child) if self._moves(own) else thing)
+        return tuple(parts[: len(self._args)]), dict(zip(named.context, parts[len(self._args) :], strict=True))
+
+    def _given(self, named: tree.TreeSpec) -> Iterator[Any]:
+        yield from self._args
+        yield from (self._kwargs[name] for name in named.context)
+
+    def _moves(self, leaves: Iterable[int]) -> bool:
+        return not self._moving.isdisjoint(leaves)
+
+
+class Unread:
+    """Stands for a text, and nobody may ask it anything. No ``str``: C would read what is in it, and ask nobody."""
+
+    __slots__ = ("_leaf",)
+
+    def __init__(self, leaf: int) -> None:
+        object.__setattr__(self, "_leaf", leaf)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return str  # what `isinstance` asks for
+        leaf = object.__getattribute__(self, "_leaf")
+        raise CaptureError(f"The step looks at argument {leaf}, a text, which is another one in other calls.")
+
+
+def _asked(name: str) -> Any:
+    def asked(self: Unread, *args: Any) -> Any:
+        return getattr(self, name)
+
+    return asked
+
+
+for _name in (
+    "__str__", "__repr__", "__format__", "__hash__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__len__", "__iter__", "__contains__", "__getitem__", "__add__", "__radd__", "__mul__", "__rmul__", "__mod__",
+    "__rmod__", "__int__", "__float__", "__index__", "__bool__",
+):  # fmt: skip
+    setattr(Unread, _name, _asked(_name))
