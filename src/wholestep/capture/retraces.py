@@ -8,8 +8,8 @@ an input of the graph from then on (`capture/counters.py`), and what Python asks
 trace of its own.
 
 [Note: text among the arguments]
-Names of files that come with a batch. Text can be no input, but mostly nobody looks at it: then it may be any. A trace in
-which it cannot be looked at says so (`capture/arguments.py`), if it gives the program that the text itself gives.
+Names of files that come with a batch. Text can be no input, but mostly nobody looks at it: then it may be any. A trace
+in which it cannot be looked at says so (`capture/arguments.py`), if it gives the program that the text itself gives.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Retraces:
             raise RetraceLimitError(
                 f"{place_of(self._step)} needs another trace, and max_retraces={self._limit} are used "
                 f"up. The reasons were:\n{listing}\n"
-                f"Keep what changes out of the step, make it a tensor, pad batches to a few sizes, or raise max_retraces."
-                f"{constant}"
+                f"Keep what changes out of the step, make it a tensor, pad batches to a few sizes, or raise "
+                f"max_retraces.{constant}"
             )
         self.reasons.append(reason)
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
