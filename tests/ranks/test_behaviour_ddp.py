@@ -65,3 +65,31 @@ def test_an_optimizer_inside_of_the_backward_sees_reduced_gradients(pool2: Any) 
     inside, after = pool2.run(train_in_backward, True), pool2.run(train_in_backward, False)
     for tensors in zip(*inside, *after, strict=True):
         assert all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
+def numbers_that_move_on_one_rank(compiled: bool) -> list[Tensor]:
+    """Losses and parameters of six steps. On rank 1 the number changes later than on rank 0, the name at every call."""
+    run = Compiled() if compiled else EagerDDP()
+    module = mlp()
+    model, opt, rank = run.model(module), torch.optim.SGD(module.parameters(), lr=0.1), torch.distributed.get_rank()
+
+    @run.compile
+    def step(x: Tensor, y: Tensor, count: int, name: str) -> Tensor:
+        loss = loss_of(model, x, y) / count
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    found = []
+    for number, batch in enumerate(class_batches(run, 6)):
+        found.append(step(*batch, 3 + (number // 3 if rank else number), f"batch {number * rank}"))
+    if compiled:
+        assert run.steps[0].cache_info().traces == (3 if rank else 2)
+    return [*found, *(param.detach() for param in module.parameters())]
+
+
+def test_a_number_that_moves_on_one_rank_alone_needs_no_meeting(pool2: Any) -> None:
+    wanted, found = (pool2.run(numbers_that_move_on_one_rank, compiled) for compiled in (False, True))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
