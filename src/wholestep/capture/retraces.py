@@ -67,7 +67,7 @@ class Retraces:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""
         try:
             return _checked(capture, self._moving.values())
-        except CaptureError as error:
+        except Exception as error:  # a symbol is no int: what the user's code asks of it may raise anything
             if not self._moving:
                 raise
             groups, self._moving, first = _groups(self._moving), {}, error
@@ -77,7 +77,7 @@ class Retraces:
                     raise first
                 _checked(capture, [*self._moving.values(), *group.values()]).undo()
                 self._moving |= group
-            except CaptureError as error:
+            except Exception as error:
                 for key, one in group.items():
                     name = one.path if isinstance(one, Place) else str(one)
                     self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"

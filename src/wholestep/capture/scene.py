@@ -36,7 +36,7 @@ class Scene:
         calls; what is no such number here, or is not found, is left out.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
-        """  # fmt: skip
+        """
         self.arguments = Arguments(args, kwargs)
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self.found = walk.find(step, args, kwargs)

@@ -131,6 +131,10 @@ def shifted(training: Training) -> Step:
     return step
 
 
+def bits(training: Training) -> Step:
+    return lambda x, number: training.update(training.model(x).mean() * (1 + (number & 2) + number // 2 + number % 3))
+
+
 def plain(training: Training) -> Step:
     return lambda x: training.update(training.model(x).square().mean() + OFFSET * training.model(x).mean())
 
@@ -175,6 +179,7 @@ ONE_MORE: dict[str, tuple[Callable[[Training], Step], Give]] = {
     "a weight": (weighted, lambda training, number: (0.9**number,)),
     "a whole number as a weight": (weighted, numbers),
     "an int in a tensor of ints": (shifted, numbers),
+    "bits of it": (bits, numbers),
     "returned": (returned, numbers),
     "an attribute": (plain, sets(lambda training, number: setattr(training.model, "temperature", 1 + number / 4))),
     "an item of a list": (plain, sets(lambda training, number: training.model.weights.__setitem__(1, number / 7))),
@@ -367,6 +372,12 @@ STAY: dict[str, tuple[Callable[[Training], Step], str]] = {
     ),
     "a key of the result": (
         lambda training: lambda x, number: {f"loss {number}": training.update(training.model(x).mean())}, "text"
+    ),
+    "a method of numbers": (
+        lambda training: lambda x, number: training.update(training.model(x).mean() * (1 + number.bit_length())), "",
+    ),
+    "a key": (
+        lambda training: lambda x, number: training.update(training.model(x).mean() * {3: 2.0}.get(number, 1.0)), "",
     ),
     "a number for C++": (
         lambda training: lambda x, number: training.update(F.dropout(training.model(x), number / 100).mean()), "",
