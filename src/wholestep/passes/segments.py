@@ -258,7 +258,9 @@ def _replace(
         call = graph.call_function(segment, tuple(arguments))
     call.name = segment.name.removeprefix("run_")
     meta.set_value(call, [meta.value(node) for node in results])
-    meta.set_origin(call, meta.origin(run[0]))
+    origins = list(map(meta.origin, run))
+    # Of what a backward computes again it says where that stood in the forward.
+    meta.set_origin(call, next((one for one in origins if one.region is not Region.RECOMPUTE), origins[0]))
     last, replaced = call, {}
     for place, node in enumerate(results):
         with graph.inserting_after(last):

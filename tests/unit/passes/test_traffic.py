@@ -205,6 +205,12 @@ def test_random_numbers_are_drawn_once() -> None:
     assert not any(ops.is_random(call.target) for node in segments(less) for call in node.target.calls)
 
 
+def test_a_segment_that_computes_again_is_of_the_backward() -> None:
+    late = [node for node in segments(formed(stack(ByHand), again=True)) if Region.RECOMPUTE in region(node)]
+    assert len(late) == 4
+    assert {meta.origin(node).region for node in late} == {Region.BACKWARD}
+
+
 def test_the_note_says_how_many_bytes_that_is() -> None:
     plain, less = (formed(stack(ByHand), again=flag) for flag in (False, True))
     (before,), (after,) = (
