@@ -18,13 +18,13 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
+from wholestep.capture.alike import is_alike
 from wholestep.capture.arguments import Leaf
 from wholestep.capture.blame import place_of
 from wholestep.capture.counters import Moving, Place
 from wholestep.capture.guards import Guards
 from wholestep.capture.ties import Captured
 from wholestep.errors import CaptureError, RetraceLimitError
-from wholestep.program import show
 
 log = logging.getLogger("wholestep")
 
@@ -86,17 +86,17 @@ class Retraces:
 
 
 def _checked(capture: Callable[[Collection[Moving]], Captured], moving: Collection[Moving]) -> Captured:
-    """What `capture` gives. Raises CaptureError where texts that nobody may look at make it another program."""
-    numbers = [one for one in moving if not (isinstance(one, Leaf) and one.is_text)]
-    if len(numbers) == len(moving):
-        return capture(moving)
-    plain = capture(numbers)
-    wanted = show.source(plain.program, comments=False)
+    """What `capture` gives. Raises CaptureError where that is another program than with the numbers and texts."""
+    if not moving:
+        return capture(())
+    plain = capture(())
     plain.undo()
     found = capture(moving)
-    if show.source(found.program, comments=False) != wanted:
+    if not is_alike(plain, found):
         found.undo()
-        raise CaptureError("What the step does depends on text that is another one in other calls.")
+        raise CaptureError(
+            "The step does something else where it is given an input in the place of the number or text."
+        )
     return found
 
 
