@@ -156,7 +156,10 @@ def test_loops_of_torchs_optimizers(kind: str) -> None:
         opt = LOOPS[kind](model.parameters())
         losses = [call(model, opt, *batch(number, 0)) for number in range(STEPS)]
         found.append([torch.stack(losses), *(value.detach().clone() for value in model.state_dict().values())])
-        tolerance = COUNTED_ON_DEVICE if opt.defaults.get("capturable") else TOLERANCE
+        # The gradient of a bias in front of a batch norm is rounding alone, of terms below 1, divided by its own size
+        # plus eps.
+        noise = 2.0**-53 / opt.defaults.get("eps", 1.0) * opt.defaults["lr"] * STEPS
+        tolerance = COUNTED_ON_DEVICE if opt.defaults.get("capturable") else max(TOLERANCE, noise)
     torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
     notes = [note for record in step.program().history for note in record.notes]
     assert any("kernels over lists" in note for note in notes), notes

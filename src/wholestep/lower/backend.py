@@ -31,11 +31,13 @@ from wholestep.lower import (
     row_sums,
     table_rows,
 )
+from wholestep.lower.pieces import Parts, split
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.batch_norm import plain_batch_norms
 from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
 from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.host_reads import delay_host_reads
 from wholestep.passes.narrow import Makes, narrow_messages, narrow_type
 from wholestep.passes.pad_products import pad_products
 from wholestep.passes.pipeline import Pass
@@ -127,12 +129,13 @@ class Inductor:
         self._lists = lists.Plans()
         self._pool = cudagraph.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
-        """Why the last program did not become a CUDA graph; empty if it did."""
+        """Why nothing of the last program became a CUDA graph; empty if something did."""
+        self._graphs = "one CUDA graph"
 
     @property
     def name(self) -> str:
         """What runs, for people."""
-        return f"inductor, no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "inductor, one CUDA graph"
+        return f"inductor, {f'no CUDA graph: {self.why_no_graph}' if self.why_no_graph else self._graphs}"
 
     @property
     def is_one_launch(self) -> bool:
@@ -168,6 +171,7 @@ class Inductor:
             partial(widen_products, widens=inductor.widens),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
+            *([delay_host_reads] if self._on_gpu else []),
             # A segment ends where a wait stands.
             delay_waits,
             forms_segments(on_gpu=self._on_gpu),
@@ -233,11 +237,11 @@ class Inductor:
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._lists.as_it_arrives(program)
-        parts = cudagraph.split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
+        parts = split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             self._goes_without(parts)
             return lower(program)
-        self.why_no_graph = ""
+        self.why_no_graph, self._graphs = "", parts.told
         return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed)
 
     def marks(self) -> list[tuple[str, str]]:
@@ -304,8 +308,13 @@ class Inductor:
         self.why_no_graph = reason
         log.info("no CUDA graph: %s", reason)
 
-    def _has_failed(self, reason: str) -> None:
-        self.why_no_graph = f"its capture failed: {reason}"
+    def _has_failed(self, found: Parts | str) -> None:
+        """A capture has failed: the parts that are captured from now on, or why nothing is."""
+        if isinstance(found, Parts):
+            self._graphs = found.told
+            log.info("the step runs as %s", self._graphs)
+            return
+        self.why_no_graph = f"its capture failed: {found}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 

@@ -2,13 +2,18 @@
 
 Note: two parts
     What the host computes (rates, bias corrections, counters) runs before every replay, as Python; it reaches the
-    device in tensors whose place does not change. All else is the body, which is captured.
+    device in tensors whose place does not change. All else is captured: as one graph or, where calls cannot be, as the
+    pieces between those (`lower/pieces.py`).
 
 Note: who owns which memory
-    Parameters and state are read and written where they live; if one has moved since (``param.data = ...``), the body
-    is captured again. Arguments are copied into tensors of the graph. What the step returns is copied out of the
-    graph's memory, so results may be kept; that memory is shared by all signatures of a step, which never run
-    side by side.
+    Parameters and state are read and written where they live; if one has moved since (``param.data = ...``), the step
+    is captured again. So are gradients from the step before, as long as they stay where they are. Arguments are copied
+    into tensors of the graph. What the step returns is copied out of the graph's memory, so results may be kept; that
+    memory is shared by all signatures of a step, which never run side by side.
+
+Note: pieces share their memory
+    What a piece gives a later one is kept while those between are captured, so none of them writes there. A piece that
+    is captured again may give it elsewhere: all behind it are captured again, too.
 
 Note: warm-up
     The first calls run the body as it is: libraries set themselves up and kernels are tuned in ordinary steps of the
@@ -19,163 +24,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-import torch.fx as fx
 
-from wholestep.lower import captures, memsets, rewinds
-from wholestep.program import edit, meta, ops
-from wholestep.program.modules import module_of
-from wholestep.program.numbers import pack
-from wholestep.program.program import Input, InputKind, OutputKind, Program
+from wholestep.lower import captures, eager, memsets, rewinds
+from wholestep.lower.pieces import Parts, Piece, split
+from wholestep.program.program import InputKind, OutputKind, Program
 from wholestep.program.show import Step
 from wholestep.run import teardown
 from wholestep.run.collector import uncollected
 
 WARM_UP_CALLS = 2
 
-_MOVING = (InputKind.USER, InputKind.GRAD)
-"""Inputs that are other tensors in every call."""
+_MOST_MOVES = 3
+"""Once gradients that were there before a step have moved so often, they are copied as arguments are."""
 
 
-_GROUPED = torch.ops.aten._grouped_mm.default
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """A scheduled program in two: the host's and the device's."""
-
-    host: Program
-    """Takes all inputs; gives what the device needs of the host, then the results that are the host's."""
-    body: Program
-    """Takes the inputs on the device, then what the host gives it; returns the results that are the device's."""
-    inputs: tuple[int, ...]
-    """The inputs that the body takes, by their number."""
-    num_handed: int
-    """How many tensors the host gives the body."""
-    places: tuple[tuple[bool, int], ...]
-    """Per result: whether the body gives it, and its number there."""
-
-
-def split(program: Program) -> Parts | str:
-    """The two parts of a scheduled program, or the reason why it cannot be captured."""
-    host = _host_nodes(program.graph)
-    handed = [node for node in host if any(one.is_cuda for one in meta.tensors(node))]
-    reason = next(filter(None, (_reason(node, host) for node in program.graph.nodes)), None) or _outer_reason(program)
-    if reason is not None:
-        return reason
-    on_host = [isinstance(value, fx.Node) and value in host and value not in handed for value in program.results]
-    at_home = [number for number, flag in enumerate(on_host) if flag]
-    in_body = [number for number, flag in enumerate(on_host) if not flag]
-    taken = [n for n, node in enumerate(program.placeholders) if any(one.is_cuda for one in meta.tensors(node))]
-    results = program.results
-    home = _part(program, [*handed, *(results[number] for number in at_home)], keep=lambda node: node in host)
-    arguments = [program.placeholders[number] for number in taken] + handed
-    body = _part(program, [results[number] for number in in_body], keep=lambda node: node not in host, takes=arguments)
-    places = [(False, 0)] * len(results)
-    for place, number in enumerate(at_home):
-        places[number] = (False, len(handed) + place)
-    for place, number in enumerate(in_body):
-        places[number] = (True, place)
-    return Parts(host=home, body=body, inputs=tuple(taken), num_handed=len(handed), places=tuple(places))
-
-
-def _host_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Calls that take nothing of a device, in order. The last of such a chain may give a tensor to a device."""
-    found: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if all(_is_host(arg, found) for arg in node.all_input_nodes) and (node.all_input_nodes or _is_made_here(node)):
-            found[node] = None
-    return found
-
-
-def _is_made_here(node: fx.Node) -> bool:
-    """Whether a call that takes no values is the host's: it packs constants, or makes a tensor on the CPU."""
-    on_cpu = not any(one.is_cuda for one in meta.tensors(node)) and not ops.needs_peers(node.target)
-    return node.target is pack or (on_cpu and not rewinds.is_one(node))
-
-
-def _is_host(node: fx.Node, host: dict[fx.Node, None]) -> bool:
-    if node.op == "call_function" and node not in host:
-        return False
-    return not any(one.is_cuda for one in meta.tensors(node))
-
-
-def _reason(node: fx.Node, host: dict[fx.Node, None]) -> str | None:
-    """Why a graph with this node cannot be captured; None if it can."""
-    where = meta.origin(node).source
-    called = node.target if ops.is_op(node) else getattr(node.target, "__name__", node.target)
-    name = f"{called}{f' of {where}' if where else ''}"
-    if rewinds.is_one(node) and rewinds.are_possible():
-        return None
-    if _handles_generator(node) and (node not in host or str(node.args[-1]).startswith("cuda")):
-        return f"{name} reads or sets the state of a random generator on the host"
-    if node.op != "call_function" or node in host:
-        return None
-    if node.target is _GROUPED and meta.tensor(node).dtype is not torch.bfloat16:
-        return f"{name} asks the GPU where groups end, as ATen does for all but bfloat16"
-    if isinstance(meta.value(node), _NUMBERS):
-        return f"{name} gives a number of the GPU, for which the host would wait"
-    if not all(isinstance(size, int) for one in meta.tensors(node) for size in one.shape):
-        return f"the size of what {name} gives depends on data"
-    if any(not one.is_cuda for one in meta.tensors(node)):
-        return f"{name} gives a tensor on the CPU that depends on the GPU"
-    for arg in node.all_input_nodes:
-        frozen = arg in host or arg.op == "placeholder"
-        if frozen and not any(one.is_cuda for one in meta.tensors(arg)):
-            return f"{name} takes {arg.name}, which the host computes for every call"
-    return None
-
-
-def _handles_generator(node: fx.Node) -> bool:
-    """Whether the call reads or sets the state of a generator, of the device that its last argument names."""
-    return ops.is_op(node) and node.target._schema.name.startswith("wholestep::rng_")  # type: ignore[union-attr]
-
-
-def _outer_reason(program: Program) -> str | None:
-    for output in program.outputs:
-        if output.kind is OutputKind.STATE:
-            return f"the step creates the state {output.name}; the calls behind it can be captured"
-        if output.kind is OutputKind.WRITE and output.target is not None:
-            record = program.inputs[output.target]
-            if record.kind is InputKind.GRAD:
-                return f"the step writes to the gradient {record.name} that was there before it"
-    if any(record.freed for record in program.inputs):
-        return "the step frees the memory of its inputs or fills it"
-    return None
-
-
-def _part(
-    program: Program, results: Sequence[Any], *, keep: Callable[[fx.Node], bool], takes: Sequence[fx.Node] | None = None
-) -> Program:
-    """A program of some of the nodes. `takes` are its inputs; None: those of the whole."""
-    records = dict(zip(program.placeholders, program.inputs, strict=True))
-    inputs = program.placeholders if takes is None else takes
-    graph = fx.Graph()
-    inside: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        inside[node] = graph.placeholder(node.name)
-        meta.copy_meta(node, inside[node])
-    for node in program.graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and keep(node)):
-            inside[node] = graph.node_copy(node, inside.__getitem__)
-    graph.output(tuple(inside[value] if isinstance(value, fx.Node) else value for value in results))
-    edit.remove_dead_code(graph)
-    return replace(
-        program, module=module_of(program.module, graph), outputs=(),
-        inputs=tuple(records.get(node) or _handed_record(node) for node in inputs),
-    )  # fmt: skip
-
-
-def _handed_record(node: fx.Node) -> Input:
-    value = meta.tensor(node)
-    return Input(kind=InputKind.TENSOR, name=node.name, shape=tuple(value.shape), dtype=value.dtype)
+_MOST_REFUSED = 8
+"""Kinds of calls that cut a step after they could not be captured. With more there is something else the matter."""
 
 
 class Pool:
@@ -254,94 +123,250 @@ class Pool:
         self._renew()
 
 
-def _cause(error: BaseException) -> str:
-    """What went wrong, in a line, with the node that it happened in, where that is known.
-
-    A capture that fails within a node ends in a second error, which knows no node.
-    """
+def _first(error: BaseException) -> BaseException:
+    """The error that made a capture fail: one within a node ends in a second one, which knows no node."""
     chain = [error]
     while chain[-1].__context__ is not None:
         chain.append(chain[-1].__context__)
-    first = next((one for one in chain if getattr(one, "__notes__", ())), error)
-    said = str(first).strip().splitlines()[:1] or [type(first).__name__]
-    return ", ".join([*said, *getattr(first, "__notes__", [])[:1]])
+    return next((one for one in chain if getattr(one, "__notes__", ())), error)
+
+
+def _said(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, in a line, with the node that it happened in, where that is known."""
+    first = _first(error)
+    return ", ".join([_said(first), *getattr(first, "__notes__", [])[:1]])
+
+
+def _culprit(error: BaseException) -> tuple[Any, str] | None:
+    """The target of the call that cannot be captured, and what was said; None if the error is of another kind."""
+    first = _first(error)
+    node = eager.failing_node(first)
+    if node is None or isinstance(first, torch.OutOfMemoryError) or "captur" not in str(first):
+        return None
+    return node.target, _said(first)
 
 
 class Graphed:
-    """Runs a scheduled program as a CUDA graph: a function from flat inputs to flat results."""
+    """Runs a scheduled program as CUDA graphs, mostly one: a function from flat inputs to flat results.
+
+    A call that turns out to wait for the GPU (a custom operator does so inside) cuts the step from then on.
+    """
 
     def __init__(
-        self, program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Pool, fails: Callable[[str], None]
+        self,
+        program: Program,
+        parts: Parts,
+        lower: Callable[[Program], Step],
+        pool: Pool,
+        tell: Callable[[Parts | str], None],
     ) -> None:
-        """`fails` is told why the body could not be captured; it runs as it is from then on."""
-        self._parts, self._pool, self._fails, self._failed = parts, pool, fails, False
-        self._host, self._body = lower(parts.host), lower(parts.body)
-        records = [program.inputs[number] for number in parts.inputs]
-        self._moving = [place for place, record in enumerate(records) if record.kind in _MOVING]
-        self._resting = [place for place, record in enumerate(records) if record.kind not in _MOVING]
-        written = {o.target for o in program.outputs if o.kind is OutputKind.WRITE}
-        self._given_back = [place for place in self._moving if parts.inputs[place] in written]
-        self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._static: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._outputs: Sequence[Any] = ()
-        self._rewinds = rewinds.Rewinds.of(parts.body, pool.device)
+        """`tell` is given the parts where they are others than `parts`, or the reason why all runs as it is from then
+        on."""
+        self._program, self._lower, self._pool, self._tell = program, lower, pool, tell
+        self._refused: dict[Any, str] = {}
+        self._error: Exception | None = None
+        """Why a capture has failed in the call that is running."""
+        self._gave_up = False
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
+        self._use(parts)
         teardown.goes_first(self)
 
+    def _use(self, parts: Parts) -> None:
+        """Begins with some parts: they run as they are at first."""
+        self._parts, self._calls = parts, 0
+        self._host = self._lower(parts.host)
+        self._pieces = _pieces(self._program, parts, self._lower, self._pool)
+        written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
+        self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
+        self._replaced = [o.target for o in self._program.outputs if o.kind is OutputKind.GRAD and o.target is not None]
+
     def let_go(self, group: str) -> None:
-        """Gives up the graph if it may hold collectives of the group. The next call captures again."""
-        if self._graph is not None and group in self._groups:
+        """Gives up the graphs if they may hold collectives of the group. The next call captures again."""
+        if group in self._groups and any(piece.graph is not None for piece in self._pieces):
             torch.cuda.synchronize(self._device)
-            self._graph.reset()
-            self._graph, self._outputs = None, ()
+            for piece in self._pieces:
+                piece.let_go()
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """One step. Results are the caller's own."""
-        home = self._host(list(inputs))
-        handed = home[: self._parts.num_handed]
-        given = [inputs[number] for number in self._parts.inputs]
+        home, num_handed = self._host(list(inputs)), self._parts.num_handed
+        values = [*(inputs[number] for number in self._parts.inputs), *home[:num_handed]]
+        values += [None] * (self._parts.num_values - len(values))
         self._calls += 1
-        if self._calls <= WARM_UP_CALLS or self._failed:
-            with self._rewinds.seen() if self._rewinds is not None else contextlib.nullcontext():
-                return self._results(home, self._body([*given, *handed]), copy=False)
-        resting = [given[place] for place in self._resting]
-        addresses = list(map(torch.Tensor.data_ptr, resting))
-        if self._graph is None or addresses != self._addresses:
-            if not self._capture(given, handed):
-                return self._results(home, self._body([*given, *handed]), copy=False)
-            self._addresses = addresses
-        sources = [*(given[place] for place in self._moving), *handed]
-        targets = [self._static[place] for place in (*self._moving, *range(len(given), len(self._static)))]
-        if targets:
-            torch.ops.aten._foreach_copy_.default(targets, sources, True)
-        assert self._graph is not None
-        if self._rewinds is not None:
-            self._rewinds.begin()
-        self._graph.replay()
-        for place in self._given_back:
-            given[place].copy_(self._static[place])
-        return self._results(home, self._outputs, copy=True)
+        by_graphs = self._calls > WARM_UP_CALLS and not self._gave_up
+        for number, piece in enumerate(self._pieces):
+            if not by_graphs or not self._replayed(number, values):
+                piece.run(values)
+        for place, written in self._written:
+            if values[place] is not inputs[written]:  # but a copy of it
+                inputs[written].copy_(values[place])
+        if by_graphs:  # gradients from before give their memory to the copies of those that come in their place
+            for param in (inputs[number] for number in self._replaced):
+                if isinstance(param, torch.Tensor):
+                    param.grad = None
+        results = self._results(home[num_handed:], values, copy=by_graphs)
+        if self._error is not None:
+            self._do_without(self._error)
+        return results
 
-    def _capture(self, given: list[Any], handed: Sequence[torch.Tensor]) -> bool:
-        """Captures the body on tensors that stay where they are. Whether that went well."""
-        self._graph, self._outputs = None, ()
-        moving = set(self._moving)
-        self._static = [one.clone() if place in moving else one for place, one in enumerate(given)]
-        self._static += [one.clone() for one in handed]
-        try:
-            self._graph, self._outputs = self._pool.capture(lambda: self._body(list(self._static)), self._rewinds)
-        except Exception as error:
-            self._failed, self._static = True, []
-            self._fails(_cause(error))
+    def _replayed(self, number: int, values: list[Any]) -> bool:
+        """Whether a piece has run as a graph."""
+        piece = self._pieces[number]
+        if not piece.is_captured or self._error is not None:
             return False
+        try:
+            if piece.capture(values):
+                for later in self._pieces[number + 1 :]:
+                    later.let_go()
+        except Exception as error:
+            self._error = error
+            return False
+        piece.replay(values)
         return True
 
-    def _results(self, home: Sequence[Any], body: Sequence[Any], *, copy: bool) -> tuple[Any, ...]:
+    def _do_without(self, error: Exception) -> None:
+        """Has the call that could not be captured cut the step, or gives up where that is not known."""
+        self._error = None
+        for piece in self._pieces:
+            piece.let_go()
+        found = _culprit(error)
+        if found is not None and found[0] not in self._refused and len(self._refused) < _MOST_REFUSED:
+            self._refused[found[0]] = found[1]
+            parts = split(self._program, self._refused)
+            if isinstance(parts, Parts):
+                self._use(parts)
+                self._tell(parts)
+                return
+        self._gave_up = True
+        self._tell(_cause(error))
+
+    def _results(self, home: Sequence[Any], values: Sequence[Any], *, copy: bool) -> tuple[Any, ...]:
+        """The results in their order; where `copy`, copies of what may lie in the memory of graphs."""
         found = []
-        for in_body, place in self._parts.places:
-            source = body if in_body else home
+        for in_pieces, place in self._parts.places:
+            source = values if in_pieces else home
             value = source[place] if place < len(source) else None  # trailing results that are None are left out
-            found.append(value.clone() if copy and in_body and isinstance(value, torch.Tensor) else value)
+            if copy and in_pieces and isinstance(value, torch.Tensor) and place not in self._parts.on_host:
+                value = value.clone()
+            found.append(value)
         return tuple(found)
+
+
+def _pieces(program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
+    """The pieces of a program; each knows which values lie somewhere else in every call."""
+    moving = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.USER}
+    moving |= set(range(len(parts.inputs), len(parts.inputs) + parts.num_handed))
+    grads = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.GRAD}
+    loose, found = set[int](), []
+    for piece in parts.pieces:
+        step, num_inputs = lower(piece.program), len(parts.inputs)
+        found.append(_Piece(piece, step, pool, num_inputs=num_inputs, moving=moving, grads=grads, loose=loose))
+        if piece.captured:  # which copies what moves, for those behind it too
+            moving, loose = moving - {*piece.takes}, loose - {*piece.takes}
+        else:
+            loose = loose | {*piece.gives}
+    return found
+
+
+class _Piece:
+    """One piece of a step: runs as it is and, where it is for a graph, as one."""
+
+    def __init__(
+        self,
+        piece: Piece,
+        step: Step,
+        pool: Pool,
+        *,
+        num_inputs: int,
+        moving: Collection[int],
+        grads: Collection[int],
+        loose: Collection[int],
+    ) -> None:
+        """The first `num_inputs` values are the step's. Of those that the piece takes, `moving` ones are copied to
+        where the graph reads them; so are `loose` ones, which a piece without a graph has given, if they have memory of
+        their own, and `grads` once they have moved often."""
+        self._piece, self._step, self._pool, self._num_inputs = piece, step, pool, num_inputs
+        self.is_captured = piece.captured
+        self._loose = {place for place, number in enumerate(piece.takes) if number in loose}
+        self._moving = {place for place, number in enumerate(piece.takes) if number in moving} | self._loose
+        self._grads = {place for place, number in enumerate(piece.takes) if number in grads}
+        self._resting, self._moves = list[int](), 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._static: dict[int, torch.Tensor] = {}
+        self._addresses: list[int] = []
+        self._outputs: Sequence[Any] = ()
+        self._rewinds = rewinds.Rewinds.of(piece.program, pool.device) if piece.captured else None
+
+    def let_go(self) -> None:
+        """Gives up the graph, which nothing may be running of."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self._outputs = None, ()
+
+    def run(self, values: list[Any]) -> None:
+        """Runs the calls one by one, on `values` that it adds to."""
+        given = [values[number] for number in self._piece.takes]
+        with self._rewinds.seen() if self._rewinds is not None else contextlib.nullcontext():
+            self._put(values, self._step(given))
+
+    def replay(self, values: list[Any]) -> None:
+        """Runs the graph, which there is, on `values` that it adds to."""
+        if self._static:
+            targets, sources = [*self._static.values()], [values[self._piece.takes[place]] for place in self._static]
+            torch.ops.aten._foreach_copy_.default(targets, sources, True)
+            for place, static in self._static.items():
+                values[self._piece.takes[place]] = static
+        assert self.graph is not None
+        if self._rewinds is not None:
+            self._rewinds.begin()
+        self.graph.replay()
+        self._put(values, self._outputs)
+
+    def capture(self, values: Sequence[Any]) -> bool:
+        """Captures the calls on tensors that stay where they are, unless that was done and they are still there.
+        Whether it was done now.
+
+        Raises whatever kept it from being captured; nothing has run then.
+        """
+        given = [values[number] for number in self._piece.takes]
+        addresses = [given[place].data_ptr() for place in self._resting]
+        if self.graph is not None and addresses == self._addresses:
+            return False
+        if self.graph is not None:  # else something has moved in front of this piece
+            pairs = zip(self._resting, self._addresses, addresses, strict=True)
+            self._have_moved({place for place, then, now in pairs if then != now}, values)
+        self.graph, self._outputs = None, ()
+        # The memory of something else, seen in another way: a copy would be apart from it.
+        sharing = Counter(_storage(value) for value in values if isinstance(value, torch.Tensor))
+        self._moving -= {place for place in self._loose if sharing[_storage(given[place])] > 1}
+        self._static = {place: given[place].clone() for place in sorted(self._moving)}
+        self._resting = [place for place in range(len(given)) if place not in self._moving]
+        self._addresses = [given[place].data_ptr() for place in self._resting]
+        own = [self._static.get(place, one) for place, one in enumerate(given)]
+        self.graph, self._outputs = self._pool.capture(lambda: self._step(list(own)), self._rewinds)
+        return True
+
+    def _have_moved(self, places: Collection[int], values: Sequence[Any]) -> None:
+        """Some values that rested lie elsewhere now. Gradients that do so again and again are copied from then on."""
+        inputs = {_storage(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)}
+        wander = any(_storage(values[self._piece.takes[place]]) not in inputs for place in places)
+        self._moves += wander or not self._grads.isdisjoint(places)
+        if self._moves < _MOST_MOVES:
+            return
+        if wander:
+            raise RuntimeError("what is computed outside of a graph lies elsewhere in every call")
+        self._moving |= self._grads
+
+    def _put(self, values: list[Any], found: Sequence[Any]) -> None:
+        for number, value in zip(self._piece.gives, found, strict=True):
+            values[number] = value
+        for number in self._piece.drops:
+            values[number] = None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

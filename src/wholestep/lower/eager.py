@@ -21,6 +21,9 @@ from wholestep.program.show import Step
 
 _numbers = itertools.count()
 
+_NODE = "_wholestep_node"
+"""The attribute of an error that names its node."""
+
 
 Wait = Callable[[Tensor], Tensor]
 Compile = Callable[[Segment], Callable[[list[Any]], Sequence[Any]]]
@@ -55,21 +58,27 @@ def lower(
         namespace.update({name: compile_segment(segment) for name, segment in segments.items()})
     exec(compile(rendered.text, filename, "exec"), namespace)
     step: Step = namespace["step"]
-    origins = {line: _describe(node) for line, node in rendered.nodes.items()}
 
     def run(inputs: list[Any]) -> tuple[Any, ...]:
         try:
             return step(inputs)
         except Exception as error:
-            line = _line_in(filename, error.__traceback__)
-            if line in origins:
-                error.add_note(origins[line])
+            node = rendered.nodes.get(_line_in(filename, error.__traceback__))
+            if node is not None:
+                error.add_note(_describe(node))
+                setattr(error, _NODE, node)
             raise
 
     # No modification time: linecache then never tries to read the file again.
     linecache.cache[filename] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), filename)
     weakref.finalize(run, linecache.cache.pop, filename, None)
     return run
+
+
+def failing_node(error: BaseException) -> fx.Node | None:
+    """The node of a lowered program that an error comes from, if it has gone through one."""
+    found: fx.Node | None = getattr(error, _NODE, None)
+    return found
 
 
 def _line_in(filename: str, traceback: TracebackType | None) -> int:

@@ -1,0 +1,228 @@
+"""Steps whose host looks at numbers of the GPU: no more CUDA graphs than they need, and what eager code computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+import wholestep as ws
+from tests.unit.lower.test_inductor import TOLERANCE
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 14
+Step = Callable[..., Any]
+
+
+class Net(nn.Module):
+    """(rows, 8) -> (rows, 5)."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.rate, self.head = rate, nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + F.dropout(block(x), self.rate) if self.rate else x + block(x)
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def update(model: nn.Module, opt: torch.optim.Optimizer, loss: Tensor) -> None:
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def returns_a_number(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = loss_of(model, x, y)
+    update(model, opt, loss)
+    return loss.item()
+
+
+def reads_before_the_backward(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = loss_of(model, x, y)
+    log = {"loss": loss.item(), "wrong": (model(x).argmax(1) != y).sum().item()}
+    loss.backward()
+    log["norm"] = clip_grad_norm_(model.parameters(), 0.5).item()
+    opt.step()
+    opt.zero_grad()
+    return log
+
+
+def copies_to_the_host(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    scores = model(x)
+    update(model, opt, F.cross_entropy(scores, y))
+    return scores.detach().cpu(), scores.detach().argmax(1).tolist()
+
+
+def gradients_that_stay(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def gradients_that_grow(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    if number % 3 == 2:
+        opt.step()
+        opt.zero_grad()
+    return loss.detach()
+
+
+def gradients_from_before(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    opt.zero_grad()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+def uses_a_number(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    scale = 1 / (1 + loss.item())
+    for param in model.parameters():
+        param.grad.mul_(scale)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach(), scale
+
+
+@torch.library.custom_op("wholestep_gpu_tests::looks", mutates_args=())
+def looks(x: Tensor) -> Tensor:
+    """A copy, made when the host has read a number of it, of which nobody knows before it is captured."""
+    return x * (1.0 if x.sum().item() > -1e9 else 2.0)
+
+
+looks.register_fake(torch.empty_like)
+looks.register_autograd(lambda ctx, grad: grad)
+
+
+def looks_inside(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = F.cross_entropy(looks(model(x)), y)
+    update(model, opt, loss)
+    return loss.detach()
+
+
+def two_parts(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    """The second reads what the first has left in parameters, and what stays in the memory of its graph."""
+    scores = model(x)
+    loss = F.cross_entropy(scores, y)
+    update(model, opt, loss)
+    second = F.cross_entropy(model(x * (1 + scores.detach().amax().item())), y) + scores.detach().square().sum()
+    update(model, opt, second)
+    return loss.detach(), second.detach(), scores.detach()
+
+
+WAYS: dict[str, tuple[Step, str]] = {
+    "returns_a_number": (returns_a_number, "one CUDA graph, cut where"),
+    "reads_before_the_backward": (reads_before_the_backward, "one CUDA graph, cut where"),
+    "copies_to_the_host": (copies_to_the_host, "one CUDA graph, cut where"),
+    "gradients_that_stay": (gradients_that_stay, "one CUDA graph"),
+    "gradients_that_grow": (gradients_that_grow, "one CUDA graph"),
+    "gradients_from_before": (gradients_from_before, "one CUDA graph"),
+    "uses_a_number": (uses_a_number, "2 CUDA graphs, cut where"),
+    "looks_inside": (looks_inside, "2 CUDA graphs, cut where"),
+    "two_parts": (two_parts, "2 CUDA graphs, cut where"),
+}
+
+
+def batch(number: int, rows: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    x = torch.randn(rows, 8, generator=draw, dtype=torch.float64)
+    return x.cuda(), torch.randint(5, (rows,), generator=draw).cuda()
+
+
+def train(step: Step, *, rows: Callable[[int], int] = lambda number: 12, rate: float = 0.0) -> tuple[list[Any], Any]:
+    """What every call gives, looked at behind the last one, and the parameters, gradients and state in the end."""
+    torch.manual_seed(0)
+    model = Net(rate).double().cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    found = [step(model, opt, *batch(number, rows(number)), number) for number in range(CALLS)]
+    grads = [param.grad for param in model.parameters()]
+    return found, (list(model.parameters()), grads, opt.state_dict())
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_trains_as_eager_code_does(name: str) -> None:
+    fn, graphs = WAYS[name]
+    step = ws.compile(fn, backend="inductor")
+    close(train(step), train(fn))
+    backend = step.explain().backend
+    assert backend.startswith(f"inductor, {graphs}"), backend
+    assert graphs.endswith("where") or backend == f"inductor, {graphs}"
+
+
+@pytest.mark.parametrize("name", ["reads_before_the_backward", "uses_a_number", "two_parts"])
+def test_signatures_share_their_memory(name: str) -> None:
+    rows = lambda number: 12 if number % 3 else 32  # noqa: E731
+    fn, graphs = WAYS[name]
+    step = ws.compile(fn, backend="inductor")
+    close(train(step, rows=rows), train(fn, rows=rows))
+    assert step.explain().backend.startswith(f"inductor, {graphs}")
+
+
+def test_a_parameter_that_has_moved() -> None:
+    """All graphs behind the first that reads it are captured again."""
+
+    def run(step: Step) -> list[Any]:
+        torch.manual_seed(0)
+        model = Net().double().cuda()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+        found = []
+        for number in range(CALLS):
+            if number in (5, 6, 9):
+                weight = model.blocks[0][0].weight
+                weight.data = weight.data * 0.5
+            found.append(step(model, opt, *batch(number, 12), number))
+        return found
+
+    step = ws.compile(two_parts, backend="inductor")
+    close(run(step), run(two_parts))
+    assert step.explain().backend.startswith("inductor, 2 CUDA graphs")
+
+
+def draws(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    scores = model(x)
+    loss = F.cross_entropy(scores, y)
+    loss.backward()
+    scale = 1 / (1 + loss.item())
+    second = F.cross_entropy(model(x * scale), y)
+    update(model, opt, second)
+    return loss.detach(), second.detach()
+
+
+def draws_again(model: Any, opt: Any, x: Tensor, y: Tensor, number: int) -> Any:
+    loss = F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+    second = F.cross_entropy(checkpoint(model, x * (1 / (1 + loss.item())), use_reentrant=False), y)
+    update(model, opt, loss + second)
+    return loss.detach(), second.detach()
+
+
+@pytest.mark.parametrize("fn", [draws, draws_again])
+def test_masks_are_those_of_eager_code(fn: Step) -> None:
+    step = ws.compile(fn, backend="inductor")
+    found = train(step, rate=0.3)
+    state = torch.cuda.get_rng_state()
+    close(found, train(fn, rate=0.3))
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert " CUDA graphs, cut where" in step.explain().backend

@@ -1,0 +1,77 @@
+"""Scheduled programs of a GPU, on fake tensors: none is needed to make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from tests.unit import builders
+from wholestep.lower import inductor
+from wholestep.passes.cleanup import cleanup
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.reinplace import reinplace
+from wholestep.passes.scalars import pack_scalars
+from wholestep.passes.segments import form_segments
+from wholestep.program import meta
+from wholestep.program.program import Input, InputKind, Program, Stage
+
+Spec = tuple[tuple[int, ...], torch.dtype, str, InputKind]
+"""Shape, dtype, device and kind of an input."""
+
+
+def gpu(*shape: int, kind: InputKind = InputKind.USER, dtype: torch.dtype = torch.float32) -> Spec:
+    return shape, dtype, "cuda", kind
+
+
+def host(*shape: int, kind: InputKind = InputKind.HYPER, dtype: torch.dtype = torch.float64) -> Spec:
+    return shape, dtype, "cpu", kind
+
+
+def captured(fn: Callable[..., Any], specs: Sequence[Spec], *, writes: bool = False) -> Program:
+    """As `builders.capture` does it, on fake tensors of the devices of `specs`; where `writes`, inputs are written to.
+
+    Without: what makes a function functional asks a build of torch without CUDA for more than it has.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        fakes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device, _ in specs]
+
+        def flat(*args: Tensor) -> tuple[Any, ...]:
+            out = fn(*args)
+            return out if isinstance(out, tuple) else (out,)
+
+        functional = torch.func.functionalize(flat, remove="mutations") if writes else flat
+        module = make_fx(functional, tracing_mode="real")(*fakes)
+    inputs = tuple(
+        Input(kind=kind, name=f"x{index}", shape=shape, dtype=dtype)
+        for index, (shape, dtype, _, kind) in enumerate(specs)
+    )
+    for node in module.graph.nodes:
+        meta.set_origin(node, meta.Origin(meta.Region.FORWARD, "", "train.py:7"))
+    return builders._with_outputs(module, inputs)
+
+
+def scheduled(fn: Callable[..., Any], *specs: Spec, writes: bool = False, segments: bool = True) -> Program:
+    passes = [
+        cleanup, partial(pack_scalars, reads=inductor.reads_packed),
+        *([partial(form_segments, compiles=inductor.compiles)] if segments else []), reinplace,
+    ]  # fmt: skip
+    program = run_passes(builders.without_gradients(captured(fn, specs, writes=writes)), passes)
+    assert program.stage is Stage.SCHEDULED
+    return program
+
+
+def targets(program: Program) -> list[Any]:
+    return [node.target for node in program.graph.nodes if node.op == "call_function"]
+
+
+def devices(node: fx.Node) -> set[str]:
+    return {one.device.type for one in meta.tensors(node)}
