@@ -77,10 +77,6 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/copies.py": {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },
-    "lower/cudagraph.py": {
-        "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
-        "torch._C._cuda_releasePool": "likewise",
-    },
     "lower/compiler.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
@@ -95,6 +91,7 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/launches.py": {
         "torch._inductor": "where the kernels that it writes wait for the ones in front of them, and that they may",
     },
+    "lower/lent.py": {"torch._C._storage_Use_Count": "who else has the memory of a gradient"},
     "lower/memsets.py": {
         "torch._C._construct_storage_from_data_pointer": "memory of a captured graph as a tensor, to be filled",
     },
@@ -103,6 +100,10 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
     "lower/patient.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
+    "lower/pool.py": {
+        "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
+        "torch._C._cuda_releasePool": "likewise",
+    },
     "lower/postponed.py": {"torch._inductor": "its waits for workers, which are put off, and what it does behind them"},
     "lower/wrapper.py": {"torch._inductor": "the lines that it writes around kernels"},
     "program/portable.py": {

@@ -226,3 +226,28 @@ def test_masks_are_those_of_eager_code(fn: Step) -> None:
     close(found, train(fn, rate=0.3))
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert " CUDA graphs, cut where" in step.explain().backend
+
+
+def test_gradients_that_nobody_holds_stay_in_the_memory_of_the_graph() -> None:
+    """And those that somebody holds keep their values, in two signatures by turns."""
+
+    def run(step: Step) -> tuple[list[Any], list[int]]:
+        torch.manual_seed(0)
+        model = Net().double().cuda()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen, kept, places = [], [], []
+        for number in range(24):
+            step(model, opt, *batch(number, 32 if number % 6 == 5 else 12), number)
+            seen += [param.grad.clone() for param in model.parameters()]
+            places.append(model.head.weight.grad.data_ptr())
+            if number == 14:
+                kept += [model.head.weight.grad, model.blocks[0][0].bias.grad[2:]]
+        return [seen, kept], places
+
+    step = ws.compile(gradients_from_before, backend="inductor")
+    found, places = run(step)
+    close(found, run(gradients_from_before)[0])
+    assert step.explain().backend == "inductor, one CUDA graph"
+    assert len({*places[6:11]}) == 1  # captured in call 3
+    assert places[12] == places[6]  # the other signature has copies
+    assert places[15] != places[6]  # where somebody has the first

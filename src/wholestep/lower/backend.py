@@ -27,6 +27,7 @@ from wholestep.lower import (
     cudagraph,
     eager,
     lists,
+    pool,
     products,
     row_sums,
     table_rows,
@@ -127,7 +128,7 @@ class Inductor:
         self._instead = products.operators() if tunes else None
         self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=tunes)
         self._lists = lists.Plans()
-        self._pool = cudagraph.Pool(device)
+        self._pool = pool.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why nothing of the last program became a CUDA graph; empty if something did."""
         self._graphs = "one CUDA graph"

@@ -9,7 +9,8 @@ Note: who owns which memory
     Parameters and state are read and written where they live; if one has moved since (``param.data = ...``), the step
     is captured again. So are gradients from the step before, as long as they stay where they are. Arguments are copied
     into tensors of the graph. What the step returns is copied out of the graph's memory, so results may be kept; that
-    memory is shared by all signatures of a step, which never run side by side.
+    memory is shared by all signatures of a step, which never run side by side. Gradients that nobody looks at before
+    they are replaced stay there (`lower/lent.py`).
 
 Note: pieces share their memory
     What a piece gives a later one is kept while those between are captured, so none of them writes there. A piece that
@@ -23,19 +24,18 @@ Note: warm-up
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from wholestep.lower import captures, eager, memsets, rewinds
+from wholestep.lower import eager, lent, rewinds
 from wholestep.lower.pieces import Parts, Piece, split
+from wholestep.lower.pool import Pool
 from wholestep.program.program import InputKind, OutputKind, Program
 from wholestep.program.show import Step
 from wholestep.run import teardown
-from wholestep.run.collector import uncollected
 
 WARM_UP_CALLS = 2
 
@@ -45,82 +45,6 @@ _MOST_MOVES = 3
 
 _MOST_REFUSED = 8
 """Kinds of calls that cut a step after they could not be captured. With more there is something else the matter."""
-
-
-class Pool:
-    """The memory that the CUDA graphs of a device share. Nothing uses the device before the first capture.
-
-    [Note: what keeps a pool]
-    The allocator gives a pool up when its last graph goes, and captures into it fail from then on: so does a step's
-    second capture, before which its only graph goes. A graph that does next to nothing stays in the pool therefore.
-
-    [Note: a capture that failed]
-    torch leaves its stream current then, the allocator waiting for the end and, up to 2.11, the random generator in the
-    belief that a capture goes on, which only one that succeeds takes from it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._handle: Any = None
-        self._stream: torch.cuda.Stream | None = None
-        self._keeper: torch.cuda.CUDAGraph | None = None
-
-    def capture(
-        self, body: Callable[[], Sequence[Any]], rewound: rewinds.Rewinds | None = None
-    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rewound` are its
-        settings of the random generator, if there are any.
-
-        Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
-        it was before.
-        """
-        gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
-        with torch.cuda.device(self.device), uncollected():
-            if self._keeper is None:
-                self._renew()
-            graph, results = self._captured(body, rewound)
-            memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
-            graph.instantiate()
-            return graph, results
-
-    def _captured(
-        self, body: Callable[[], Any], rewound: rewinds.Rewinds | None = None
-    ) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """What `body` does, as a graph that cannot run yet, and what `body` gives."""
-        graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
-        try:
-            rewinding = rewound.captured(graph) if rewound is not None else contextlib.nullcontext()
-            with captures.settled(), rewinding, self._capturing(graph):
-                results = body()
-        except BaseException:
-            self._mend(graph, before)
-            raise
-        return graph, results
-
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Any:
-        # The threads of NCCL go on with their own calls meanwhile.
-        return torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
-
-    def _renew(self) -> None:
-        """A pool that nobody uses, with the graph that keeps it, and a stream to capture on."""
-        self._handle, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        number, keeper = torch.zeros(1, device=self.device), torch.cuda.CUDAGraph()
-        with self._capturing(keeper):
-            number.zero_()
-        self._keeper = keeper
-
-    def _mend(self, graph: torch.cuda.CUDAGraph, before: torch.cuda.Stream) -> None:
-        """Makes torch usable after a capture that failed, wherever that was."""
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
-            graph.capture_end()  # where it was not come to
-        torch.cuda.set_stream(before)
-        graph.reset()
-        index = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # raised by the first where the allocator knows that it has ended
-            torch._C._cuda_endAllocateToPool(index, self._handle)
-            torch._C._cuda_releasePool(index, self._handle)
-        self._keeper = None
-        self._renew()
 
 
 def _first(error: BaseException) -> BaseException:
@@ -171,8 +95,12 @@ class Graphed:
         self._error: Exception | None = None
         """Why a capture has failed in the call that is running."""
         self._gave_up = False
+        self._lent: lent.Lent | None = None
+        """The gradients that were not copied."""
+        self._lends = lent.is_possible()
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
+        pool.add(self)
         teardown.goes_first(self)
 
     def _use(self, parts: Parts) -> None:
@@ -182,14 +110,19 @@ class Graphed:
         self._pieces = _pieces(self._program, parts, self._lower, self._pool)
         written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
         self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
-        self._replaced = [o.target for o in self._program.outputs if o.kind is OutputKind.GRAD and o.target is not None]
+        self._grads = _new_grads(self._program, parts)
 
     def let_go(self, group: str) -> None:
         """Gives up the graphs if they may hold collectives of the group. The next call captures again."""
         if group in self._groups and any(piece.graph is not None for piece in self._pieces):
             torch.cuda.synchronize(self._device)
-            for piece in self._pieces:
-                piece.let_go()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Gives up the graphs, which nothing may be running of. The next call captures again."""
+        self._lent = None
+        for piece in self._pieces:
+            piece.let_go()
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """One step. Results are the caller's own."""
@@ -198,17 +131,18 @@ class Graphed:
         values += [None] * (self._parts.num_values - len(values))
         self._calls += 1
         by_graphs = self._calls > WARM_UP_CALLS and not self._gave_up
+        if by_graphs and self._lent is not None and not self._lent.are_free(inputs):
+            self._lends = False
+            self._pool.lends_no_more(self)
+            self.give_up()
         for number, piece in enumerate(self._pieces):
             if not by_graphs or not self._replayed(number, values):
                 piece.run(values)
         for place, written in self._written:
             if values[place] is not inputs[written]:  # but a copy of it
                 inputs[written].copy_(values[place])
-        if by_graphs:  # gradients from before give their memory to the copies of those that come in their place
-            for param in (inputs[number] for number in self._replaced):
-                if isinstance(param, torch.Tensor):
-                    param.grad = None
-        results = self._results(home[num_handed:], values, copy=by_graphs)
+        own = self._own_grads(inputs, values) if by_graphs else {}
+        results = self._results(home[num_handed:], values, copy=by_graphs, own=own)
         if self._error is not None:
             self._do_without(self._error)
         return results
@@ -220,6 +154,7 @@ class Graphed:
             return False
         try:
             if piece.capture(values):
+                self._lent = None
                 for later in self._pieces[number + 1 :]:
                     later.let_go()
         except Exception as error:
@@ -231,8 +166,7 @@ class Graphed:
     def _do_without(self, error: Exception) -> None:
         """Has the call that could not be captured cut the step, or gives up where that is not known."""
         self._error = None
-        for piece in self._pieces:
-            piece.let_go()
+        self.give_up()
         found = _culprit(error)
         if found is not None and found[0] not in self._refused and len(self._refused) < _MOST_REFUSED:
             self._refused[found[0]] = found[1]
@@ -244,16 +178,44 @@ class Graphed:
         self._gave_up = True
         self._tell(_cause(error))
 
-    def _results(self, home: Sequence[Any], values: Sequence[Any], *, copy: bool) -> tuple[Any, ...]:
-        """The results in their order; where `copy`, copies of what may lie in the memory of graphs."""
+    def _own_grads(self, inputs: Sequence[Any], values: Sequence[Any]) -> Mapping[int, torch.Tensor]:
+        """Gradients that are no copies, by the number of the parameter. Those from before give up their memory."""
+        for number in self._grads:
+            inputs[number].grad = None
+        if self._lent is None and self._lends and self._error is None and self._grads and self._pool.lends_to(self):
+            taken = {_storage(one) for one in (*inputs, *values[: len(self._parts.inputs)]) if _is_tensor(one)}
+            found = {n: values[place] for n, place in self._grads.items() if place is not None}
+            self._lent = lent.Lent(lent.apart(found, taken))
+        return {} if self._lent is None else self._lent.given()
+
+    def _results(
+        self, home: Sequence[Any], values: Sequence[Any], *, copy: bool, own: Mapping[int, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """The results in their order. Where `copy`, copies of what may lie in the memory of graphs, but for gradients
+        that are there already."""
         found = []
-        for in_pieces, place in self._parts.places:
+        for (in_pieces, place), output in zip(self._parts.places, self._program.outputs, strict=True):
             source = values if in_pieces else home
             value = source[place] if place < len(source) else None  # trailing results that are None are left out
-            if copy and in_pieces and isinstance(value, torch.Tensor) and place not in self._parts.on_host:
+            if output.kind is OutputKind.GRAD and output.target is not None and output.target in own:
+                value = own[output.target]
+            elif copy and in_pieces and isinstance(value, torch.Tensor) and place not in self._parts.on_host:
                 value = value.clone()
             found.append(value)
         return tuple(found)
+
+
+def _new_grads(program: Program, parts: Parts) -> dict[int, int | None]:
+    """Parameters that the step gives a new gradient, by their numbers, with the value that this is if it may stay in
+    the memory of a graph: a graph gives it, nothing else has it, and the step reads no gradients from before."""
+    reads = any(program.inputs[number].kind is InputKind.GRAD for number in parts.inputs)
+    by_graphs = {place for piece in parts.pieces if piece.captured for place in piece.gives}
+    times, found = Counter(parts.places), dict[int, int | None]()
+    for where, output in zip(parts.places, program.outputs, strict=True):
+        if output.kind is OutputKind.GRAD and output.target is not None:
+            stays = where[0] and where[1] in by_graphs and times[where] == 1 and not reads
+            found[output.target] = where[1] if stays else None
+    return found
 
 
 def _pieces(program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
@@ -366,6 +328,10 @@ class _Piece:
             values[number] = value
         for number in self._piece.drops:
             values[number] = None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -36,6 +36,9 @@ from wholestep.program.segment import Segment
 FEWEST_CALLS = 4
 """Fewer calls than that run as they are where others are captured: the host is no quicker at launching a graph."""
 
+MOST_GRAPHS = 16
+"""More are not made of a step, since a capture takes a while: the shortest of them run as they are."""
+
 NOTHING: Mapping[Any, str] = MappingProxyType({})
 
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -252,7 +255,9 @@ def _runs(graph: fx.Graph, host: Collection[fx.Node], cuts: Collection[fx.Node])
     calls = [node for node in graph.nodes if node.op == "call_function" and node not in host]
     turns = [(not cut, list(nodes)) for cut, nodes in groupby(calls, cuts.__contains__)]
     if len(turns) > 1:
-        turns = [(captured and sum(map(_num_calls, nodes)) >= FEWEST_CALLS, nodes) for captured, nodes in turns]
+        sizes = [sum(map(_num_calls, nodes)) if captured else 0 for captured, nodes in turns]
+        worth = sorted((n for n, size in enumerate(sizes) if size >= FEWEST_CALLS), key=lambda n: -sizes[n])
+        turns = [(number in worth[:MOST_GRAPHS], nodes) for number, (_, nodes) in enumerate(turns)]
     runs = [
         (captured, [node for _, nodes in some for node in nodes])
         for captured, some in groupby(turns, lambda turn: turn[0])

@@ -21,8 +21,9 @@ from tests.unit.lower.on_gpu import Spec, gpu, host, scheduled
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import eager, memsets
 from wholestep.lower.backend import Inductor
-from wholestep.lower.cudagraph import WARM_UP_CALLS, Graphed, Pool, _cause
+from wholestep.lower.cudagraph import WARM_UP_CALLS, Graphed, _cause
 from wholestep.lower.pieces import Parts, split
+from wholestep.lower.pool import Pool
 from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
 
 
@@ -268,7 +269,7 @@ class Replays(Pool):
                 pool.calls.append("replay")
                 for old, new in zip(outputs, run(list(inputs)), strict=True):
                     if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
-                        old.copy_(new)
+                        old.untyped_storage().copy_(new.untyped_storage())
 
             def reset(self) -> None:
                 pool.calls.append("reset")
@@ -528,19 +529,152 @@ def test_all_behind_a_piece_that_is_captured_again_are_captured_again() -> None:
     assert pool.calls == ["run", "capture", "reset", "replay", "run", "capture", "replay"]
 
 
+def leaves(fn: Callable[..., Any], pool: Replays, *, num_params: int = 2, **more: Any) -> Graphed:
+    """A step that gives its first inputs, parameters, the first results of `fn` as gradients."""
+    specs = [*[gpu(3, 3, kind=PARAM)] * num_params, gpu(3, 3)]
+    program = scheduled(fn, *specs, segments=False)
+    outputs = [Output(kind=OutputKind.GRAD, name=f"x{number}", target=number) for number in range(num_params)]
+    program = replace(program, outputs=(*outputs, *program.outputs[num_params:]), **more)
+    return graphed_of(program, pool)[0]
+
+
+def two_grads(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    y = layers(v @ x)
+    return y, layers(w @ y), y.sum()
+
+
+def trained(graphed: Graphed, params: list[nn.Parameter], x: Tensor) -> tuple[Any, ...]:
+    """A call, behind which parameters have their new gradients; the other results."""
+    grads = graphed([*params, x])
+    for param, grad in zip(params, grads, strict=False):
+        param.grad = grad
+    return grads[len(params) :]
+
+
+def parameters(count: int = 2) -> list[nn.Parameter]:
+    return [nn.Parameter(one) for one in tensors_for([gpu(3, 3)] * count, 1)]
+
+
+def test_gradients_that_nobody_holds_stay_in_the_memory_of_the_graph() -> None:
+    pool, params = Replays(), parameters()
+    graphed, places = leaves(two_grads, pool), list[list[int]]()
+    for call in range(8):
+        if call == 7:  # captured again, and the new graph leaves them elsewhere
+            params[0].data = params[0].data.clone()
+        x = tensors_for([gpu(3, 3)], 10 + call)[0]
+        with torch.no_grad():
+            others = trained(graphed, params, x)
+            wanted = two_grads(*params, x)
+        assert same([*(param.grad for param in params), *others], wanted)
+        places.append([param.grad.data_ptr() for param in params])
+        if call == 5:
+            params[0].grad = None
+        if call == 6:
+            params[1].grad.add_(1)
+    assert all(one == places[WARM_UP_CALLS] for one in places[WARM_UP_CALLS:7])
+    assert pool.calls.count("capture") == 2
+
+
+def test_gradients_that_somebody_holds_keep_their_values() -> None:
+    """The graph is given up once, and gradients are copied from then on."""
+    pool, params = Replays(), parameters()
+    graphed, held, wanted = leaves(two_grads, pool), list[Any](), list[Any]()
+    for call in range(9):
+        x = tensors_for([gpu(3, 3)], 10 + call)[0]
+        with torch.no_grad():
+            trained(graphed, params, x)
+            wanted.append(two_grads(*params, x)[:2])
+        if call in (4, 6):
+            held.append((wanted[-1], [params[0].grad, params[1].grad[1:]]))
+        assert same([param.grad for param in params], wanted[-1])
+        assert pool.calls.count("capture") == (0 if call < 2 else 1 if call < 5 else 2)
+    for (first, second), (one, other) in held:
+        assert same([one, other], [first, second[1:]])
+
+
+def test_gradients_of_one_signature_stay_in_the_pool() -> None:
+    """Graphs from before use the memory that they have, so these are captured again; those from behind leave it alone,
+    and copy their own."""
+    pool, params = Replays(), parameters()
+    before, lends, behind = (leaves(two_grads, pool) for _ in range(3))
+    (x,) = tensors_for([gpu(3, 3)], 10)
+    with torch.no_grad():
+        before([*params, x]), before([*params, x])
+        before._lends = False  # as one that leaves no gradients
+        before([*params, x])
+        for _ in range(3):
+            trained(lends, params, x)
+        places = [param.grad.data_ptr() for param in params]
+        assert all(piece.graph is None for piece in before._pieces)
+        del pool.calls[:]
+        for _ in range(4):
+            trained(behind, params, x)
+            assert [param.grad.data_ptr() for param in params] != places
+        assert behind._lent is None
+        before([*params, x])
+        assert pool.calls.count("capture") == 2
+        trained(lends, params, x)
+        assert [param.grad.data_ptr() for param in params] == places
+        assert pool.calls.count("capture") == 2
+
+
+def grad_twice(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    y = layers(x)
+    return y, y, y.sum()
+
+
+def grad_of_argument(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    return x.view(3, 3), layers(x), x.sum()
+
+
+def grad_expanded(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    return layers(x).sum().expand(3, 3), layers(x), x.sum()
+
+
+@pytest.mark.parametrize(("fn", "stays"), [(grad_twice, []), (grad_of_argument, [1]), (grad_expanded, [1])])
+def test_gradients_with_memory_of_something_else_are_copied(fn: Callable[..., Any], stays: list[int]) -> None:
+    pool, params = Replays(), parameters()
+    graphed = leaves(fn, pool)
+    for call in range(6):
+        x = tensors_for([gpu(3, 3)], 10 + call)[0]
+        with torch.no_grad():
+            trained(graphed, params, x)
+            assert same([param.grad for param in params], fn(*params, x)[:2])
+            params[0].grad = params[0].grad.clone().add_(1)
+            assert same([params[1].grad], fn(*params, x)[1:2])
+    assert graphed._lent is not None
+    assert sorted(graphed._lent.given()) == stays
+
+
+def test_gradients_of_a_step_that_reads_them_are_copied() -> None:
+    def step(w: Tensor, grad: Tensor, x: Tensor) -> tuple[Any, ...]:
+        return grad @ layers(w @ x), x.sum()
+
+    pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 3, kind=GRAD), gpu(3, 3)]
+    program = scheduled(step, *specs, segments=False)
+    grad = Output(kind=OutputKind.GRAD, name="x0", target=0)
+    graphed, _ = graphed_of(replace(program, outputs=(grad, *program.outputs[1:])), pool)
+    (param,), x = parameters(1), tensors_for([gpu(3, 3)], 3)[0]
+    param.grad = torch.eye(3)
+    with torch.no_grad():
+        for _ in range(9):
+            wanted = step(param, param.grad, x)[:1]
+            param.grad = graphed([param, param.grad, x])[0]
+            assert same([param.grad], wanted)
+    assert graphed._lent is not None
+    assert not graphed._lent.given()
+
+
 def test_gradients_from_before_give_their_memory_to_those_that_replace_them() -> None:
     """They are gone before results are copied, and stay where a call is no replay, which may fail."""
-    pool, specs = Replays(), [gpu(3, 3, kind=PARAM)]
-    program = scheduled(layers, *specs, segments=False)
-    program = replace(program, outputs=(Output(kind=OutputKind.GRAD, name="w", target=0),))
-    graphed, _ = graphed_of(program, pool)
-    w = nn.Parameter(tensors_for(specs, 0)[0])
+    pool, params = Replays(), parameters()
+    graphed, (x,) = leaves(two_grads, pool), tensors_for([gpu(3, 3)], 3)
     for call in range(5):
-        w.grad = torch.ones(3, 3)
+        for param in params:
+            param.grad = torch.ones(3, 3)
         with torch.no_grad():
-            (grad,) = graphed([w])
-        assert (w.grad is None) == (call >= WARM_UP_CALLS)
-        assert same([grad], eager.lower(program)([w.detach()]))
+            graphed([*params, x])
+        assert [param.grad is None for param in params] == [call >= WARM_UP_CALLS] * 2
 
 
 def test_graphs_are_given_up_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:

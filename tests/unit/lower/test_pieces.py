@@ -17,7 +17,7 @@ from tests.unit.builders import aten
 from tests.unit.lower.on_gpu import Spec, captured, devices, gpu, host, scheduled, targets
 from wholestep.capture.random import GET, SET
 from wholestep.lower import eager, inductor, rewinds
-from wholestep.lower.pieces import Parts, split
+from wholestep.lower.pieces import MOST_GRAPHS, Parts, split
 from wholestep.passes.pipeline import run_passes
 from wholestep.passes.reinplace import reinplace
 from wholestep.passes.scalars import pack_scalars
@@ -335,6 +335,21 @@ def test_few_calls_between_two_reads_run_as_they_are():
     for count, more in (2, 0), (4, 1):
         parts = parts_of(partial(step, count=count), gpu(3, 3), segments=False)
         assert sum(piece.captured for piece in parts.pieces) == 2 + more
+
+
+def test_a_step_has_only_so_many_graphs():
+    """The longest ones that there are."""
+    counts = [4, *range(5, 5 + MOST_GRAPHS), 4]
+
+    def step(x: Tensor) -> Tensor:
+        for count in counts:
+            x = layers(x * x.sum().item(), count)
+        return x
+
+    parts = parts_of(step, gpu(3, 3), segments=False)
+    found = [targets(piece.program).count(MM) for piece in parts.pieces if piece.captured]
+    assert found == counts[1:-1]
+    assert parts.told.startswith(f"{MOST_GRAPHS} CUDA graphs, cut where ")
 
 
 def test_every_call_is_somewhere_once_and_has_what_it_takes():

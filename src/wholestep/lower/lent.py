@@ -1,0 +1,97 @@
+"""Gradients that a step leaves, in the memory of its CUDA graph: the only file that asks torch who holds a tensor.
+
+A result is copied out of a graph's memory, since the next replay writes there. The gradients of a step that begins
+with ``zero_grad()`` are as large as the parameters, and mostly nobody looks at them before the next one replaces them.
+So parameters have tensors in the graph's own memory as ``.grad``, new ones in every call. Before every replay they are
+looked at: where somebody else holds one, or a view of it, the graph is given up, whose memory stays with who holds it,
+and one that is captured anew has its gradients copied from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def is_possible() -> bool:
+    """Whether this torch says who holds a tensor."""
+    return hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
+
+
+def apart(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[int, torch.Tensor]:
+    """Those of some gradients with memory that none of the others has, and whose storages do not begin at an address
+    in `taken`."""
+    found: dict[int, torch.Tensor] = {}
+    ends: dict[int, int] = {}
+    for number, grad in sorted(grads.items(), key=lambda item: item[1].data_ptr()):
+        begins, storage = grad.data_ptr(), grad.untyped_storage().data_ptr()
+        if storage in taken or not _is_dense(grad):
+            continue
+        if begins >= ends.get(storage, begins):
+            found[number] = grad
+            ends[storage] = begins + grad.numel() * grad.element_size()
+    return found
+
+
+class Lent:
+    """Gradients that lie in the memory of graphs, which nobody else has yet."""
+
+    def __init__(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """`grads`: by the number of the input that is the parameter."""
+        self._grads = dict(grads)
+        self._storages = {_key(grad): grad.untyped_storage() for grad in self._grads.values()}
+        self._counts = {key: _uses(key) for key in self._storages}
+
+    def given(self) -> dict[int, torch.Tensor]:
+        """What parameters may have as ``.grad`` until the next replay, by the number of the input."""
+        return {number: grad.detach() for number, grad in self._grads.items()}
+
+    def are_free(self, inputs: Sequence[Any]) -> bool:
+        """Whether nobody holds any of them but parameters."""
+        by_params: Counter[int] = Counter()
+        for number in self._grads:
+            grad = inputs[number].grad
+            if grad is not None and (key := _key(grad)) in self._counts:
+                if _holders(grad) != _usual_holders():
+                    return False
+                by_params[key] += 1
+        return all(_uses(key) == count + by_params[key] for key, count in self._counts.items())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements have different places, with no other ones in between."""
+    wanted = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Which storage a tensor has."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _uses(key: int) -> int:
+    """How many hold a storage that is alive."""
+    return int(torch._C._storage_Use_Count(key))
+
+
+def _holders(grad: torch.Tensor) -> tuple[int, int]:
+    """How many hold a tensor in Python, this call and its caller among them, and how many all in all."""
+    return sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined,unused-ignore]
+
+
+@cache
+def _usual_holders() -> tuple[int, int]:
+    """Those of a tensor that is a parameter's gradient and nothing else."""
+    param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    param.grad = torch.zeros(1, device="cpu").detach()
+    grad = param.grad
+    return _holders(grad)

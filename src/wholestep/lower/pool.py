@@ -1,0 +1,119 @@
+"""Memory that the CUDA graphs of a step share, and captures into it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from wholestep.lower import captures, memsets, rewinds
+from wholestep.run.collector import uncollected
+
+
+class Member(Protocol):
+    """Who has graphs in a pool."""
+
+    def give_up(self) -> None:
+        """Gives its graphs up, to capture again when it is called."""
+
+
+class Pool:
+    """The memory that the CUDA graphs of a device share. Nothing uses the device before the first capture.
+
+    [Note: what keeps a pool]
+    The allocator gives a pool up when its last graph goes, and captures into it fail from then on: so does a step's
+    second capture, before which its only graph goes. A graph that does next to nothing stays in the pool therefore.
+
+    [Note: a capture that failed]
+    torch leaves its stream current then, the allocator waiting for the end and, up to 2.11, the random generator in the
+    belief that a capture goes on, which only one that succeeds takes from it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._lender: Callable[[], Member | None] = lambda: None
+
+    def add(self, member: Member) -> None:
+        """Makes known who will have graphs here. They are not kept alive."""
+        self._members.add(member)
+
+    def lends_to(self, member: Member) -> bool:
+        """Whether results of `member` may stay in the pool between two replays. They may of one at a time: graphs from
+        before use the same memory in between, so they are given up, and those from behind leave it alone."""
+        lender = self._lender()
+        if lender is None:
+            self._lender = weakref.ref(member)
+            for other in self._members:
+                if other is not member:
+                    other.give_up()
+        return lender in (None, member)
+
+    def lends_no_more(self, member: Member) -> None:
+        """Has another one in its place, if it was the one."""
+        if self._lender() is member:
+            self._lender = lambda: None
+
+    def capture(
+        self, body: Callable[[], Sequence[Any]], rewound: rewinds.Rewinds | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rewound` are its
+        settings of the random generator, if there are any.
+
+        Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
+        it was before.
+        """
+        gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
+        with torch.cuda.device(self.device), uncollected():
+            if self._keeper is None:
+                self._renew()
+            graph, results = self._captured(body, rewound)
+            memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
+            graph.instantiate()
+            return graph, results
+
+    def _captured(
+        self, body: Callable[[], Any], rewound: rewinds.Rewinds | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """What `body` does, as a graph that cannot run yet, and what `body` gives."""
+        graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
+        try:
+            rewinding = rewound.captured(graph) if rewound is not None else contextlib.nullcontext()
+            with captures.settled(), rewinding, self._capturing(graph):
+                results = body()
+        except BaseException:
+            self._mend(graph, before)
+            raise
+        return graph, results
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Any:
+        # The threads of NCCL go on with their own calls meanwhile.
+        return torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
+
+    def _renew(self) -> None:
+        """A pool that nobody uses, with the graph that keeps it, and a stream to capture on."""
+        self._handle, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        number, keeper = torch.zeros(1, device=self.device), torch.cuda.CUDAGraph()
+        with self._capturing(keeper):
+            number.zero_()
+        self._keeper = keeper
+
+    def _mend(self, graph: torch.cuda.CUDAGraph, before: torch.cuda.Stream) -> None:
+        """Makes torch usable after a capture that failed, wherever that was."""
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
+            graph.capture_end()  # where it was not come to
+        torch.cuda.set_stream(before)
+        graph.reset()
+        index = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # raised by the first where the allocator knows that it has ended
+            torch._C._cuda_endAllocateToPool(index, self._handle)
+            torch._C._cuda_releasePool(index, self._handle)
+        self._keeper = None
+        self._renew()
