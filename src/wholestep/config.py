@@ -148,8 +148,8 @@ class Inductor:
     """The backend that compiles kernels."""
 
     cuda_graph: Literal["auto", False] = "auto"
-    """"auto": a step on a GPU runs as one CUDA graph where it can be captured, and `explain` says why where it cannot;
-    False: as compiled segments, one by one."""
+    """"auto": a step on a GPU runs as one CUDA graph, or as a few around what the host waits for, and `explain` says
+    what cuts it; False: as compiled segments, one by one."""
     copy_engines: Literal["auto", False] = "auto"
     """Whether large reductions among the GPUs of one host go through their copy engines, so that multiprocessors stay
     with computation; "auto": where the GPUs can access each other's memory. Gradients that are products in half

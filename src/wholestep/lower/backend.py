@@ -111,7 +111,8 @@ class Eager:
 
 
 class Inductor:
-    """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph."""
+    """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph, or as few
+    as there can be."""
 
     shares_kernels = True
     """See `Eager.shares_kernels`."""
