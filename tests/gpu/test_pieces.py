@@ -251,3 +251,19 @@ def test_gradients_that_nobody_holds_stay_in_the_memory_of_the_graph() -> None:
     assert len({*places[6:11]}) == 1  # captured in call 3
     assert places[12] == places[6]  # the other signature has copies
     assert places[15] != places[6]  # where somebody has the first
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactor_reads_its_numbers_at_once(foreach: bool) -> None:
+    def run(step: Step) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = Net().double().cuda()
+        opt = torch.optim.Adafactor(model.parameters(), lr=1e-2, foreach=foreach)
+        found = [step(model, opt, *batch(number, 12), 0) for number in range(8)]
+        return found, list(model.parameters())
+
+    step = ws.compile(returns_a_number, backend="inductor")
+    close(run(step), run(returns_a_number))
+    assert step.explain().backend.startswith("inductor, 2 CUDA graphs, cut where"), step.explain().backend
+    notes = [note for record in step.program().history for note in record.notes]
+    assert any("numbers of the GPU in 2 rounds, and not in" in note or "in 1 rounds" in note for note in notes), notes

@@ -42,6 +42,7 @@ from wholestep.passes.host_reads import delay_host_reads
 from wholestep.passes.narrow import Makes, narrow_messages, narrow_type
 from wholestep.passes.pad_products import pad_products
 from wholestep.passes.pipeline import Pass
+from wholestep.passes.rounds import read_in_rounds
 from wholestep.passes.rows import Way, as_it_is
 from wholestep.passes.scalars import pack_scalars
 from wholestep.passes.segments import form_segments
@@ -171,6 +172,7 @@ class Inductor:
             *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
             partial(narrow_messages, makes=inductor.widens),
             partial(widen_products, widens=inductor.widens),
+            *([read_in_rounds] if self._on_gpu else []),
             # Before segments are formed, whose calls read packed numbers.
             partial(pack_scalars, reads=inductor.reads_packed),
             *([delay_host_reads] if self._on_gpu else []),

@@ -10,6 +10,8 @@ so would a CUDA graph. Before and after::
     addcdiv = aten.addcdiv(mul, m, d, rate)   mul = aten.mul(w, element(packed, 1))
                                               addcdiv = aten.addcdiv(mul, m, d, element(packed, 0))
 
+Numbers that the host makes of what a GPU has computed travel there in the same way, behind the last of them.
+
 What reads `element` gets a tensor of no dimensions from a backend that compiles it (`lower/numbers.py`).
 """
 
@@ -28,36 +30,66 @@ from wholestep.program.program import Program, Stage
 def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Program:
     """The program with the numbers that some calls need in one packed tensor, made before everything else.
 
-    `reads` says of a call with numbers among its arguments whether it can take them from there; others keep them. A
-    number that depends on what a device or a peer computes stays where it is. The note says how many travel.
+    `reads` says of a call with numbers among its arguments whether it can take them from there; others keep them. What
+    the host makes of numbers of a GPU travels back to it in the same way, behind the host's turn. A number that depends
+    on what another device or a peer computes stays where it is. The note says how many travel.
     """
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
     early = known_at_the_start(graph)
-    readers = [node for node in graph.nodes if node.op == "call_function" and node not in early and reads(node)]
-    needed: dict[torch.device, dict[fx.Node, int]] = {}
-    taken: list[tuple[fx.Node, torch.device, list[fx.Node]]] = []
-    for node in readers:
-        numbers = [arg for arg in node.all_input_nodes if is_number(arg)]
-        if numbers and all(number in early for number in numbers):
+    turns = _turns(graph, early)
+    known = {False: early, True: early.union(turns)}
+    needed: dict[_Group, dict[fx.Node, int]] = {}
+    taken: list[tuple[fx.Node, dict[fx.Node, _Group]]] = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in early and reads(node):
             device = next(meta.tensors(node)).device
-            taken.append((node, device, numbers))
-            for number in numbers:
-                places = needed.setdefault(device, {})
-                places.setdefault(number, len(places))
+            numbers = [arg for arg in node.all_input_nodes if is_number(arg)]
+            if numbers and known[device.type == "cuda"].issuperset(numbers):
+                groups = {number: (turns.get(number, 0), device) for number in numbers}
+                taken.append((node, groups))
+                for number, group in groups.items():
+                    places = needed.setdefault(group, {})
+                    places.setdefault(number, len(places))
     if not taken:
         return program
-    _hoist(graph, {number for places in needed.values() for number in places})
-    packs = {device: _pack(graph, list(places), device) for device, places in needed.items()}
-    for node, device, numbers in taken:
+    _hoist(graph, {number for places in needed.values() for number in places if number in early})
+    packs = {group: _pack(graph, list(places), group[1]) for group, places in needed.items()}
+    for node, groups in taken:
         with graph.inserting_before(node):
-            for number in numbers:
-                read = graph.call_function(element, (packs[device], needed[device][number]))
+            for number, group in groups.items():
+                read = graph.call_function(element, (packs[group], needed[group][number]))
                 meta.copy_meta(number, read)
                 node.replace_input_with(number, read)
     count = sum(map(len, needed.values()))
     return program.with_notes(f"{count} numbers of the host travel packed, for {len(taken)} calls")
+
+
+_Group = tuple[int, torch.device]
+"""The turn of the host in which numbers are made, and the device that needs them."""
+
+
+def _turns(graph: fx.Graph, early: set[fx.Node]) -> dict[fx.Node, int]:
+    """The turns of the host behind the first one, with what it makes in each: calls with none of a GPU in between."""
+    found: dict[fx.Node, int] = {}
+    turn, is_over = 0, True
+    for node in graph.nodes:
+        if node.op != "call_function" or node in early:
+            continue
+        if is_of_host(node):
+            turn += is_over
+            found[node] = turn
+        is_over = not is_of_host(node)
+    return found
+
+
+def is_of_host(node: fx.Node) -> bool:
+    """Whether a call gives something to the host, numbers or tensors on the CPU, and has no effect."""
+    if ops.has_effect(node.target) or ops.needs_peers(node.target) or node.target is ops.VERSION:
+        return False
+    on_gpu = any(one.is_cuda for one in meta.tensors(node))
+    return not on_gpu and bool(node.all_input_nodes) and meta.value(node) is not None
 
 
 def is_number(node: fx.Node) -> bool:

@@ -60,10 +60,9 @@ def captured(fn: Callable[..., Any], specs: Sequence[Spec], *, writes: bool = Fa
 
 
 def scheduled(fn: Callable[..., Any], *specs: Spec, writes: bool = False, segments: bool = True) -> Program:
-    passes = [
-        cleanup, partial(pack_scalars, reads=inductor.reads_packed),
-        *([partial(form_segments, compiles=inductor.compiles)] if segments else []), reinplace,
-    ]  # fmt: skip
+    """Without `segments` every call stands alone, and takes numbers of the host as they are."""
+    compiled = [partial(pack_scalars, reads=inductor.reads_packed), partial(form_segments, compiles=inductor.compiles)]
+    passes = [cleanup, *(compiled if segments else []), reinplace]
     program = run_passes(builders.without_gradients(captured(fn, specs, writes=writes)), passes)
     assert program.stage is Stage.SCHEDULED
     return program

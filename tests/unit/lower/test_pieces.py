@@ -301,17 +301,33 @@ def test_a_number_at_the_end_leaves_one_graph():
 def test_a_number_in_the_middle_leaves_two():
     def step(x: Tensor) -> Tensor:
         y = layers(x)
-        return layers(y * y.sum().item() + x)
+        return layers(torch.nn.functional.elu(y, y.sum().item()) + x)
 
     parts = parts_of(step, gpu(3, 3), segments=False)
     assert [is_graph for is_graph, _ in kinds(parts)] == [True, False, True]
-    # What reads the number runs as it is, and no more.
-    assert kinds(parts)[1][1] == [ITEM, aten.mul_.Tensor]
+    # What takes the number runs as it is, and no more.
+    assert kinds(parts)[1][1] == [ITEM, aten.elu_.default]
     assert kinds(parts)[2][1][1:] == [MM] * 4
     assert parts.told.startswith("2 CUDA graphs, cut where aten._local_scalar_dense.default of train.py:7 gives")
     assert parts.told.endswith(", for which the host would wait, and 1 more")
     assert "which the host computes for every call" not in parts.cuts[1]
     assert parts.cuts[1].endswith("takes _local_scalar_dense, for which the host waits")
+
+
+def test_a_number_that_is_read_where_it_lies_goes_back_to_the_gpu():
+    """And what reads it is captured."""
+
+    def step(x: Tensor) -> Tensor:
+        y = layers(x)
+        return layers(y * (1 / y.sum().item()) + x)
+
+    parts = parts_of(step, gpu(3, 3))
+    assert [is_graph for is_graph, _ in kinds(parts)] == [True, False, True]
+    found = kinds(parts)[1][1]
+    assert found[0] is ITEM
+    assert found[-1] is pack
+    assert not any(isinstance(one, (Segment, torch._ops.OpOverload)) for one in found[1:])
+    assert parts.cuts[-1].startswith("pack of train.py:7 takes ")
 
 
 def test_a_size_that_is_data_leaves_two():
