@@ -182,10 +182,12 @@ class Graphed:
         """Gradients that are no copies, by the number of the parameter. Those from before give up their memory."""
         for number in self._grads:
             inputs[number].grad = None
-        if self._lent is None and self._lends and self._error is None and self._grads and self._pool.lends_to(self):
+        if self._lent is None and self._lends and self._error is None and self._pool.may_lend(self):
             taken = {_storage(one) for one in (*inputs, *values[: len(self._parts.inputs)]) if _is_tensor(one)}
             found = {n: values[place] for n, place in self._grads.items() if place is not None}
             self._lent = lent.Lent(lent.apart(found, taken))
+            if self._lent.given():  # else the graphs of others stay as they are
+                self._pool.lends_to(self)
         return {} if self._lent is None else self._lent.given()
 
     def _results(

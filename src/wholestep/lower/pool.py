@@ -45,16 +45,20 @@ class Pool:
         """Makes known who will have graphs here. They are not kept alive."""
         self._members.add(member)
 
-    def lends_to(self, member: Member) -> bool:
-        """Whether results of `member` may stay in the pool between two replays. They may of one at a time: graphs from
-        before use the same memory in between, so they are given up, and those from behind leave it alone."""
-        lender = self._lender()
-        if lender is None:
-            self._lender = weakref.ref(member)
-            for other in self._members:
-                if other is not member:
-                    other.give_up()
-        return lender in (None, member)
+    def may_lend(self, member: Member) -> bool:
+        """Whether results of `member` may stay in the pool between two replays, once it lends: they may of one at a
+        time."""
+        return self._lender() in (None, member)
+
+    def lends_to(self, member: Member) -> None:
+        """Has results of `member`, which it may lend, stay. Graphs from before use the same memory in between, so they
+        are given up, and those from behind leave it alone."""
+        if self._lender() is member:
+            return
+        self._lender = weakref.ref(member)
+        for other in self._members:
+            if other is not member:
+                other.give_up()
 
     def lends_no_more(self, member: Member) -> None:
         """Has another one in its place, if it was the one."""

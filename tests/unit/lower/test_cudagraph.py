@@ -618,6 +618,24 @@ def test_gradients_of_one_signature_stay_in_the_pool() -> None:
         assert pool.calls.count("capture") == 2
 
 
+def test_a_signature_whose_gradients_cannot_stay_leaves_the_pool_to_others() -> None:
+    """Neither are their graphs given up for it, nor may they not leave gradients."""
+    pool, params = Replays(), parameters()
+    (x,) = tensors_for([gpu(3, 3)], 10)
+    before, copies, lends = leaves(grad_twice, pool), leaves(grad_twice, pool), leaves(two_grads, pool)
+    with torch.no_grad():
+        for _ in range(4):
+            trained(before, params, x)
+        graphs = [piece.graph for piece in before._pieces]
+        for _ in range(4):
+            trained(copies, params, x)
+        assert [piece.graph for piece in before._pieces] == graphs
+        for _ in range(4):
+            trained(lends, params, x)
+    assert lends._lent is not None
+    assert sorted(lends._lent.given()) == [0, 1]
+
+
 def grad_twice(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
     y = layers(x)
     return y, y, y.sum()
