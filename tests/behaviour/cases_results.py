@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +105,70 @@ def returns_the_rate(run: Run) -> Job:
         opt.param_groups[0]["lr"] *= 0.5
 
     return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt}, between=between)
+
+
+def returning_gradients(
+    run: Run, train: Callable[[nn.Module, Tensor], list[Tensor]], *, drops_one: bool = False
+) -> Job:
+    """``train(module, loss)`` gives gradients; between calls some are replaced by others. Where `drops_one`, one is
+    None before the last call."""
+    module = mlp()
+    model = run.model(module)
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        return train(module, loss_of(model, x, y))
+
+    def same_objects() -> list[bool]:
+        return [param.grad is one for param, one in zip(module.parameters(), last, strict=False)]
+
+    last: list[Tensor] = []
+
+    def call(x: Tensor, y: Tensor) -> list[Tensor]:
+        last[:] = step(x, y)
+        return [one.clone() for one in last]
+
+    def between(number: int) -> None:
+        for param in list(module.parameters())[number % 2 :]:
+            assert param.grad is not None
+            param.grad = param.grad.clone().mul_(0.5)
+        if drops_one and number == 3:
+            module[0].weight.grad = None
+
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    objects = {"model": module, "same": same_objects}
+    return Job(step=call, batches=class_batches(run, 5), objects=objects, between=between)
+
+
+@case()
+def returns_gradients_that_stay(run: Run) -> Job:
+    """Those of this call, which are the tensors that parameters had before it."""
+
+    def train(module: nn.Module, loss: Tensor) -> list[Tensor]:
+        loss.backward()
+        return [param.grad for param in module.parameters() if param.grad is not None]
+
+    return returning_gradients(run, train)
+
+
+@case()
+def returns_gradients_from_before(run: Run) -> Job:
+    """The last call's, which nothing else in the step reads, while parameters get new ones."""
+    return returning_gradients(run, train_and_give_gradients_from_before)
+
+
+@case(traces=(2,))
+def returns_gradients_from_before_but_one(run: Run) -> Job:
+    """Whether there is one is looked at, although nothing reads it."""
+    return returning_gradients(run, train_and_give_gradients_from_before, drops_one=True)
+
+
+def train_and_give_gradients_from_before(module: nn.Module, loss: Tensor) -> list[Tensor]:
+    before = [param.grad for param in module.parameters() if param.grad is not None]
+    module.zero_grad()
+    loss.backward()
+    return before
 
 
 @case(traces=(2,))

@@ -37,6 +37,8 @@ class Binding:
     results: list[Any]
     """The step's result with None in the places that the graph fills, in order of `result_places`."""
     result_places: list[int]
+    entry_results: list[tuple[int, torch.Tensor]]
+    """(place, parameter) pairs: the result there is the parameter's gradient at entry, another one in every call."""
     grads: list[torch.Tensor]
     """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
     cleared: list[torch.Tensor]
@@ -70,8 +72,21 @@ class Binding:
         numbers = [(index, hyper.group, hyper.key, hyper.position) for index, hyper in self.hypers]
         return quick.PlainInputs(self.tensors, numbers, self.user, self.entry_grads)
 
+    def keeping(self, function: quick.Function) -> quick.Function:
+        """`function` with the gradients at entry that the step returns behind its outputs, for `finish`: others may be
+        in their places by then."""
+        if not self.entry_results:
+            return function
+
+        def run(inputs: list[Any]) -> tuple[Any, ...]:
+            grads = [param.grad for _, param in self.entry_results]
+            return (*function(inputs), *grads)
+
+        return run
+
     def finish(self, outputs: tuple[Any, ...]) -> Any:
-        """Puts gradients and new state back and returns what the step returns."""
+        """Puts gradients and new state back and returns what the step returns. `outputs` are of a function that
+        `keeping` gave."""
         user_end, grad_end, state_end = self.slices
         for param in self.cleared:
             param.grad = None
@@ -95,6 +110,8 @@ class Binding:
         results = self.results.copy()
         for number, place in enumerate(self.result_places):
             results[place] = outputs[number]
+        for (place, _), grad in zip(reversed(self.entry_results), reversed(outputs), strict=False):
+            results[place] = grad
         return tree.unflatten(results, self.result_spec)
 
     def synced(self, program: Program) -> list[torch.Tensor]:

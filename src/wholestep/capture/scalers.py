@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
+from torch.amp.grad_scaler import GradScaler
 
 WATCHED = (
     "_enabled", "_device", "_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval",

@@ -145,8 +145,9 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
     tensors: list[torch.Tensor | int | None] = []
     binding = Binding(
         tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=ties.result_spec,
-        results=[slots[one.slot].tensor if isinstance(one, Held) else one for one in ties.results],
-        result_places=list(ties.result_places), grads=[slots[i].tensor for i in ties.grads], cleared=[],
+        results=[_result(one, scene) for one in ties.results],
+        result_places=list(ties.result_places), entry_results=[],
+        grads=[slots[i].tensor for i in ties.grads], cleared=[],
         stepped=[state.optimizers[number][1] for number in ties.stepping],
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
         notes=[(note.address.holder(state), note.address.key, note.value) for note in ties.notes],
@@ -155,6 +156,9 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
         slices=ties.slices,
     )  # fmt: skip
     owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
+    for index, one in enumerate(ties.results):
+        if isinstance(one, Held) and slots[one.slot].kind is InputKind.GRAD:
+            binding.entry_results.append((index, owner[id(slots[one.slot].tensor)]))
     for index, old in enumerate(ties.kept):
         tensors.append(None)
         if old < len(slots):
@@ -177,13 +181,22 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
     return binding
 
 
+def _result(one: Any, scene: Scene) -> Any:
+    """What a call returns in one place, if that is the same in every call; else None."""
+    if not isinstance(one, Held):
+        return one
+    slot = scene.state.slots[one.slot]
+    return None if slot.kind is InputKind.GRAD else slot.tensor
+
+
 def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
     kept, state = set(ties.kept), scene.state
+    with_grad = kept | {one.slot for one in ties.results if isinstance(one, Held)}
     grads: dict[int, bool] = {}
     for slot in state.params:
         if slot.tensor.grad is None:
             grads[id(slot.tensor)] = False
-        elif state.index[id(slot.tensor.grad)] in kept:
+        elif state.index[id(slot.tensor.grad)] in with_grad:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}

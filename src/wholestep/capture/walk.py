@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -60,7 +61,7 @@ class Found:
     schedulers: list[tuple[str, Any]] = field(default_factory=list)
     tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
-    scalers: list[tuple[str, torch.amp.GradScaler]] = field(default_factory=list)
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)
     generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """Random generators, of torch and others."""
@@ -127,7 +128,7 @@ class Walker:
             self.visit(name + ".optimizer", thing.optimizer, depth + 1)
             for index, inner in enumerate(getattr(thing, "_schedulers", ())):  # of those that chain others
                 self.visit(f"{name}.{index}", inner, depth + 1)
-        elif isinstance(thing, torch.amp.GradScaler):
+        elif isinstance(thing, GradScaler):
             self.found.scalers.append((name, thing))
             self._watch(vars(thing), name, scalers.WATCHED)
             self.found.tensors |= {id(one): (f"{name}.{key}", one) for key, one in scalers.tensors(thing)}

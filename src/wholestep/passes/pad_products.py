@@ -301,6 +301,6 @@ def _point(graph: fx.Graph, base: fx.Node, reader: fx.Node) -> AbstractContextMa
     """Where zeros are put behind a tensor: as it is written, so that a compiler makes that one kernel. Not where
     nothing is written then: that would keep both for long, or wait for what arrives."""
     written = base.op == "call_function" and base.target is not ops.WAIT and not ops.is_view(base)
-    if written and meta.origin(base).region is meta.origin(reader).region:
-        return graph.inserting_after(base)
-    return graph.inserting_before(reader)
+    behind = written and meta.origin(base).region is meta.origin(reader).region
+    point: AbstractContextManager[None] = graph.inserting_after(base) if behind else graph.inserting_before(reader)
+    return point

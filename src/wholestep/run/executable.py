@@ -62,7 +62,7 @@ class Executable:
         return quick.Run(inputs=self._inputs, function=self._function(), finish=finish)
 
     def _function(self) -> quick.Function:
-        return self._runner if self._world.size == 1 else self._watched
+        return self.binding.keeping(self._runner if self._world.size == 1 else self._watched)
 
     def _watched(self, inputs: list[Any]) -> tuple[Any, ...]:
         """The step among other ranks."""
