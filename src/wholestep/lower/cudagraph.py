@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from wholestep.lower import eager, lent, rewinds
+from wholestep.lower import eager, lent, results, rewinds
 from wholestep.lower.pieces import Parts, Piece, split
 from wholestep.lower.pool import Pool
 from wholestep.program.program import InputKind, OutputKind, Program
@@ -98,6 +98,8 @@ class Graphed:
         self._lent: lent.Lent | None = None
         """The gradients that were not copied."""
         self._lends = lent.is_possible()
+        self._takings: dict[int, results.Taking] | None = None
+        """How to take results of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
         pool.add(self)
@@ -110,7 +112,22 @@ class Graphed:
         self._pieces = _pieces(self._program, parts, self._lower, self._pool)
         written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
         self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
-        self._grads = _new_grads(self._program, parts)
+        self._on_device = [
+            number for number, (in_pieces, place) in enumerate(parts.places) if in_pieces and place not in parts.on_host
+        ]
+        self._grads = {
+            output.target: number
+            for number, output in enumerate(self._program.outputs)
+            if output.kind is OutputKind.GRAD and output.target is not None
+        }
+        """By the number of the parameter that of the result which is its new gradient."""
+        given = {place for piece in parts.pieces if piece.captured for place in piece.gives}
+        reads = any(self._program.inputs[number].kind is InputKind.GRAD for number in parts.inputs)
+        in_graphs = {number for number in self._on_device if parts.places[number][1] in given}
+        self._may_stay = set() if reads else in_graphs
+        """Results that graphs give, which may be lent if they are gradients: none where those from before are read."""
+        self._stay = all(n in in_graphs or parts.places[n][1] < len(parts.inputs) for n in self._on_device)
+        """Whether results lie in the same memory in every call."""
 
     def let_go(self, group: str) -> None:
         """Gives up the graphs if they may hold collectives of the group. The next call captures again."""
@@ -120,7 +137,7 @@ class Graphed:
 
     def give_up(self) -> None:
         """Gives up the graphs, which nothing may be running of. The next call captures again."""
-        self._lent = None
+        self._lent = self._takings = None
         for piece in self._pieces:
             piece.let_go()
 
@@ -141,11 +158,12 @@ class Graphed:
         for place, written in self._written:
             if values[place] is not inputs[written]:  # but a copy of it
                 inputs[written].copy_(values[place])
-        own = self._own_grads(inputs, values) if by_graphs else {}
-        results = self._results(home[num_handed:], values, copy=by_graphs, own=own)
+        found = self._found(home[num_handed:], values)
+        if by_graphs:
+            found = self._taken(inputs, found, values)
         if self._error is not None:
             self._do_without(self._error)
-        return results
+        return found
 
     def _replayed(self, number: int, values: list[Any]) -> bool:
         """Whether a piece has run as a graph."""
@@ -154,7 +172,7 @@ class Graphed:
             return False
         try:
             if piece.capture(values):
-                self._lent = None
+                self._lent = self._takings = None
                 for later in self._pieces[number + 1 :]:
                     later.let_go()
         except Exception as error:
@@ -178,46 +196,49 @@ class Graphed:
         self._gave_up = True
         self._tell(_cause(error))
 
-    def _own_grads(self, inputs: Sequence[Any], values: Sequence[Any]) -> Mapping[int, torch.Tensor]:
-        """Gradients that are no copies, by the number of the parameter. Those from before give up their memory."""
-        for number in self._grads:
-            inputs[number].grad = None
-        if self._lent is None and self._lends and self._error is None and self._pool.may_lend(self):
-            taken = {_storage(one) for one in (*inputs, *values[: len(self._parts.inputs)]) if _is_tensor(one)}
-            found = {n: values[place] for n, place in self._grads.items() if place is not None}
-            self._lent = lent.Lent(lent.apart(found, taken))
-            if self._lent.given():  # else the graphs of others stay as they are
-                self._pool.lends_to(self)
-        return {} if self._lent is None else self._lent.given()
+    def _found(self, home: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+        """The results in their order. Trailing ones of the host that are None have been left out."""
+        return tuple(
+            values[place] if in_pieces else home[place] if place < len(home) else None
+            for in_pieces, place in self._parts.places
+        )
 
-    def _results(
-        self, home: Sequence[Any], values: Sequence[Any], *, copy: bool, own: Mapping[int, torch.Tensor]
-    ) -> tuple[Any, ...]:
-        """The results in their order. Where `copy`, copies of what may lie in the memory of graphs, but for gradients
-        that are there already."""
-        found = []
-        for (in_pieces, place), output in zip(self._parts.places, self._program.outputs, strict=True):
-            source = values if in_pieces else home
-            value = source[place] if place < len(source) else None  # trailing results that are None are left out
-            if output.kind is OutputKind.GRAD and output.target is not None and output.target in own:
-                value = own[output.target]
-            elif copy and in_pieces and isinstance(value, torch.Tensor) and place not in self._parts.on_host:
-                value = value.clone()
-            found.append(value)
-        return tuple(found)
+    def _taken(self, inputs: Sequence[Any], found: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+        """`found` with what lies in the memory of graphs taken out of it, but for gradients that are lent. Those from
+        before give up their memory."""
+        for target in self._grads:
+            inputs[target].grad = None
+        in_graphs = {number: found[number] for number in self._on_device if isinstance(found[number], torch.Tensor)}
+        takings = self._takings
+        if takings is None or self._error is not None:
+            standins = self._standins(inputs, values)
+            takings = results.takings(in_graphs, standins, new=self._grads.values())
+            if self._error is None:
+                self._lend(in_graphs, taken=standins)
+                self._takings = takings if self._stay else None
+        given = {} if self._lent is None else self._lent.given()
+        lent_by_number = {self._grads[target]: grad for target, grad in given.items()}
+        call, taken = results.Call(inputs, in_graphs), list(found)
+        for number in in_graphs:
+            taken[number] = lent_by_number[number] if number in lent_by_number else takings[number](call)
+        return tuple(taken)
 
+    def _standins(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, results.Standin]:
+        return {
+            results.storage_of(values[place]): results.Standin(number, values[place], inputs[number].stride())
+            for place, number in enumerate(self._parts.inputs)
+            if isinstance(values[place], torch.Tensor)
+        }
 
-def _new_grads(program: Program, parts: Parts) -> dict[int, int | None]:
-    """Parameters that the step gives a new gradient, by their numbers, with the value that this is if it may stay in
-    the memory of a graph: a graph gives it, nothing else has it, and the step reads no gradients from before."""
-    reads = any(program.inputs[number].kind is InputKind.GRAD for number in parts.inputs)
-    by_graphs = {place for piece in parts.pieces if piece.captured for place in piece.gives}
-    times, found = Counter(parts.places), dict[int, int | None]()
-    for where, output in zip(parts.places, program.outputs, strict=True):
-        if output.kind is OutputKind.GRAD and output.target is not None:
-            stays = where[0] and where[1] in by_graphs and times[where] == 1 and not reads
-            found[output.target] = where[1] if stays else None
-    return found
+    def _lend(self, in_graphs: Mapping[int, torch.Tensor], taken: Collection[int]) -> None:
+        """Lends the gradients that may stay where they are, if any. `taken`: where storages of inputs begin."""
+        if self._lent is not None or not self._lends or not self._pool.may_lend(self):
+            return
+        alone = results.alone(in_graphs)
+        own = {target: in_graphs[number] for target, number in self._grads.items() if number in alone & self._may_stay}
+        self._lent = lent.Lent(lent.apart(own, taken))
+        if self._lent.given():  # else the graphs of others stay as they are
+            self._pool.lends_to(self)
 
 
 def _pieces(program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
@@ -305,8 +326,8 @@ class _Piece:
             self._have_moved({place for place, then, now in pairs if then != now}, values)
         self.graph, self._outputs = None, ()
         # The memory of something else, seen in another way: a copy would be apart from it.
-        sharing = Counter(_storage(value) for value in values if isinstance(value, torch.Tensor))
-        self._moving -= {place for place in self._loose if sharing[_storage(given[place])] > 1}
+        sharing = Counter(results.storage_of(value) for value in values if isinstance(value, torch.Tensor))
+        self._moving -= {place for place in self._loose if sharing[results.storage_of(given[place])] > 1}
         self._static = {place: given[place].clone() for place in sorted(self._moving)}
         self._resting = [place for place in range(len(given)) if place not in self._moving]
         self._addresses = [given[place].data_ptr() for place in self._resting]
@@ -316,8 +337,8 @@ class _Piece:
 
     def _have_moved(self, places: Collection[int], values: Sequence[Any]) -> None:
         """Some values that rested lie elsewhere now. Gradients that do so again and again are copied from then on."""
-        inputs = {_storage(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)}
-        wander = any(_storage(values[self._piece.takes[place]]) not in inputs for place in places)
+        inputs = {results.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)}
+        wander = any(results.storage_of(values[self._piece.takes[place]]) not in inputs for place in places)
         self._moves += wander or not self._grads.isdisjoint(places)
         if self._moves < _MOST_MOVES:
             return
@@ -330,11 +351,3 @@ class _Piece:
             values[number] = value
         for number in self._piece.drops:
             values[number] = None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

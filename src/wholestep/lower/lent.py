@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from wholestep.lower.results import storage_of
+
 
 def is_possible() -> bool:
     """Whether this torch says who holds a tensor."""
@@ -24,18 +26,9 @@ def is_possible() -> bool:
 
 
 def apart(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[int, torch.Tensor]:
-    """Those of some gradients with memory that none of the others has, and whose storages do not begin at an address
-    in `taken`."""
-    found: dict[int, torch.Tensor] = {}
-    ends: dict[int, int] = {}
-    for number, grad in sorted(grads.items(), key=lambda item: item[1].data_ptr()):
-        begins, storage = grad.data_ptr(), grad.untyped_storage().data_ptr()
-        if storage in taken or not _is_dense(grad):
-            continue
-        if begins >= ends.get(storage, begins):
-            found[number] = grad
-            ends[storage] = begins + grad.numel() * grad.element_size()
-    return found
+    """Those of some gradients that leave no gaps in their memory, in storages that do not begin at an address in
+    `taken`."""
+    return {n: grad for n, grad in grads.items() if _is_dense(grad) and storage_of(grad) not in taken}
 
 
 class Lent:

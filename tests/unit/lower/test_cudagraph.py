@@ -649,7 +649,14 @@ def grad_expanded(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
     return layers(x).sum().expand(3, 3), layers(x), x.sum()
 
 
-@pytest.mark.parametrize(("fn", "stays"), [(grad_twice, []), (grad_of_argument, [1]), (grad_expanded, [1])])
+def grad_returned(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    y = layers(x)
+    return y, layers(y), y.select(0, 0), x.sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "stays"), [(grad_twice, []), (grad_of_argument, [1]), (grad_expanded, [1]), (grad_returned, [1])]
+)
 def test_gradients_with_memory_of_something_else_are_copied(fn: Callable[..., Any], stays: list[int]) -> None:
     pool, params = Replays(), parameters()
     graphed = leaves(fn, pool)
@@ -662,6 +669,35 @@ def test_gradients_with_memory_of_something_else_are_copied(fn: Callable[..., An
             assert same([params[1].grad], fn(*params, x)[1:2])
     assert graphed._lent is not None
     assert sorted(graphed._lent.given()) == stays
+
+
+def test_results_share_what_they_share_without_a_graph() -> None:
+    """With each other, with gradients and with inputs; and with nothing of the next call."""
+
+    def step(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
+        y = layers(x)
+        return y, layers(y), y, y.select(0, 1), v.t(), x, x.select(0, 0), w
+
+    pool, params = Replays(), parameters()
+    graphed, kept, wanted = leaves(step, pool), list[Any](), list[Any]()
+    for call in range(6):
+        (x,) = tensors_for([gpu(3, 3)], 10 + call)
+        with torch.no_grad():
+            results = trained(graphed, params, x)
+            assert same([param.grad for param in params], step(*params, x)[:2])
+            assert same(results, step(*params, x)[2:])
+            grad, row, turned, given, first, weight = results
+            assert grad is params[0].grad
+            assert given is x
+            assert weight is params[1]
+            grad[1], x[0], params[0].data[2] = 5.0, 6.0, float(call)
+            assert row.tolist() == [5] * 3
+            assert first.tolist() == [6] * 3
+            assert turned[:, 2].tolist() == [call] * 3
+            kept += [grad, row]
+            wanted += [grad.clone(), row.clone()]
+    assert pool.calls.count("capture") == 1
+    assert same(kept, wanted)
 
 
 def test_gradients_of_a_step_that_reads_them_are_copied() -> None:
