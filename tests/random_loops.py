@@ -1,7 +1,7 @@
 """Random training loops around random networks: what people write in a step, and what they do between calls.
 
-A loop is made from a seed alone. It runs eagerly or compiled and gives all that somebody could have looked at, in order,
-so that two runs can be compared. In float64: differences are faults, not roundings.
+A loop is made from a seed alone. It runs eagerly or compiled and gives all that somebody could have looked at, in
+order, so that two runs can be compared. In float64: differences are faults, not roundings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from tests.random_steps import WIDTH, Net
 
+Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -34,25 +35,37 @@ BETWEEN = ("hold", "hold a part", "none", "add", "move", "rate", "load", "evalua
 
 
 class RandomLoop:
-    """The loop of a seed."""
+    """The loop of a seed, with batches of a rank."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device, self._rng = seed, device, random.Random(seed)
+    def __init__(self, seed: int, device: torch.device, *, rank: int = 0) -> None:
+        self._seed, self._device, self._rank, self._rng = seed, device, rank, random.Random(seed)
         choose = self._rng.choice
         torch.manual_seed(seed)
-        self._model = Net(self._rng, dropout=False).double().to(device)
+        self._model = nn.Sequential(Net(self._rng, dropout=True), *([nn.BatchNorm1d(3)] if seed % 4 == 0 else []))
+        self._model = self._model.double().to(device)
         self._params = list(self._model.parameters())
+        self._forward: Callable[[Tensor], Tensor] = self._model
+        self._wrapped = False
         self._opt = OPTIMIZERS[choose(sorted(OPTIMIZERS))](self._params)
         self._average = [p.detach().clone() for p in self._params] if self._rng.random() < 0.3 else []
         self._zero = choose(["first", "last", "last", "with zeros", "outside", "never"])
         self._clip = choose(["no", "no", "norm", "value", "by hand"])
         self._scale = choose(["no", "no", "no", "by a number", "by a tensor"])
         self._accumulates, self._by_hand = self._rng.random() < 0.3, self._rng.random() < 0.15
+        self._schedule = choose(["no", "no", "in the step", "between calls"])
+        self._scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self._opt, T_0=4)
         self._returns, self._sizes = choose(RETURNS), choose([[4], [4], [4, 7]])
 
-    def run(self, compile_: Compile) -> list[Any]:
-        """All that can be seen of some calls, tensors as copies on the CPU."""
-        step, seen, held = compile_(self._step), list[Any](), list[Any]()
+    def run(self, compile_: Compile, wrap: Wrap | None = None) -> list[Any]:
+        """All that can be seen of some calls, tensors as copies on the CPU. `wrap` goes around the model; with it no
+        backward runs outside of the step, where nothing of ours reduces gradients."""
+        self._wrapped = wrap is not None
+        self._forward = self._model if wrap is None else wrap(self._model)
+        step, evaluate = compile_(self._step), self._evaluate
+        if self._rng.random() < 0.3 or list(self._model.buffers()):  # which ranks share where they are read
+            evaluate = compile_(self._evaluate)
+        seen, held = list[Any](), list[Any]()
+        torch.manual_seed(self._seed)
         for call in range(10):
             x, y = self._batch(call)
             updates = not self._accumulates or call % 3 == 2
@@ -62,20 +75,35 @@ class RandomLoop:
             seen.append(_copies(result))
             if self._rng.random() < 0.3:
                 held.append(result)
-            self._between(x, y, held, seen)
+            if self._schedule == "between calls":
+                self._scheduler.step()
+            match self._rng.choice(["nothing"] * 8 + [*BETWEEN]):
+                case "evaluate":
+                    held.append(evaluate(x))
+                    seen.append(_copies(held[-1]))
+                case action:
+                    self._between(action, x, y, held)
             seen.append([None if p.grad is None else _copies(p.grad) for p in self._params])
         states = [self._opt.state[p] for p in self._params if p in self._opt.state]
-        return [*seen, _copies(held), _copies([self._params, self._average, states])]
+        return [*seen, _copies(held), _copies([self._params, self._average, states, list(self._model.buffers())])]
+
+    def _evaluate(self, x: Tensor) -> Any:
+        self._model.eval()
+        with torch.no_grad():
+            logits = self._forward(x)
+        self._model.train()
+        return logits, logits.argmax(1), next(iter(self._model.parameters())).detach().view(-1)[:1]
 
     def _batch(self, call: int) -> tuple[Tensor, Tensor]:
-        generator, rows = torch.Generator().manual_seed(1000 * self._seed + call), self._rng.choice(self._sizes)
+        generator = torch.Generator().manual_seed(1000 * self._seed + call + 100 * self._rank)
+        rows = self._rng.choice(self._sizes)
         x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
         return x.to(self._device), torch.randint(0, 3, (rows,), generator=generator).to(self._device)
 
     def _step(self, x: Tensor, y: Tensor, updates: bool) -> Any:
         if self._zero == "first" and not self._accumulates:
             self._opt.zero_grad()
-        logits = self._model(x)
+        logits = self._forward(x)
         loss = F.cross_entropy(logits, y)
         match self._scale:
             case "by a number":
@@ -115,6 +143,8 @@ class RandomLoop:
         with torch.no_grad():
             for average, param in zip(self._average, self._params, strict=False):
                 average.lerp_(param, 0.1)
+        if self._schedule == "in the step":
+            self._scheduler.step()
         if self._zero == "last" or (self._zero == "first" and self._accumulates):
             self._opt.zero_grad()
         elif self._zero == "with zeros":
@@ -137,11 +167,10 @@ class RandomLoop:
                 return loss, [p.grad for p in self._params if p.grad is not None][:2]
         return None
 
-    def _between(self, x: Tensor, y: Tensor, held: list[Any], seen: list[Any]) -> None:
-        """Mostly nothing."""
+    def _between(self, action: str, x: Tensor, y: Tensor, held: list[Any]) -> None:
         with_grad = [p for p in self._params if p.grad is not None]
         grads = [p.grad for p in with_grad if p.grad is not None]
-        match self._rng.choice(["nothing"] * 8 + [*BETWEEN]):
+        match action:
             case "hold" if grads:
                 held.append([grads[0], grads[-1]])
             case "hold a part" if grads:
@@ -157,12 +186,9 @@ class RandomLoop:
                     group["lr"] *= 0.5
             case "load":
                 self._opt.load_state_dict(self._opt.state_dict())
-            case "evaluate":
-                with torch.no_grad():
-                    seen.append(_copies(self._model(x)))
             case "collect":
                 gc.collect()
-            case "backward":
+            case "backward" if not self._wrapped:
                 F.cross_entropy(self._model(x), y).backward()
             case "scale":
                 with torch.no_grad():

@@ -39,6 +39,7 @@ DOORS: dict[str, dict[str, str]] = {
     # file below src/wholestep -> {private part of torch: why it is opened there}
     "capture/blame.py": {"torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"},
     "capture/comm_rules.py": {"torch._check": "a promise about a size that is data"},
+    "capture/compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
     "capture/conversion.py": {"torch.nn.Module._apply": "what every move and conversion of a module goes through"},
     "capture/functional.py": {"torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"},
     "capture/host.py": {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.random_loops import RandomLoop, difference
@@ -20,6 +23,20 @@ def compare(seed: int, device: torch.device, backend: ws.config.Backend) -> None
 @pytest.mark.parametrize("seed", range(14))
 def test_loops_on_the_cpu(seed: int) -> None:
     compare(seed, torch.device("cpu"), "eager")
+
+
+def on_two_ranks(seed: int) -> str | None:
+    device, rank = torch.device("cpu"), dist.get_rank()
+    wrap = partial(DistributedDataParallel, find_unused_parameters=True)
+    wanted = RandomLoop(seed, device, rank=rank).run(lambda step: step, wrap)
+    own = RandomLoop(seed, device, rank=rank)
+    found = own.run(partial(ws.compile, backend="eager", max_retraces=64), lambda model: model)
+    return difference(found, wanted)
+
+
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_loops_on_two_ranks(pool2: Any, seed: int) -> None:
+    assert pool2.run(on_two_ranks, seed) == [None, None]
 
 
 @pytest.mark.gpu

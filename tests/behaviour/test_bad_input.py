@@ -191,6 +191,34 @@ def lbfgs_step(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     return opt.step(closure)  # <- here
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_detection_of_anomalies_is_refused_before_the_first_call_and_later() -> None:
+    """It would look at values, so it is never left out in silence."""
+    model = nn.Linear(FEATURES, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    x, weight = torch.randn(2, FEATURES), model.weight.detach().clone()
+    with torch.autograd.detect_anomaly(), pytest.raises(ws.CaptureError, match="looks at the values of all gradients"):
+        step(x)
+    assert torch.equal(model.weight, weight)
+    with torch.autograd.detect_anomaly(check_nan=False):
+        step(x)
+    step(x)
+    assert step.cache_info().traces == 1
+    weight = model.weight.detach().clone()
+    with torch.autograd.detect_anomaly(), pytest.raises(ws.CaptureError, match="without wholestep"):
+        step(x)
+    assert torch.equal(model.weight, weight)
+
+
 def test_lbfgs_is_refused() -> None:
     module = net()
     opt = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2)

@@ -21,7 +21,11 @@ def complaints(name: str) -> list[str]:
         return [f"{type(error).__name__}: {error}"]
 
 
-@pytest.mark.parametrize("name", registry.cases)
+WITH_DROPOUT = ("ast", "deberta", "opt", "wav2vec2", "whisper")
+"""With dropout alone, which takes long enough."""
+
+
+@pytest.mark.parametrize("name", [name for name in registry.cases if name not in (*WITH_DROPOUT, "bart_draws")])
 def test_equals_eager_ddp(pool2: Any, name: str) -> None:
     found = pool2.run(complaints, name)
     told = [f"rank {rank}: {one}" for rank, ones in enumerate(found) for one in ones]

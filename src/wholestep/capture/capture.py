@@ -10,11 +10,13 @@ from typing import Any
 
 import torch.fx as fx
 
+from wholestep.capture import compiled
 from wholestep.capture.binding import output_slices
 from wholestep.capture.counters import Moves, Moving, Place
 from wholestep.capture.draws import check_made, kept_iterators
 from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
+from wholestep.capture.guards import looks_for_nan
 from wholestep.capture.left import Left
 from wholestep.capture.outside import environment_read
 from wholestep.capture.overlap import check_writes
@@ -48,6 +50,12 @@ def capture(
         HyperparameterError: for optimizers without a fixed update rule.
         ConfigError: for modules that are wrapped in their own communication.
     """
+    if looks_for_nan():
+        raise CaptureError(
+            "Detection of anomalies is on (torch.autograd.set_detect_anomaly), which looks at the values of all "
+            "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
+            "turn the detection off."
+        )
     places: dict[Hashable, Place] = {}
     why_not_kept = ""
     while True:
@@ -96,6 +104,7 @@ class _Unsettled(Exception):
 def _capture_once(look: Callable[[], Scene], step: Callable[..., Any], expected: str | None = None) -> Captured:
     with look() as scene:
         program, ties = _Job(lambda: scene.arguments.call(step), scene).run(expected)
+        compiled.tell(scene.found.compiled)
         return tie(lambda: program, ties, scene)
 
 

@@ -40,12 +40,18 @@ def modes() -> tuple[tuple[str, Any], ...]:
         ("autocast on CPU", torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
         ("autocast on CUDA", torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
         ("autocast's cache of weights", torch.is_autocast_cache_enabled()),
+        ("detection of anomalies", looks_for_nan()),
         ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
         ("float32 matmul precision", torch.get_float32_matmul_precision()),
         ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))),
     )
+
+
+def looks_for_nan() -> bool:
+    """Whether autograd looks at the values of all gradients."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from torch.utils import _foreach_utils
 from wholestep.capture import blame, results, tree
 from wholestep.capture.comm import Comm
 from wholestep.capture.comm_rules import RULES
+from wholestep.capture.compiled import as_written
 from wholestep.capture.conversion import unconverted
 from wholestep.capture.counters import Moves
 from wholestep.capture.host import HostValues, host_branches, predicate_graph
@@ -212,6 +213,7 @@ class Tracer:
         yield traced_generator()
         yield step_by_step()
         yield unconverted()
+        yield as_written()
         yield of_symbols()
         yield self.storages.recording()
         yield self._versions.recording()

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import draws, hyper, scalers, tree
 from wholestep.capture.classes import CALLED_BY_TORCH, Classes
+from wholestep.capture.compiled import is_compiled
 from wholestep.capture.views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.watch import SCALARS, Watch
 from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users_file
@@ -67,6 +68,8 @@ class Found:
     """Random generators, of torch and others."""
     iterators: dict[int, str] = field(default_factory=dict)
     """Names of what has a next item, by id."""
+    compiled: list[str] = field(default_factory=list)
+    """Names of what torch.compile has made of modules and functions."""
     codes: list[types.CodeType] = field(default_factory=list)
     """The user's code that the step can reach, hooks included."""
 
@@ -207,6 +210,8 @@ class Walker:
         for fqn, child in module.named_modules():
             path = f"{name}.{fqn}" if fqn else name
             self._seen.add(id(child))
+            if is_compiled(child):
+                self.found.compiled.append(path)
             if child is not module:
                 self.found.modules.pop(id(child), None)
             for own in (child._parameters, child._buffers, child._modules):
@@ -250,6 +255,8 @@ class Walker:
             self.visit(name, thing.__func__, depth + 1)
             return
         self._seen.add(id(thing))
+        if is_compiled(thing):
+            self.found.compiled.append(name)
         if hasattr(thing, "__wrapped__"):  # a decorator such as torch.no_grad()
             self.visit(name, thing.__wrapped__, depth + 1)
         if not is_user_code(thing):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -350,11 +350,21 @@ def test_a_single_gradient_that_is_zero(kind: str) -> None:
     assert guards.why_not(leaves, spec) == "weight had no gradient at entry, now it has one"
 
 
+@contextmanager
+def uncached() -> Iterator[None]:
+    torch.set_autocast_cache_enabled(False)
+    yield
+    torch.set_autocast_cache_enabled(True)
+
+
 MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "nothing": (nullcontext, ""),
     "no_grad": (torch.no_grad, "grad mode was True, is False"),
     "inference": (torch.inference_mode, "inference mode"),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast on CPU"),
+    "cache": (uncached, "autocast's cache of weights was True, is False"),
+    "anomalies": (torch.autograd.detect_anomaly, "detection of anomalies was False, is True"),
+    "tracebacks": (lambda: torch.autograd.detect_anomaly(check_nan=False), ""),
     "device": (lambda: torch.device("meta"), "default device was cpu, is meta"),
 }
 

@@ -10,6 +10,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <cstring>
@@ -33,6 +34,8 @@ struct Modes {
   bool autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
   at::ScalarType autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   at::ScalarType autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  bool autocast_cache = at::autocast::is_autocast_cache_enabled();
+  bool looks_for_nan = torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan();
   bool deterministic = at::globalContext().deterministicAlgorithms();
   at::ScalarType default_dtype = c10::get_default_dtype_as_scalartype();
   // A default device, by call or by context, is a mode on the stack of function modes.
