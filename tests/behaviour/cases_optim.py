@@ -184,6 +184,31 @@ def rate_read_beside_a_fused_update(run: Run) -> Job:
     return Job(step=step, batches=class_batches(run, 4), objects=objects, between=lambda call: scheduler.step())
 
 
+def with_closure(run: Run, make: Maker, by_name: bool) -> Job:
+    """Forward and backward are in a closure, which the optimizer calls: gradients are not there before."""
+    module = body()
+    model, opt = run.model(module), make(module.parameters())
+
+    @run.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        loss: Tensor = opt.step(closure=closure) if by_name else opt.step(closure)
+        return loss
+
+    return Job(step=step, batches=class_batches(run, 4), objects={"model": module, "opt": opt})
+
+
+case(name="closure_sgd", traces=(2,))(
+    partial(with_closure, make=partial(torch.optim.SGD, lr=0.1, momentum=0.9), by_name=False)
+)
+case(name="closure_adamw", traces=(2,))(partial(with_closure, make=partial(torch.optim.AdamW, lr=0.01), by_name=True))
+
+
 @case()
 def rate_as_tensor(run: Run) -> Job:
     """The rate is a tensor that the scheduler fills in place."""

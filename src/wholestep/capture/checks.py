@@ -25,8 +25,8 @@ from wholestep.capture.whose import library_frame
 
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
 _UNKNOWN = object()
-_MAY_ASK = "torch/distributions/"
-"""A part of torch that checks its arguments as user's code does."""
+_MAY_ASK = ("torch/distributions/", "torch/nn/utils/clip_grad")
+"""Parts of torch that check values as user's code does."""
 _TRACES, _STEP = "wholestep/capture/trace.py", "_body"
 """Where the step is called while it is traced. Who calls the step may catch what it likes."""
 
@@ -43,7 +43,9 @@ class Check:
 
 def at(frame: FrameType | None) -> Check | None:
     """What the truth value decides that the expression running in `frame` asks for; None if it is more than raising."""
-    if frame is None or (library_frame(frame.f_code.co_filename) and _MAY_ASK not in _slashed(frame)):
+    if frame is None or (
+        library_frame(frame.f_code.co_filename) and not any(part in _slashed(frame) for part in _MAY_ASK)
+    ):
         return None
     # The jump that asks has the position of the whole statement in Python 3.11; what it asks about stands in front.
     position = next(islice(frame.f_code.co_positions(), max(frame.f_lasti // 2 - 1, 0), None), None)

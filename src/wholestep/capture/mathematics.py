@@ -23,6 +23,8 @@ _FUNCTIONS = (
     "fmod", "atan2", "hypot", "copysign",
 )  # fmt: skip
 """Those of one or more floats that give a float. (Square roots and powers have forms of torch; ``exp2`` is of 3.11.)"""
+_QUESTIONS = ("isfinite", "isinf", "isnan")
+"""Of one float. torch has functions of these names."""
 _SYMBOLS = (torch.SymFloat, torch.SymInt)
 
 ops.LIBRARY.define("of_numbers(str function, Tensor[] numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -44,6 +46,8 @@ def of_symbols() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _FUNCTIONS:
             stack.enter_context(patch.object(math, name, _taking(name, _recorded(name))))
+        for name in _QUESTIONS:
+            stack.enter_context(patch.object(math, name, _taking(name, _asked(name))))
         stack.enter_context(patch.object(math, "sqrt", _taking("sqrt", torch.sym_sqrt)))
         stack.enter_context(patch.object(math, "pow", _taking("pow", _power)))
         yield
@@ -62,6 +66,15 @@ def _recorded(name: str) -> Callable[..., Any]:
     def call(*numbers: Any) -> Any:
         boxed = [torch.full((), one, dtype=torch.float64, device="cpu") for one in numbers]
         return torch.ops.wholestep.of_numbers(name, boxed).item()
+
+    return call
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    """The answer as a tensor, which may decide whether something is raised (`capture/checks.py`)."""
+
+    def call(number: Any) -> Any:
+        return getattr(torch, name)(torch.full((), number, dtype=torch.float64, device="cpu"))
 
     return call
 

@@ -85,9 +85,29 @@ class OriginRecorder:
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
 
-    def _enter_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _enter_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with another closure, if there is one: forward and backward are in it."""
         self._region = Region.OPTIMIZER
         self.on_optimizer_step(opt)
+        itself, *given = args
+        if given and callable(given[0]):
+            return (itself, self._closure(opt, given[0]), *given[1:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._closure(opt, kwargs["closure"])}
+        return None
+
+    def _closure(self, opt: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure in the regions that it has. Which parameters have gradients is known behind it."""
+
+        def run() -> Any:
+            self._region = Region.OTHER
+            try:
+                return closure()
+            finally:
+                self._region = Region.OPTIMIZER
+                self.on_optimizer_step(opt)
+
+        return run
 
     def _leave_optimizer(self, opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._region = Region.OTHER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,10 +204,10 @@ class LazyState:
             elif id(param) in known:
                 opt.state.pop(param, None)
 
-    def take_back(self, used: set[int] | None = None) -> None:
-        """Removes created state, all of it or what belongs to parameters whose id is not in `used`."""
+    def take_back(self, used: Set[int] = frozenset()) -> None:
+        """Removes created state but for that of parameters with an id in `used`, and that with a tensor whose id is."""
         for opt, param in self.created:
-            if used is None or id(param) not in used:
+            if used.isdisjoint([id(param), *map(id, opt.state.get(param, {}).values())]):
                 opt.state.pop(param, None)
 
 

@@ -131,7 +131,9 @@ def located(places: Sequence[tuple[int, Place]], scene: Scene) -> list[Place]:
 def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:
     """The program tied to the live objects of the scene. State that the step does not use is taken back."""
     # Before guards are made, which hold what is left.
-    scene.lazy.take_back({id(scene.state.slots[slot].tensor) for slot in ties.stepped})
+    slots = scene.state.slots
+    read = {i for i in ties.kept if i < len(slots) and slots[i].kind is not InputKind.PARAM}
+    scene.lazy.take_back({id(slots[slot].tensor) for slot in ties.stepped | read})
     binding = _binding(ties, scene)
     guards = _guards(ties, scene, ranks())
     leaf_of = {ties.kept[index]: leaf for index, leaf in binding.user}

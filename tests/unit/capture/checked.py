@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -97,6 +98,21 @@ def raises_in_what_only_ends(x: Tensor) -> Tensor:
 def distribution(x: Tensor) -> Tensor:
     """torch checks its arguments likewise."""
     return torch.distributions.Bernoulli(probs=x / LIMIT).log_prob(torch.ones(4))
+
+
+def asks_python(x: Tensor) -> Tensor:
+    loss = (1 / (x.max() - 4)).item()
+    if not math.isfinite(loss) or math.isnan(loss) or math.isinf(loss):
+        raise FloatingPointError("not finite")
+    return x * 2
+
+
+def clips(x: Tensor) -> Tensor:
+    """torch's clipping raises likewise if it is told to."""
+    weight = torch.ones(4, requires_grad=True)
+    weight.grad = 1 / (x - 4)
+    torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+    return weight.grad
 
 
 def branches(x: Tensor) -> Tensor:
@@ -219,5 +235,7 @@ RAISE: dict[Any, tuple[type[Exception], str | None]] = {
     raises_in_what_only_ends: (ValueError, "in a try without handlers"),
     catches_others: (ValueError, "not below 3"),
     raises_with_a_format: (ValueError, "3 {LIMIT} {LIMIT}"),
+    asks_python: (FloatingPointError, "not finite"),
     distribution: (ValueError, None),
+    clips: (RuntimeError, None),
 }

@@ -176,3 +176,23 @@ def test_the_masks_of_the_recompute_matter() -> None:
     regions = Counter(meta.origin(n).region for n in drawn)
     assert regions[Region.FORWARD] == 2 * DEPTH
     assert regions[Region.RECOMPUTE] >= DEPTH
+
+
+def test_what_a_closure_runs_is_no_part_of_the_update() -> None:
+    """An optimizer calls it in the middle of its step: its forward and its backward are those of other steps."""
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return opt.step(closure)
+
+    model = Blocks()
+    found = program_of(step, model, torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(4, 8))
+    by_target = {str(n.target): meta.origin(n).region for n in calls(found)}
+    assert by_target["aten.addmm.default"] is Region.FORWARD
+    assert by_target["aten.gelu_backward.default"] is Region.BACKWARD
+    assert {region for target, region in by_target.items() if "_foreach" in target} == {Region.OPTIMIZER}
