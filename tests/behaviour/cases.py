@@ -7,6 +7,7 @@ from tests.behaviour import (
     cases_calls,
     cases_changes,
     cases_counters,
+    cases_left,
     cases_models,
     cases_optim,
     cases_results,
@@ -24,6 +25,7 @@ FILES = (
     cases_calls,
     cases_changes,
     cases_counters,
+    cases_left,
 )
 
 STEP_CASES: dict[str, Case] = {name: case for file in FILES for name, case in file.registry.cases.items()}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from wholestep.capture import quick, tree
 from wholestep.capture.counters import Counter
 from wholestep.capture.hyper import Hyper
+from wholestep.capture.replaced import Spot, put
 from wholestep.program.program import InputKind, OutputKind, Program
 
 Holder = Callable[[], dict[Any, Any]]
@@ -39,6 +40,8 @@ class Binding:
     result_places: list[int]
     entry_results: list[tuple[int, torch.Tensor]]
     """(place, parameter) pairs: the result there is the parameter's gradient at entry, another one in every call."""
+    left: list[Spot]
+    """Where the last of the results go, which the step does not return."""
     grads: list[torch.Tensor]
     """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
     cleared: list[torch.Tensor]
@@ -104,7 +107,7 @@ class Binding:
             counter.tell()
         while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
             self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
-        if self.result_spec.type is None and user_end:  # the usual result: one tensor
+        if self.result_spec.type is None and user_end and not self.left:  # the usual result: one tensor
             self.is_plain = not (self.cleared or self.notes or self.ticks or self.counters) and state_end == user_end
             return outputs[0]
         results = self.results.copy()
@@ -112,6 +115,10 @@ class Binding:
             results[place] = outputs[number]
         for (place, _), grad in zip(reversed(self.entry_results), reversed(outputs), strict=False):
             results[place] = grad
+        if self.left:
+            num_returned = len(results) - len(self.left)
+            put(self.left, results[num_returned:])
+            del results[num_returned:]
         return tree.unflatten(results, self.result_spec)
 
     def synced(self, program: Program) -> list[torch.Tensor]:

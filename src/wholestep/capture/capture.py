@@ -24,7 +24,7 @@ from wholestep.capture.ranks import axes_of, rank_inputs
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
 from wholestep.capture.storage import Storages
-from wholestep.capture.ties import Captured, Held, Ties, numbered, tie
+from wholestep.capture.ties import Captured, Held, Ties, numbered, numbered_spots, tie
 from wholestep.capture.trace import Trace, Tracer, settle
 from wholestep.capture.version import keep_versions
 from wholestep.capture.views import ContentView
@@ -162,6 +162,7 @@ class _Job:
             calls_scheduler=any(self._scene.counters.moves(vars(one)) for _, one in self._scene.found.schedulers),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
+            left=numbered_spots(trace.left, self._scene),
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
             environment=self._environment, unread=self._scene.arguments.unread,

@@ -23,6 +23,7 @@ from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
 from wholestep.capture.left import Note
 from wholestep.capture.ranks import Rank, ranks
+from wholestep.capture.replaced import Spot, loosen
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Address
 from wholestep.capture.storage import Sizes
@@ -50,6 +51,8 @@ class Ties:
     result_spec: tree.TreeSpec
     results: tuple[Any, ...]
     """Leaves of what the step returns: `Held`, or a value as it is; None where the graph fills it."""
+    left: tuple[tuple[int, Any], ...]
+    """Where the last leaves go, which the step does not return: the number of a container in the scene, and a key."""
     result_places: tuple[int, ...]
     """Leaves that the graph fills, in the order of its USER outputs."""
     grads: tuple[int, ...]
@@ -122,6 +125,12 @@ def numbered(places: Sequence[Place], scene: Scene) -> tuple[tuple[int, Place], 
     return tuple((known[identity(place.container)], replace(place, container=None)) for place in places)
 
 
+def numbered_spots(spots: Sequence[Spot], scene: Scene) -> tuple[tuple[int, Any], ...]:
+    """The same for spots."""
+    known = {identity(container): number for number, container in enumerate(scene.containers())}
+    return tuple((known[identity(container)], key) for container, key in spots)
+
+
 def located(places: Sequence[tuple[int, Place]], scene: Scene) -> list[Place]:
     """The same places in another scene."""
     containers = scene.containers()
@@ -148,7 +157,7 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
     binding = Binding(
         tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=ties.result_spec,
         results=[_result(one, scene) for one in ties.results],
-        result_places=list(ties.result_places), entry_results=[],
+        result_places=list(ties.result_places), entry_results=[], left=_spots(ties, scene),
         grads=[slots[i].tensor for i in ties.grads], cleared=[],
         stepped=[state.optimizers[number][1] for number in ties.stepping],
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
@@ -191,6 +200,11 @@ def _result(one: Any, scene: Scene) -> Any:
     return None if slot.kind is InputKind.GRAD else slot.tensor
 
 
+def _spots(ties: Ties, scene: Scene) -> list[Spot]:
+    containers = scene.containers() if ties.left else []
+    return [(containers[number], key) for number, key in ties.left]
+
+
 def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
     kept, state = set(ties.kept), scene.state
     with_grad = kept | {one.slot for one in ties.results if isinstance(one, Held)}
@@ -201,6 +215,7 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         elif state.index[id(slot.tensor.grad)] in with_grad:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
+    loosen(scene.found.watches, _spots(ties, scene), _like)
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
     numbers_given = scene.arguments.numbers
     moving = [leaf for leaf in numbers_given if scene.counters.has(numbers_given, leaf)]
@@ -215,6 +230,12 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         given=numbers_given, moving=moving, unread=ties.unread, paths=scene.arguments.paths,
         outside=[watch for watch in scene.found.watches if id(watch.container) not in of_tensors],
     )  # fmt: skip
+
+
+def _like(tensor: torch.Tensor) -> Callable[[Any], bool]:
+    """Whether something is a tensor of which a trace depends on the same as of this one."""
+    then = guarding.describe(tensor)
+    return lambda now: isinstance(now, torch.Tensor) and guarding.describe(now) == then
 
 
 def _sizes(ties: Ties, scene: Scene, leaf_of: dict[int, int]) -> Sizes | None:

@@ -33,6 +33,7 @@ from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.ranks import Rank, RankSymbols
 from wholestep.capture.recurrent import step_by_step
+from wholestep.capture.replaced import Replaced, Spot
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Address
 from wholestep.capture.storage import Storages, check_places, place_of
@@ -73,6 +74,7 @@ class Trace:
     mode: FakeTensorMode
     result_spec: tree.TreeSpec
     num_results: int
+    """Leaves of what the step returns, and then of what it leaves in `left`."""
     results: list[Any]
     """Leaves of the step's result that are no tensors, in place; tensors and numbers of the graph are None."""
     grads: list[int] = field(default_factory=list)
@@ -81,6 +83,8 @@ class Trace:
     """Slots of parameters whose ``.grad`` is the very tensor it was at entry."""
     new_state: list[tuple[Address, bool]] = field(default_factory=list)
     """What the graph creates for optimizers, and whether it is a number in Python."""
+    left: list[Spot] = field(default_factory=list)
+    """Where the step leaves new tensors."""
     stepped: set[int] = field(default_factory=set)
     """ids of parameters that had a gradient when an optimizer stepped."""
     stepped_optimizers: set[int] = field(default_factory=set)
@@ -111,8 +115,8 @@ class Tracer:
 
     def __init__(self, scene: Scene, left: Left) -> None:
         state, lifter, user = scene.state, scene.lifter, scene.user
-        self._state, self._lifter, self._user, self._watches = state, lifter, user, scene.found.watches
-        self._counters, self._left = scene.counters, left
+        self._state, self._lifter, self._user = state, lifter, user
+        self._counters, self._left, self._replaced = scene.counters, left, Replaced(scene)
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
         self._recorder, self._markers = OriginRecorder(scene.module_names(), owners), Markers()
@@ -277,10 +281,12 @@ class Tracer:
         result = call()
         self._comm.finish()
         leaves, out.result_spec = results.flatten(result, self._state.index)
+        leaves, out.left = self._replaced.take(leaves)
         if moved := self._lifter.rewritten():
             raise Moves(moved)
         self._counters.close()
-        self._write_replaced()
+        self._replaced.write()
+        self._left.write_replaced()
         check_places(self.reals, places, self.names())
         if any(isinstance(leaf, str) and LATER in leaf for leaf in leaves) or LATER in repr(out.result_spec):
             raise CaptureError("The step returns text that it made of a number it counts. Return the number itself.")
@@ -300,20 +306,6 @@ class Tracer:
         out.numbers, out.predicates = self._host.symbols(), predicate_graph(self._host)
         self._host = None
         return flat
-
-    def _write_replaced(self) -> None:
-        """A tensor that the step put in the place of one of the state is written to that one instead.
-
-        ``self.last = x.mean(0)`` leaves a new object in a buffer, ``state["max"] = torch.maximum(...)`` in the state of
-        an optimizer; its values are what the next call sees.
-        """
-        for watch in self._watches:
-            for _, then, now in list(watch.changes()):
-                if self._state.takes(then, now):
-                    with torch.no_grad():
-                        then.copy_(now)
-                    watch.put_back(now, then)
-        self._left.write_replaced()
 
     def _gradients(self, out: Trace) -> list[torch.Tensor]:
         grads = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,16 @@ from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of things that are compared by value."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """What a watch holds in the place of a tensor that the step replaces."""
+
+    fits: Callable[[Any], bool]
+
+    def __repr__(self) -> str:
+        return "a tensor of another kind"
 
 
 @dataclass(slots=True)
@@ -62,6 +72,8 @@ class Watch:
                 yield key, path, then, new
 
     def _same(self, key: Any, then: Any, now: Any) -> bool:
+        if isinstance(then, AnyOf):
+            return then.fits(now)
         return same(then, now) or (key in self.moving and _alike(then, now))
 
     def put_back(self, new: Any, old: Any) -> None:

@@ -1,0 +1,221 @@
+"""Cases about tensors that a step leaves in objects of the user's, where it does not return them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import FEATURES, class_batches, loss_of, mlp, sgd
+
+registry = Registry()
+case = registry.add
+
+
+class Trainer:
+    """Keeps what it saw last."""
+
+    def __init__(self, model: Any, opt: torch.optim.Optimizer) -> None:
+        self.model, self.opt = model, opt
+        self.last: Tensor | None = None
+        self.logits: dict[str, Any] = {}
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        logits = self.model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        self.last = loss.detach()
+        self.logits["now"] = logits.detach()
+        return loss.item()
+
+
+class WithSlots:
+    __slots__ = ("batch", "last")
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+
+def leaving(
+    run: Run, step: Callable[..., Any], seen: Callable[[], Any], module: nn.Module, opt: Any, **more: Any
+) -> Job:
+    """A job that records what `seen` gives behind every call, and what it gave behind all calls before."""
+    compiled, kept = run.compile(step), list[Any]()
+
+    def call(x: Tensor, y: Tensor) -> Any:
+        result = compiled(x, y)
+        kept.append(seen())
+        return result
+
+    objects = {"model": module, "opt": opt, "kept": lambda: [*kept]}
+    return Job(step=call, batches=class_batches(run, 5), objects=objects, **more)
+
+
+@case(traces=(2,))
+def leaves_attributes(run: Run) -> Job:
+    """None at first, and then a new tensor behind every call."""
+    module = mlp()
+    trainer = Trainer(run.model(module), sgd(module))
+    return leaving(run, trainer.step, lambda: (trainer.last, trainer.logits["now"]), module, trainer.opt)
+
+
+@case(traces=(2,))
+def leaves_what_hooks_keep(run: Run) -> Job:
+    module, seen = mlp(), dict[str, Tensor]()
+    module[0].register_forward_hook(lambda part, args, out: seen.__setitem__("first", out.detach()))
+    module[1].register_forward_hook(lambda part, args, out: seen.update(second=out))
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y) + seen["second"].square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return leaving(run, step, lambda: (seen["first"], seen["second"].detach()), module, opt)
+
+
+class Expert(nn.Module):
+    """Leaves a loss of its own where the step finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.loss = out.square().mean()
+        return x + out
+
+
+@case(traces=(2,))
+def leaves_losses_on_modules(run: Run) -> Job:
+    module = nn.Sequential(Expert(), Expert(), mlp())
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        for part in module:
+            if isinstance(part, Expert):
+                loss = loss + 0.1 * part.loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return leaving(run, step, lambda: [part.loss.detach() for part in module[:2]], module, opt)
+
+
+def leaving_in(run: Run, keep: Callable[[Tensor, Tensor], Any], seen: Callable[[], Any]) -> Job:
+    """``keep(loss, x)`` leaves something at the end of the usual step, and gives its result."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return keep(loss.detach(), x)
+
+    return leaving(run, step, seen, module, opt)
+
+
+@case(traces=(2,))
+def leaves_slots_and_an_argument(run: Run) -> Job:
+    held = WithSlots()
+
+    def keep(loss: Tensor, x: Tensor) -> None:
+        held.last, held.batch = loss, x
+
+    return leaving_in(run, keep, lambda: (held.last, held.batch))
+
+
+@case(traces=(2,))
+def leaves_a_variable(run: Run) -> Job:
+    last: Tensor | None = None
+
+    def keep(loss: Tensor, x: Tensor) -> None:
+        nonlocal last
+        last = loss * 2
+
+    return leaving_in(run, keep, lambda: last)
+
+
+@case(traces=(2,))
+def leaves_an_item_of_a_list(run: Run) -> Job:
+    held: list[Any] = ["name", None]
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        held[1] = loss
+        return loss + 1
+
+    return leaving_in(run, keep, lambda: held[1])
+
+
+@case(traces=(2,))
+def leaves_it_and_returns_the_one_before(run: Run) -> Job:
+    """What is returned is not what is written to."""
+    held: dict[str, Any] = {"last": None}
+
+    def keep(loss: Tensor, x: Tensor) -> Any:
+        before, held["last"] = held["last"], loss
+        return before
+
+    return leaving_in(run, keep, lambda: float(held["last"]))
+
+
+@case(traces=(3,))
+def leaves_it_and_keeps_the_one_before(run: Run) -> Job:
+    held: dict[str, Any] = {}
+
+    def keep(loss: Tensor, x: Tensor) -> None:
+        held["before"] = held.get("last")
+        held["last"] = loss
+
+    return leaving_in(run, keep, lambda: [None if one is None else float(one) for one in held.values()])
+
+
+@case(traces=(2,))
+def leaves_an_average(run: Run) -> Job:
+    """It is read before it is replaced: state from the second call on."""
+    held: dict[str, Any] = {"mean": None}
+
+    def keep(loss: Tensor, x: Tensor) -> None:
+        held["mean"] = loss if held["mean"] is None else 0.9 * held["mean"] + 0.1 * loss
+
+    return leaving_in(run, keep, lambda: float(held["mean"]))
+
+
+@case(traces=(5,))
+def leaves_tensors_of_two_sizes(run: Run) -> Job:
+    """Nothing at first, and then what the call before has left is of either size, too."""
+    module = mlp()
+    trainer = Trainer(run.model(module), sgd(module))
+    job = leaving(run, trainer.step, lambda: trainer.logits["now"], module, trainer.opt)
+    batches = [
+        (x[:size], y[:size]) for (x, y), size in zip(class_batches(run, 8), [5, 5, 3, 3, 5, 5, 3, 3], strict=True)
+    ]
+    return Job(step=job.step, batches=batches, objects=job.objects)
+
+
+@case(traces=(2,))
+def leaves_it_where_its_owner_has_put_another(run: Run) -> Job:
+    """Between two calls: neither is it looked at, nor written to."""
+    module, others = mlp(), [torch.full((), float(number)) for number in range(5)]
+    trainer = Trainer(run.model(module), sgd(module))
+    job = leaving(run, trainer.step, lambda: trainer.last, module, trainer.opt)
+
+    def between(call: int) -> None:
+        trainer.last = others[call]
+
+    objects = {**job.objects, "others": lambda: others}
+    return Job(step=job.step, batches=job.batches, objects=objects, between=between)
