@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -65,10 +66,23 @@ def train(loop: Loop, step: Callable[[Tensor], Tensor], rank: int = 0) -> tuple[
     for number in range(STEPS):
         if number == 6:  # set from outside between calls
             loop.steps = 2
-        generator = torch.Generator().manual_seed(100 * number + rank)
-        losses.append(step(torch.randn(16, WIDTH, generator=generator).to(device)).clone())
+        generator = torch.Generator("cpu").manual_seed(100 * number + rank)
+        losses.append(step(torch.randn(16, WIDTH, generator=generator, device="cpu").to(device)).clone())
         seen.append(loop.seen())
     return [*losses, *(p.detach() for p in loop.module.parameters())], seen
+
+
+def test_a_default_device_is_not_taken_for_ours() -> None:
+    """Numbers of the host stay on the host, the counters of optimizers too."""
+    device, found = torch.device("cuda", 0), []
+    for context in (nullcontext(), device):
+        loop = Loop(device, "step", fused=False)
+        step = ws.compile(loop.step, backend="inductor")
+        with context:
+            found.append(train(loop, step))
+    assert step.explain().backend == "inductor, one CUDA graph"
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][0], found[1][0], strict=True))
 
 
 def race(

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import logging
+import math
 import pickle
 from typing import Any
 
@@ -37,6 +38,37 @@ def scaled(x: Tensor) -> Tensor:
 
 def batch(rows: int = 3) -> Tensor:
     return torch.ones(rows, 4)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RAdam, torch.optim.SGD])
+def test_a_default_device_is_not_taken_for_ours(optimizer: Any) -> None:
+    """A call under it computes what it computes without: what the step makes by itself says where it belongs."""
+
+    class Loop:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            self.model, self.calls = Blocks(depth=1, width=4, dropout=0.2), 0
+            self.opt = optimizer(self.model.parameters(), lr=0.1)
+
+        def step(self, x: Tensor, factor: float) -> tuple[float, Tensor]:
+            self.calls += 1
+            loss = self.model(x).square().mean() * math.cos(self.calls / 10) * factor
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.opt.step()
+            self.opt.zero_grad()
+            return loss.item(), loss.detach()
+
+    eager, ours = Loop(), Loop()
+    step = ws.compile(ours.step, backend="eager")
+    for number in range(4):
+        torch.manual_seed(number)
+        wanted = eager.step(batch(), 1 + number / 10)
+        torch.manual_seed(number)
+        x = batch()
+        with torch.device("meta"):
+            assert step(x, 1 + number / 10) == wanted
+    assert differing(eager.model, ours.model) == []
 
 
 def test_cache_info_counts_and_tells_why() -> None:

@@ -203,7 +203,9 @@ class Counters:
             if key in known:
                 known[key].places.append(place)
                 continue
-            known[key] = Counter(place.path, [place], number, torch.tensor(number, dtype=_DTYPES[place.kind]))
+            known[key] = Counter(
+                place.path, [place], number, torch.tensor(number, dtype=_DTYPES[place.kind], device="cpu")
+            )
             self.counters.append(known[key])
 
     def written(self, given: Any) -> list[Counter]:

@@ -171,7 +171,7 @@ def _size(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _one_truth(truth: bool, size: tuple[int, ...]) -> torch.Tensor:
-    return torch.full(size, truth)
+    return torch.full(size, truth, device="cpu")
 
 
 def _memory_of(held: Any) -> int | None:

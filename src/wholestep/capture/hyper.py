@@ -78,7 +78,7 @@ _GIVEN = {
 @cache
 def of_torch() -> frozenset[str]:
     """Attributes that optimizers have of torch, or that schedulers and scalers give them."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(())]))) | _GIVEN
+    return frozenset(vars(torch.optim.SGD([torch.zeros((), device="cpu")]))) | _GIVEN
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class Lifter:
         self.watches.append(GroupWatch(group, name, tuple(group), lifted=frozenset(found)))
 
     def _lift(self, name: str, group: dict[str, Any], key: str, position: int | None, fused: bool) -> bool:
-        hyper = Hyper(name, group, key, position, torch.empty((), dtype=torch.float64))
+        hyper = Hyper(name, group, key, position, torch.empty((), dtype=torch.float64, device="cpu"))
         number = hyper.read()
         hyper.box.fill_(number)
         if fused:

@@ -31,7 +31,7 @@ ops.LIBRARY.define("of_numbers(str function, Tensor[] numbers) -> Tensor", tags=
 
 
 def _of_numbers(function: str, numbers: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor(getattr(math, function)(*(one.item() for one in numbers)), dtype=torch.float64)
+    return torch.tensor(getattr(math, function)(*(one.item() for one in numbers)), dtype=torch.float64, device="cpu")
 
 
 ops.LIBRARY.impl("of_numbers", _of_numbers, "CPU")

@@ -48,7 +48,7 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.element_size() != b.element_size() or all(map(torch.ops.aten.is_non_overlapping_and_dense, (a, b))):
         return True
     last = max(_span(a)[1], _span(b)[1]) // a.element_size()
-    marks = torch.zeros(last, dtype=torch.bool)
+    marks = torch.zeros(last, dtype=torch.bool, device="cpu")
     marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
     return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 

@@ -71,7 +71,7 @@ def state_bytes(device: torch.device) -> int:
 
 @torch.library.register_fake("wholestep::rng_get", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_get(device: str) -> torch.Tensor:
-    return torch.empty(state_bytes(torch.device(device)), dtype=torch.uint8)
+    return torch.empty(state_bytes(torch.device(device)), dtype=torch.uint8, device="cpu")
 
 
 @torch.library.register_fake("wholestep::rng_set", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]

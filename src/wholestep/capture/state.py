@@ -168,7 +168,8 @@ class LazyState:
         for name, opt in optimizers:
             _refuse_optimizer(name, opt)
             if hasattr(opt, "_init_group"):
-                self._create(opt)
+                with torch.device("cpu"):  # counters belong there, whatever the default device
+                    self._create(opt)
 
     def _create(self, opt: Optimizer) -> None:
         fresh = [p for group in opt.param_groups for p in group["params"] if p.requires_grad and not opt.state.get(p)]

@@ -265,7 +265,7 @@ def _predicates(ties: Ties, scene: Scene, numbers: Sequence[Rank]) -> Any:
 
 
 def _boxed(read: Callable[[], float]) -> Callable[[], torch.Tensor]:
-    return lambda: torch.tensor(read(), dtype=torch.float64)
+    return lambda: torch.tensor(read(), dtype=torch.float64, device="cpu")
 
 
 def _optimizer_watches(ties: Ties, scene: Scene) -> list[Watch]:

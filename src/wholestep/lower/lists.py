@@ -193,11 +193,11 @@ class Lists:
             # Both tables start on 16 bytes, by which Triton tells variants of a kernel apart.
             cells += [Cell(base=0, offset=0)] * (len(cells) % 2)
             programs += [(0, 0)] * (len(programs) % 2)
-        self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64)
-        self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64)
-        self._programs = torch.tensor(programs, dtype=torch.int32).to(self._device)
+        self._bases = torch.tensor([cell.base for cell in cells], dtype=torch.int64, device="cpu")
+        self._offsets = torch.tensor([cell.offset for cell in cells], dtype=torch.int64, device="cpu")
+        self._programs = torch.tensor(programs, dtype=torch.int32, device=self._device)
         # A capture can make neither of them.
-        self._held = torch.empty(len(cells), dtype=torch.int64, pin_memory=on_gpu)
+        self._held = torch.empty(len(cells), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._captured = torch.empty(len(cells), dtype=torch.int64, device=self._device)
         self._known: tuple[Any, ...] = ()
         self._table: Tensor | None = None
@@ -251,13 +251,13 @@ class Lists:
         """The table with these addresses, for what is launched next."""
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            torch.add(torch.tensor(addresses)[self._bases], self._offsets, out=self._held)
+            torch.add(torch.tensor(addresses, device="cpu")[self._bases], self._offsets, out=self._held)
             if not captures.behind(self._fill):
                 self._fill()
             return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
         if self._table is None or known != self._known:
-            filled = torch.tensor(addresses)[self._bases] + self._offsets
+            filled = torch.tensor(addresses, device="cpu")[self._bases] + self._offsets
             filled = filled.pin_memory() if on_gpu else filled
             self._known, self._table = known, filled.to(self._device, non_blocking=True)
         return self._table

@@ -116,7 +116,7 @@ class Rewinds:
         turns = iter(self.plan.turns)
         try:
             with random.instead(
-                lambda: torch.empty(0), lambda state: generator.graphsafe_set_state(states[next(turns)])
+                lambda: torch.empty(0, device="cpu"), lambda state: generator.graphsafe_set_state(states[next(turns)])
             ):
                 yield
         finally:

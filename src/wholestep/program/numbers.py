@@ -10,7 +10,7 @@ from torch import Tensor
 
 def pack(numbers: Sequence[float], device: torch.device) -> Tensor:
     """The numbers as float64 on `device`, one dimension. To a GPU they travel in one asynchronous copy."""
-    held = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    held = torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
     return held.to(device, non_blocking=True)
 
 

@@ -89,7 +89,7 @@ def farthest(got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> Gap:
     if not far.numel():
         return Gap(index=(), got=0.0, wanted=0.0, distance=0.0, allowed=allowed)
     place = int(far.argmax())
-    index = tuple(int(one) for one in torch.unravel_index(torch.tensor(place), wanted.shape))
+    index = tuple(int(one) for one in torch.unravel_index(torch.tensor(place, device="cpu"), wanted.shape))
     values = _number(got[index]), _number(wanted[index])
     return Gap(index=index, got=values[0], wanted=values[1], distance=float(far[place]), allowed=allowed)
 
