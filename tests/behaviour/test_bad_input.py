@@ -219,6 +219,25 @@ def test_detection_of_anomalies_is_refused_before_the_first_call_and_later() -> 
     assert torch.equal(model.weight, weight)
 
 
+def test_parameters_without_a_shape_are_refused_until_they_have_one() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.LazyLinear(3))
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    x = torch.randn(2, FEATURES)
+    with pytest.raises(ws.CaptureError, match=r"1\.weight has no shape yet(.|\n)*Call the model once") as raised:
+        step(x)
+    assert HERE in str(raised.value)
+    assert isinstance(model[1], nn.LazyLinear)
+    with torch.no_grad():
+        model(x)
+    assert torch.equal(step(x), model(x).square().mean())
+
+
 def test_lbfgs_is_refused() -> None:
     module = net()
     opt = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2)

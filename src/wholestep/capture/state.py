@@ -89,7 +89,10 @@ class Address:
 
 
 def collect(found: Found) -> State:
-    """Names and orders what the walk found. Raises ConfigError for modules that bring their own communication."""
+    """Names and orders what the walk found.
+
+    Raises ConfigError for modules that bring their own communication, CaptureError for parameters without a shape.
+    """
     state = State(optimizers=[_named(opt) for opt in found.optimizers.values()])
     single = len(found.modules) == 1
     for wanted in (InputKind.PARAM, InputKind.BUFFER):
@@ -105,6 +108,7 @@ def collect(found: Found) -> State:
             for i, param in enumerate(group["params"]):
                 loose = found.tensors.get(id(param))
                 state.add(InputKind.PARAM, loose[0] if loose else f"{name}.params.{g}.{i}", param)
+    _refuse_lazy(state)
     for name, tensor in found.tensors.values():
         if tensor.is_leaf and tensor.requires_grad:
             state.add(InputKind.PARAM, name, tensor)
@@ -116,6 +120,15 @@ def collect(found: Found) -> State:
         if slot.tensor.grad is not None:
             state.add(InputKind.GRAD, f"{slot.name}.grad", slot.tensor.grad)
     return state
+
+
+def _refuse_lazy(state: State) -> None:
+    for slot in state.slots:
+        if nn.parameter.is_lazy(slot.tensor):
+            raise CaptureError(
+                f"{slot.name} has no shape yet: it belongs to a lazy module, which makes its parameters in the first "
+                f"forward. Call the model once on a batch, under torch.no_grad(), before the step."
+            )
 
 
 def _named(entry: tuple[str, Optimizer]) -> tuple[str, Optimizer]:

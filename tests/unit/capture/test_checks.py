@@ -18,8 +18,12 @@ GOOD = torch.tensor([0.5, 1.0, 2.0, 1.5])
 BAD = torch.tensor([0.5, 1.0, 4.0, 1.5])
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("fn", checked.RAISE, ids=lambda fn: fn.__name__)
+COMPILED = (checked.asserts, checked.asserts_a_number, checked.raises, checked.asks_python, checked.clips)
+
+
+@pytest.mark.parametrize(("fn", "backend"), [
+    *((fn, "eager") for fn in checked.RAISE), *((fn, "inductor") for fn in COMPILED),
+], ids=lambda one: getattr(one, "__name__", one))  # fmt: skip
 def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
     kind, text = checked.RAISE[fn]
     run: Any = ws.compile(fn, backend=backend)
