@@ -80,11 +80,9 @@ class Left:
     def write_replaced(self) -> None:
         """In the trace: gives tensors of the state the values of what the step has put in their places."""
         found = [one for one in self._changes() if self._state.takes(one.then, one.now)]
-        with torch.no_grad():
-            values = [one.now.clone() if id(one.now) in self._state.index else one.now for one in found]  # two may swap
-            for one, value in zip(found, values, strict=True):
-                one.then.copy_(value)
-                one.container[one.address.key] = one.then
+        self._state.write([(one.then, one.now) for one in found])
+        for one in found:
+            one.container[one.address.key] = one.then
 
     def created(self) -> list[tuple[Address, bool, Tensor]]:
         """In the trace: new tensors, and numbers of the graph (True) as tensors of no dimensions.

@@ -8,13 +8,14 @@ symbolic form for becomes an operator that runs the very function at every call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from wholestep.errors import CaptureError
 from wholestep.program import ops
 
 _FUNCTIONS = (
@@ -26,6 +27,9 @@ _FUNCTIONS = (
 _QUESTIONS = ("isfinite", "isinf", "isnan")
 """Of one float. torch has functions of these names."""
 _SYMBOLS = (torch.SymFloat, torch.SymInt)
+
+_answers: list[torch.Tensor] = []
+"""Those that the running trace was given."""
 
 ops.LIBRARY.define("of_numbers(str function, Tensor[] numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -50,7 +54,19 @@ def of_symbols() -> Iterator[None]:
             stack.enter_context(patch.object(math, name, _taking(name, _asked(name))))
         stack.enter_context(patch.object(math, "sqrt", _taking("sqrt", torch.sym_sqrt)))
         stack.enter_context(patch.object(math, "pow", _taking("pow", _power)))
-        yield
+        try:
+            yield
+        finally:
+            _answers.clear()
+
+
+def refuse_answers(leaves: Iterable[Any]) -> None:
+    """Raises CaptureError where a step leaves such an answer: Python's is a bool, which the graph has not."""
+    if any(leaf is answer for leaf in leaves for answer in _answers):
+        raise CaptureError(
+            "The step returns or keeps what math.isfinite, isinf or isnan says of a number that it computes. Return "
+            "the number, and ask outside of the step; to raise for it (`if not math.isfinite(x): raise ...`) is fine."
+        )
 
 
 def _taking(name: str, symbolic: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +90,9 @@ def _asked(name: str) -> Callable[..., Any]:
     """The answer as a tensor, which may decide whether something is raised (`capture/checks.py`)."""
 
     def call(number: Any) -> Any:
-        return getattr(torch, name)(torch.full((), number, dtype=torch.float64, device="cpu"))
+        answer = getattr(torch, name)(torch.full((), number, dtype=torch.float64, device="cpu"))
+        _answers.append(answer)
+        return answer
 
     return call
 

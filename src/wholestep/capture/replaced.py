@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
@@ -68,11 +67,9 @@ class Replaced:
     def write(self) -> None:
         """In the trace: gives tensors of the state the values of what stands in their places, where they then stand."""
         found = [one for one in self._changes() if self._state.takes(one.then, one.now)]
-        with torch.no_grad():
-            values = [one.now.clone() if id(one.now) in self._state.index else one.now for one in found]  # two may swap
-            for one, value in zip(found, values, strict=True):
-                one.then.copy_(value)
-                one.watch.put_back(one.now, one.then)
+        self._state.write([(one.then, one.now) for one in found])
+        for one in found:
+            one.watch.put_back(one.now, one.then)
 
     def _changes(self) -> Iterator[_Change]:
         for watch in self._watches:

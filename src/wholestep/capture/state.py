@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,13 @@ class State:
         if not (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)) or id(then) not in self.index:
             return False
         return then.shape == now.shape and then.dtype == now.dtype and not then.requires_grad
+
+    def write(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Gives the first of each pair the values of the second one, all of them as they were before."""
+        with torch.no_grad():
+            values = [now.clone() if id(now) in self.index else now for _, now in pairs]  # two may swap
+            for (then, _), value in zip(pairs, values, strict=True):
+                then.copy_(value)
 
     @property
     def params(self) -> list[Slot]:

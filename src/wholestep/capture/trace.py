@@ -28,7 +28,7 @@ from wholestep.capture.host import HostValues, host_branches, predicate_graph
 from wholestep.capture.layouts import Fakes
 from wholestep.capture.left import Left
 from wholestep.capture.mark import Markers
-from wholestep.capture.mathematics import of_symbols
+from wholestep.capture.mathematics import of_symbols, refuse_answers
 from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.ranks import Rank, RankSymbols
@@ -282,6 +282,7 @@ class Tracer:
         self._comm.finish()
         leaves, out.result_spec = results.flatten(result, self._state.index)
         leaves, out.left = self._replaced.take(leaves)
+        refuse_answers(leaves)
         if moved := self._lifter.rewritten():
             raise Moves(moved)
         self._counters.close()

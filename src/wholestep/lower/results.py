@@ -158,7 +158,8 @@ def _copied(values: Mapping[int, Tensor], leaders: Mapping[int, int]) -> dict[in
     objects = {leaders[number]: value for number, value in values.items()}
     begin = earliest.storage_offset()
     extent = int(max(value.storage_offset() + _extent(value) for value in values.values()) - begin)
-    as_one = len(objects) > 1 and all(_is_seen_in(value, earliest) for value in values.values())
+    same = {storage_of(value) for value in values.values()} == {storage_of(earliest)}
+    as_one = same and len(objects) > 1 and all(_is_seen_in(value, earliest) for value in values.values())
     if not as_one or extent > sum(value.numel() for value in objects.values()):
         return {number: _Copy(leaders[number]) for number in values}
     return {

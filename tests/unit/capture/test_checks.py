@@ -41,6 +41,12 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
     assert run.cache_info().traces == 1
 
 
+def test_answers_of_python_are_no_results() -> None:
+    """They are bools in eager code, and would be tensors."""
+    with pytest.raises(CaptureError, match=r"Return the number, and ask outside"):
+        ws.compile(checked.answers, backend="eager")(GOOD)
+
+
 def test_the_first_call_is_checked_too() -> None:
     run: Any = ws.compile(checked.raises, backend="eager")
     with pytest.raises(ValueError, match="not below 3"):

@@ -353,8 +353,10 @@ def test_a_single_gradient_that_is_zero(kind: str) -> None:
 @contextmanager
 def uncached() -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
-    yield
-    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {

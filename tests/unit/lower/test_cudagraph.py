@@ -665,6 +665,7 @@ def test_gradients_with_memory_of_something_else_are_copied(fn: Callable[..., An
         with torch.no_grad():
             trained(graphed, params, x)
             assert same([param.grad for param in params], fn(*params, x)[:2])
+            assert params[0].grad.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() or call < WARM_UP_CALLS
             params[0].grad = params[0].grad.clone().add_(1)
             assert same([params[1].grad], fn(*params, x)[1:2])
     assert graphed._lent is not None
