@@ -84,6 +84,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
+    "lower/host_products.py": {"torch._inductor": "its place for passes of others, and calls that write where it says"},
     "lower/inductor.py": {"torch._inductor": "its options and its C++ compiler, and the type of what it has compiled"},
     "lower/instructions.py": {"torch._inductor": "what it asks about a CPU, which another process may have answered"},
     "lower/kernels.py": {
@@ -100,6 +101,7 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/rows.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
+    "lower/onednn.py": {"torch._inductor": "the cache of libraries that it has the C++ compiler build"},
     "lower/patient.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
     "lower/pool.py": {
         "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",

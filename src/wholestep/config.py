@@ -159,8 +159,9 @@ class Inductor:
     """Whether kernels are launched before those in front of them have ended, on NVIDIA GPUs since Hopper. Steps of many
     short kernels get shorter by 1 or 2 %, and first calls longer, since launches of this kind have to be compiled."""
     tune_products: bool = True
-    """Whether products of matrices in half precision are timed in the first call on an NVIDIA GPU, by all algorithms
-    that cublasLt names, and the fastest is taken; False: torch's own choice. ``torch.use_deterministic_algorithms``
+    """Whether products of matrices are timed in the first call and the fastest way is taken: in half precision on an
+    NVIDIA GPU, of all algorithms that cublasLt names; in float32 on a CPU, of torch's library and oneDNN. False:
+    torch's own choice. ``torch.use_deterministic_algorithms``
     and ``torch._inductor.config.deterministic`` keep them with torch, too, since another process may find another one
     the fastest, which rounds differently."""
 

@@ -21,6 +21,7 @@ from wholestep.cost.curve import Curve
 from wholestep.cost.model import CostModel
 from wholestep.cost.probe_device import Sizes
 from wholestep.errors import ConfigError
+from wholestep.lower import onednn
 from wholestep.program.show import bytes_text
 from wholestep.run.costs import marks_of
 
@@ -123,7 +124,8 @@ def _calibrate_on_rank(nproc: int, quiet: bool, sizes: Sizes | None) -> Calibrat
     marks = marks_of(world)
     with _progress(quiet or world.rank != 0) as tell:
         name = None if group is None else group.group_name
-        model = calibrate.calibrate(world.device, name, marks, sizes=sizes, tell=tell)
+        instead = onednn.instead() if world.device.type == "cpu" else {}
+        model = calibrate.calibrate(world.device, name, marks, sizes=sizes, tell=tell, instead=instead)
     if world.rank != 0:
         return None
     try:

@@ -61,12 +61,14 @@ def calibrate(
     *,
     sizes: Sizes | None = None,
     tell: Tell = lambda what: None,
+    instead: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> CostModel:
     """Measures the device and the process group called `group`; every rank of it must call. Some seconds.
 
     All ranks compute at once, as they do in a step. Without a group the links are those of the defaults. By default
-    the probes have the sizes that suit the device; `tell` is called with the name of what is measured next. What looks
-    like a stall of the machine however often it is measured is kept, and `CostModel.source` says so (note *stalls*).
+    the probes have the sizes that suit the device; `tell` is called with the name of what is measured next; `instead`
+    as for `probe_device`. What looks like a stall of the machine however often it is measured is kept, and
+    `CostModel.source` says so (note *stalls*).
     """
     sizes = sizes or sizes_for(device)
     links, doubt = CostModel.default(default_class(device)).links, ""
@@ -76,7 +78,7 @@ def calibrate(
     source = f"calibrated on this host at {datetime.now():%Y-%m-%d %H:%M} ({place})"
     if doubt:
         source += f", in doubt: {doubt}"
-    return CostModel(source=source, device=probe_device(device, sizes, tell), links=links)
+    return CostModel(source=source, device=probe_device(device, sizes, tell, instead), links=links)
 
 
 def default_class(device: torch.device) -> str:

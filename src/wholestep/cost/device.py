@@ -11,6 +11,8 @@ from wholestep.cost.compute import Kind, Work
 from wholestep.cost.curve import Curve
 
 _HOST_ONLY = (Kind.VIEW, Kind.NUMBER)
+TUNED = "tuned_"
+"""In front of the name of a curve: of kernels for which a compiler may choose among libraries."""
 _BY_BYTES = (Kind.POINTWISE, Kind.IN_PLACE, Kind.REDUCTION)
 
 
@@ -30,6 +32,10 @@ class Device:
     host_is_device: bool
     """Host and device are one thread (the CPU), so their times add up, and an operator on lists of tensors takes them
     one by one; else the host runs ahead, and a list is one kernel."""
+
+    def tuned(self) -> Device:
+        """With kernels as they are where the faster one of several libraries runs them, as far as that was measured."""
+        return replace(self, curves={name: self.curves.get(TUNED + name, one) for name, one in self.curves.items()})
 
     def host_us(self, kernels: Sequence[Work], num_listed: int = 0) -> float:
         """Time on the host for a node of these kernels, with so many tensors in its longest list."""

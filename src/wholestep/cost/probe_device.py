@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 from wholestep.cost.compute import Kind, attention_flops, convolution_flops, matmul_flops
 from wholestep.cost.curve import Curve, fitted
-from wholestep.cost.device import Device, dtype_name
+from wholestep.cost.device import TUNED, Device, dtype_name
 from wholestep.cost.probe_host import probe_host
 from wholestep.program import meta
 
@@ -95,8 +96,17 @@ def sizes_for(device: torch.device) -> Sizes:
     return GPU_SIZES if device.type == "cuda" else CPU_SIZES
 
 
-def probe_device(device: torch.device, sizes: Sizes, tell: Callable[[str], None] = lambda what: None) -> Device:
-    """Measures `device`; `tell` is called with the name of what comes next. Some seconds."""
+def probe_device(
+    device: torch.device,
+    sizes: Sizes,
+    tell: Callable[[str], None] = lambda what: None,
+    instead: Mapping[Any, Call] | None = None,
+) -> Device:
+    """Measures `device`; `tell` is called with the name of what comes next. Some seconds.
+
+    `instead`: what else may compute products in float32, ``aten.mm.default`` and ``aten.addmm.default``; the faster
+    one counts where a compiler may choose (`Device.tuned`).
+    """
     host_is_device = device.type == "cpu"
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _stream(device):
         tell("the host")
@@ -104,9 +114,13 @@ def probe_device(device: torch.device, sizes: Sizes, tell: Callable[[str], None]
         points: dict[str, list[tuple[float, float]]] = {}
         memory = torch.randn(sizes.pool_bytes // 4, device=device)
         products = (_products(memory.to(dtype), sizes) for dtype in sizes.dtypes)
-        for name, amount, calls, one_round in chain(_streams(memory, sizes), *products):
+        other = _linear_layers(memory, sizes, instead) if instead else ()
+        for name, amount, calls, one_round in chain(_streams(memory, sizes), *products, other):
             tell(f"{name}, {amount:.2g}")
             points.setdefault(name, []).append((amount, _round_us(one_round, device) / calls))
+    for name in [one for one in points if one.startswith(TUNED)]:
+        best = dict(points[name])
+        points[name] = [(amount, min(us, best[amount])) for amount, us in points[name.removeprefix(TUNED)]]
     curves = {name: fitted(measured) for name, measured in points.items()}
     if host_is_device:
         curves, calls_us = _without_calls(curves, calls_us)
@@ -210,17 +224,8 @@ def _batch_norm(image: torch.Tensor) -> Call:
 
 def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
     """Kernels bound by arithmetic, in the dtype of `memory`."""
-    name = dtype_name(memory.dtype)
-
-    def pool(flops: float, *shapes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
-        whole = memory.numel() // sum(map(math.prod, shapes))
-        return _cut(memory, max(2, min(MOST_TENSORS, whole, int(ROUND_FLOPS / flops))), *shapes)
-
-    for rows, into, out in sizes.products:
-        flops = matmul_flops((rows, out), into)
-        layers = pool(3 * flops, (rows, into), (out, into), (out,), (rows, out))
-        turned = [(*layer, layer[1].t(), layer[3].t()) for layer in layers]
-        yield from _probe(f"{Kind.MATMUL}/{name}", flops, turned, _LINEAR_CALLS)
+    name, pool = dtype_name(memory.dtype), partial(_pool, memory)
+    yield from _linear_layers(memory, sizes)
     for batch, into, out, side in sizes.convolutions:
         data, weight, grad = (batch, into, side, side), (out, into, 3, 3), (batch, out, side, side)
         flops = convolution_flops(weight, grad)
@@ -237,6 +242,28 @@ def _products(memory: torch.Tensor, sizes: Sizes) -> Iterator[Probe]:
         yield from _probe(f"{Kind.ATTENTION_BACKWARD}/{name}", backward, attended, [torch.autograd.grad])
 
 
+def _linear_layers(memory: torch.Tensor, sizes: Sizes, instead: Mapping[Any, Call] | None = None) -> Iterator[Probe]:
+    """Products of matrices; by what stands in the place of torch's, if something does."""
+    name = f"{TUNED if instead else ''}{Kind.MATMUL}/{dtype_name(memory.dtype)}"
+    addmm, mm = ((instead or {}).get(one, one) for one in (aten.addmm.default, aten.mm.default))
+    calls: list[Call] = [
+        lambda data, weight, bias, grad, weight_t, grad_t: addmm(bias, data, weight_t),
+        lambda data, weight, bias, grad, weight_t, grad_t: mm(grad, weight),
+        lambda data, weight, bias, grad, weight_t, grad_t: mm(grad_t, data),
+    ]
+    for rows, into, out in sizes.products:
+        flops = matmul_flops((rows, out), into)
+        layers = _pool(memory, 3 * flops, (rows, into), (out, into), (out,), (rows, out))
+        turned = [(*layer, layer[1].t(), layer[3].t()) for layer in layers]
+        yield from _probe(name, flops, turned, calls)
+
+
+def _pool(memory: torch.Tensor, flops: float, *shapes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+    """Operands of these shapes for calls of so much arithmetic."""
+    whole = memory.numel() // sum(map(math.prod, shapes))
+    return _cut(memory, max(2, min(MOST_TENSORS, whole, int(ROUND_FLOPS / flops))), *shapes)
+
+
 def _cut(memory: torch.Tensor, count: int, *shapes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
     """`count` tuples of tensors of these shapes, one behind the other in `memory`; from its start again at its end."""
     lengths = [math.prod(shape) for shape in shapes]
@@ -249,11 +276,6 @@ def _cut(memory: torch.Tensor, count: int, *shapes: Sequence[int]) -> list[tuple
     return cut
 
 
-_LINEAR_CALLS: list[Call] = [
-    lambda data, weight, bias, grad, weight_t, grad_t: aten.addmm.default(bias, data, weight_t),
-    lambda data, weight, bias, grad, weight_t, grad_t: aten.mm.default(grad, weight),
-    lambda data, weight, bias, grad, weight_t, grad_t: aten.mm.default(grad_t, data),
-]
 _CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 """Stride, padding, dilation, transposed, output padding, groups."""
 _CONVOLUTION_CALLS: list[Call] = [

@@ -126,9 +126,9 @@ class Inductor:
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._copying: dict[str, int] = {}
         """See `_groups_that_copy`, of the last program."""
-        tunes = self._on_gpu and options.tune_products and inductor.may_measure()
-        self._instead = products.operators() if tunes else None
-        self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=tunes)
+        self._tunes = options.tune_products and inductor.may_measure()
+        self._instead = products.operators() if self._tunes and self._on_gpu else None
+        self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=self._tunes)
         self._lists = lists.Plans()
         self._pool = pool.Pool(device)
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
@@ -187,7 +187,8 @@ class Inductor:
         links = cost.links
         for ranks in {*self._copying.values()}:
             links = with_copies(links, ranks=ranks, least_bytes=MIN_BYTES)
-        return replace(cost, compiles=inductor.may_compile, at_once=lists.loops, links=links)
+        device = cost.device.tuned() if self._tunes else cost.device
+        return replace(cost, compiles=inductor.may_compile, at_once=lists.loops, links=links, device=device)
 
     def travels_as(self, grad: fx.Node, group: str) -> Way:
         """See `Eager.travels_as`. Copies leave gradients as their products are, and take rows of tables."""

@@ -1,7 +1,8 @@
 """Whether a compiler of kernels pays on the CPU: the predicted step node by node, and in compiled segments.
 
 What a compiler makes kernels of itself (additions, norms, updates) loses its calls, and the memory that one such node
-writes only for another one to read. Products, convolutions and attention are calls of the same libraries in both.
+writes only for another one to read. Products run by the faster one of two libraries, where the calibration has
+measured both; convolutions and attention are calls of the same libraries in both.
 How long the compilation takes is no part of this: only the user knows how many steps there will be.
 """
 
@@ -23,5 +24,6 @@ def saved_share(program: Program, cost: CostModel, *, compiles: Callable[[fx.Nod
     """How much shorter the computation of a placed program becomes in compiled segments: 0.0 not at all, near 1.0
     nearly all of it. `compiles` says which nodes the compiler may have."""
     nodes = list(program.graph.nodes)
-    apart_us, compiled_us = (sum(model.times_us(nodes).values()) for model in (cost, replace(cost, compiles=compiles)))
+    compiled = replace(cost, compiles=compiles, device=cost.device.tuned())
+    apart_us, compiled_us = (sum(model.times_us(nodes).values()) for model in (cost, compiled))
     return 1 - compiled_us / apart_us if apart_us else 0.0

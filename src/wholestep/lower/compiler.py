@@ -10,6 +10,8 @@ Note: what Inductor is told
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,13 +28,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import launches, resampling, row_sums, wrapper
+from wholestep.lower import host_products, launches, onednn, resampling, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
 from wholestep.lower.patient import is_of_triton, patient
 from wholestep.lower.postponed import put_off
 from wholestep.program import meta, ops
 from wholestep.program.modules import unwritten
 from wholestep.program.segment import Segment
+
+log = logging.getLogger("wholestep")
 
 _SETTINGS: dict[str, dict[str, object]] = {
     # What stands where is the plan's affair.
@@ -74,7 +78,8 @@ def begun(
     """Has a segment compiled, and gives what waits for its kernels: it returns a function that does what the segment
     does (takes a list, which it empties, and gives a list).
 
-    `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`.
+    `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`, or
+    on a CPU of `lower.host_products`.
     """
     begin = partial(_begun, segment, early_launches=early_launches, own_products=own_products)
     try:
@@ -108,6 +113,8 @@ def _begun(
     graph = decomposed(segment, inputs, mode)
     device = _device(segment)
     settings, context = settings_for(graph.graph, device.type) | more, TracingContext(mode)
+    if own_products and device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
+        settings |= _by_the_faster_library()
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
     with tracing(context), mode, inductor_config.patch(settings), ways, patient(), put_off() as rest:
         found = compile_fx_inner(graph, inputs)
@@ -141,6 +148,19 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
         fewest = _FEWEST_NARROW if min(columns) <= _NARROW_COLUMNS else 1
         settings |= {_LENIENT: True, _ROWS_OF_PROGRAM: max(share, fewest)}
     return settings
+
+
+def _by_the_faster_library() -> dict[str, object]:
+    """Options with which products of a CPU are timed; none where there is one library for them."""
+    if reason := onednn.why_not():
+        _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
+        return {}
+    return {"post_grad_custom_post_pass": host_products.ByOneDNN(inductor_config.post_grad_custom_post_pass)}
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.info("%s", text)
 
 
 def _size(summed: fx.Node) -> tuple[int, int] | None:

@@ -32,6 +32,7 @@ from wholestep.lower import (
     column_sums,  # noqa: F401  # an operator that compiled segments call
     instructions,
     kernels,
+    onednn,  # noqa: F401  # likewise
     products,
     row_sums,  # noqa: F401  # likewise
 )

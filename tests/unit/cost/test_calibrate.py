@@ -105,6 +105,30 @@ def test_a_device_is_probed() -> None:
     assert [amount for amount, _ in matmul.points] == [2 * 8.0**3, 2 * 64.0**3]
 
 
+def test_products_count_by_the_faster_library_where_a_compiler_may_choose() -> None:
+    aten, taken = torch.ops.aten, list[str]()
+
+    def lazy(*factors: torch.Tensor) -> torch.Tensor:
+        taken.append("product")
+        return factors[0].new_empty(factors[-2].shape[0], factors[-1].shape[1])
+
+    def slow(*factors: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            found = torch.mm(*factors[-2:])
+        return found
+
+    plain = probe_device(CPU, TINY)
+    assert plain.tuned() == plain
+    quick = probe_device(CPU, TINY, instead={aten.mm.default: lazy, aten.addmm.default: lazy})
+    assert taken
+    assert quick.tuned().curves["matmul/float32"] == quick.curves["tuned_matmul/float32"]
+    assert quick.tuned().curves["matmul/float32"].points[-1][1] < 0.5 * quick.curves["matmul/float32"].points[-1][1]
+    # What is slower is not chosen.
+    late = probe_device(CPU, TINY, instead={aten.mm.default: slow, aten.addmm.default: slow})
+    assert late.tuned().curves["matmul/float32"] == late.curves["matmul/float32"]
+    assert late.tuned().curves["pointwise"] == late.curves["pointwise"]
+
+
 def test_numbers_that_are_in_doubt_say_so_wherever_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     doubt = "all_reduce of 1.0 KiB took 210,000 us; calibrate again when nothing else runs"
     monkeypatch.setattr(calibrate, "probe_links", lambda *args, **kwargs: (MODEL.links, doubt))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.unit import builders
+from wholestep.cost.curve import Curve
 from wholestep.cost.model import CostModel
 from wholestep.lower import compiler, inductor
 from wholestep.lower.auto import Auto, backend_for
@@ -45,6 +46,22 @@ def test_small_calls_are_saved_and_products_are_not() -> None:
     assert share_of(many, 8, 8) > 0.8
     assert share_of(product, 512, 512) == 0.0
     assert share_of(lambda x: x.view(-1), 512, 512) == 1.0
+
+
+def test_products_are_saved_where_another_library_was_measured_to_be_faster() -> None:
+    twice = Curve(points=tuple((2 * amount, us) for amount, us in COST.device.curves["matmul/float32"].points))
+    device = replace(COST.device, curves={**COST.device.curves, "tuned_matmul/float32": twice})
+    program = builders.capture(product, [torch.empty(512, 512)])
+    share = saved_share(program, replace(COST, device=device), compiles=inductor.compiles)
+    assert share == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("tunes", [True, False])
+def test_plans_of_a_compiler_count_on_the_library_that_it_will_choose(tunes: bool) -> None:
+    slower = COST.device.curves["softmax"]
+    cost = replace(COST, device=replace(COST.device, curves={**COST.device.curves, "tuned_function": slower}))
+    planned = Inductor(ws.Inductor(tune_products=tunes), CPU).costs(cost)
+    assert (planned.device.curves["function"] == slower) == tunes
 
 
 def test_what_stays_inside_a_kernel_is_saved() -> None:
