@@ -157,12 +157,16 @@ def test_a_compiled_step_multiplies_by_the_library_that_is_faster(monkeypatch):
         assert step.cache_info().traces == 1
 
 
-@pytest.mark.parametrize("why", ["option", "deterministic", "slower"])
+@pytest.mark.parametrize("why", ["option", "deterministic", "deterministic torch", "slower"])
 def test_it_does_not_where_it_must_not(monkeypatch, why):
     monkeypatch.setattr(host_products, "_is_faster", lambda node: why != "slower")
     backend: Any = ws.Inductor(tune_products=False) if why == "option" else "inductor"
     with fresh_cache(), inductor_config.patch(deterministic=why == "deterministic"):
         step = ws.compile(train_step, backend=backend)
-        trained(step)
+        torch.use_deterministic_algorithms(why == "deterministic torch")
+        try:
+            trained(step)
+        finally:
+            torch.use_deterministic_algorithms(False)
         assert "wholestep.product" not in texts(step)
         assert texts(step).count("extern_kernels.") == 8
