@@ -10,6 +10,7 @@ from tests.behaviour import (
     cases_left,
     cases_models,
     cases_optim,
+    cases_replaced,
     cases_results,
     cases_steps,
     cases_tensors,
@@ -26,6 +27,7 @@ FILES = (
     cases_changes,
     cases_counters,
     cases_left,
+    cases_replaced,
 )
 
 STEP_CASES: dict[str, Case] = {name: case for file in FILES for name, case in file.registry.cases.items()}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from wholestep.capture import quick, tree
 from wholestep.capture.counters import Counter
 from wholestep.capture.hyper import Hyper
-from wholestep.capture.replaced import Spot, put
+from wholestep.capture.replaced import Mirror, Spot, put
 from wholestep.program.program import InputKind, OutputKind, Program
 
 Holder = Callable[[], dict[Any, Any]]
@@ -42,6 +42,8 @@ class Binding:
     """(place, parameter) pairs: the result there is the parameter's gradient at entry, another one in every call."""
     left: list[Spot]
     """Where the last of the results go, which the step does not return."""
+    mirrors: list[Mirror]
+    """Tensors of the graph of which copies stand in places of the user's."""
     grads: list[torch.Tensor]
     """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
     cleared: list[torch.Tensor]
@@ -76,13 +78,15 @@ class Binding:
         return quick.PlainInputs(self.tensors, numbers, self.user, self.entry_grads)
 
     def keeping(self, function: quick.Function) -> quick.Function:
-        """`function` with the gradients at entry that the step returns behind its outputs, for `finish`: others may be
-        in their places by then."""
-        if not self.entry_results:
+        """`function` with what a call looks at before it: what stands for mirrors, and the gradients at entry that the
+        step returns. These come behind its outputs, for `finish`: others may be in their places by then."""
+        if not self.entry_results and not self.mirrors:
             return function
 
         def run(inputs: list[Any]) -> tuple[Any, ...]:
             grads = [param.grad for _, param in self.entry_results]
+            for mirror in self.mirrors:
+                mirror.take()
             return (*function(inputs), *grads)
 
         return run
@@ -105,10 +109,13 @@ class Binding:
             scheduler._step_count += count
         for counter in self.counters:
             counter.tell()
+        for mirror in self.mirrors:
+            mirror.give()
         while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
             self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
         if self.result_spec.type is None and user_end and not self.left:  # the usual result: one tensor
-            self.is_plain = not (self.cleared or self.notes or self.ticks or self.counters) and state_end == user_end
+            rest = self.cleared or self.notes or self.ticks or self.counters or self.mirrors
+            self.is_plain = not rest and state_end == user_end
             return outputs[0]
         results = self.results.copy()
         for number, place in enumerate(self.result_places):

@@ -23,7 +23,7 @@ from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
 from wholestep.capture.left import Note
 from wholestep.capture.ranks import Rank, ranks
-from wholestep.capture.replaced import Spot, loosen
+from wholestep.capture.replaced import Mirror, Spot, loosen
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Address
 from wholestep.capture.storage import Sizes
@@ -53,6 +53,10 @@ class Ties:
     """Leaves of what the step returns: `Held`, or a value as it is; None where the graph fills it."""
     left: tuple[tuple[int, Any], ...]
     """Where the last leaves go, which the step does not return: the number of a container in the scene, and a key."""
+    shared: frozenset[int]
+    """Those of `left` by number where the very tensor has to stand that stood there, since it stands elsewhere, too."""
+    mirrored: tuple[tuple[int, tuple[int, Any]], ...]
+    """Slots of tensors that the graph has for itself, and where copies stand between calls, as in `left`."""
     result_places: tuple[int, ...]
     """Leaves that the graph fills, in the order of its USER outputs."""
     grads: tuple[int, ...]
@@ -143,6 +147,8 @@ def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:
     slots = scene.state.slots
     read = {i for i in ties.kept if i < len(slots) and slots[i].kind is not InputKind.PARAM}
     scene.lazy.take_back({id(slots[slot].tensor) for slot in ties.stepped | read})
+    for slot, _ in ties.mirrored:
+        slots[slot].tensor = slots[slot].tensor.detach().clone()
     binding = _binding(ties, scene)
     guards = _guards(ties, scene, ranks())
     leaf_of = {ties.kept[index]: leaf for index, leaf in binding.user}
@@ -157,7 +163,8 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
     binding = Binding(
         tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=ties.result_spec,
         results=[_result(one, scene) for one in ties.results],
-        result_places=list(ties.result_places), entry_results=[], left=_spots(ties, scene),
+        result_places=list(ties.result_places), entry_results=[], left=_spots(ties.left, scene),
+        mirrors=[Mirror(slots[slot].tensor, spot) for slot, spot in _mirrored(ties, scene)],
         grads=[slots[i].tensor for i in ties.grads], cleared=[],
         stepped=[state.optimizers[number][1] for number in ties.stepping],
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
@@ -200,9 +207,14 @@ def _result(one: Any, scene: Scene) -> Any:
     return None if slot.kind is InputKind.GRAD else slot.tensor
 
 
-def _spots(ties: Ties, scene: Scene) -> list[Spot]:
-    containers = scene.containers() if ties.left else []
-    return [(containers[number], key) for number, key in ties.left]
+def _spots(numbered: Sequence[tuple[int, Any]], scene: Scene) -> list[Spot]:
+    containers = scene.containers() if numbered else []
+    return [(containers[number], key) for number, key in numbered]
+
+
+def _mirrored(ties: Ties, scene: Scene) -> list[tuple[int, Spot]]:
+    """The slots of which copies stand in places of the user's, and these."""
+    return list(zip((slot for slot, _ in ties.mirrored), _spots([s for _, s in ties.mirrored], scene), strict=True))
 
 
 def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
@@ -215,7 +227,8 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
         elif state.index[id(slot.tensor.grad)] in with_grad:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
-    loosen(scene.found.watches, _spots(ties, scene), _like)
+    free = [spot for number, spot in enumerate(_spots(ties.left, scene)) if number not in ties.shared]
+    loosen(scene.found.watches, [*free, *(spot for _, spot in _mirrored(ties, scene))], _like)
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
     numbers_given = scene.arguments.numbers
     moving = [leaf for leaf in numbers_given if scene.counters.has(numbers_given, leaf)]

@@ -33,7 +33,8 @@ from wholestep.capture.origin import OriginRecorder
 from wholestep.capture.random import traced_generator
 from wholestep.capture.ranks import Rank, RankSymbols
 from wholestep.capture.recurrent import step_by_step
-from wholestep.capture.replaced import Replaced, Spot
+from wholestep.capture.replaced import Left as LeftInObjects
+from wholestep.capture.replaced import Replaced
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Address
 from wholestep.capture.storage import Storages, check_places, place_of
@@ -83,7 +84,7 @@ class Trace:
     """Slots of parameters whose ``.grad`` is the very tensor it was at entry."""
     new_state: list[tuple[Address, bool]] = field(default_factory=list)
     """What the graph creates for optimizers, and whether it is a number in Python."""
-    left: list[Spot] = field(default_factory=list)
+    left: LeftInObjects = field(default_factory=LeftInObjects)
     """Where the step leaves new tensors."""
     stepped: set[int] = field(default_factory=set)
     """ids of parameters that had a gradient when an optimizer stepped."""

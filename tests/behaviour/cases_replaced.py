@@ -1,0 +1,224 @@
+"""Cases about tensors that a step reads and then replaces: averages, counters, what was there before.
+
+Whoever has kept one between two calls has its values, as in eager code, where each is a new tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.behaviour.cases_left import leaving
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import class_batches, loss_of, mlp, sgd
+
+registry = Registry()
+case = registry.add
+
+Between = Callable[[int, Any], object]
+
+
+class Holder:
+    """What a step keeps."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def seen(self) -> list[Any]:
+        return list(vars(self).values())
+
+
+class WithSlots(Holder):
+    __slots__ = ("mean",)
+
+    def __init__(self, mean: Tensor) -> None:
+        self.mean = mean
+
+    def seen(self) -> list[Any]:
+        return [self.mean]
+
+
+def replacing(
+    run: Run, keep: Callable[[Any, Tensor], Any], held: Any, between: Between | None = None, **seen: Any
+) -> Job:
+    """The usual step, with ``keep(held, loss)`` at its end, whose result it returns beside the loss."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach(), keep(held, loss.detach())
+
+    more: dict[str, Any] = {} if between is None else {"between": lambda call: between(call, held)}
+    return leaving(run, step, seen.get("seen", getattr(held, "seen", None)), module, opt, **more)
+
+
+def average(held: Any, loss: Tensor) -> None:
+    held.mean = 0.9 * held.mean + 0.1 * loss
+
+
+def mean() -> Holder:
+    return Holder(mean=torch.zeros(()))
+
+
+@case()
+def replaces_an_average(run: Run) -> Job:
+    return replacing(run, average, mean())
+
+
+@case()
+def replaces_a_slot(run: Run) -> Job:
+    return replacing(run, average, WithSlots(torch.zeros(())))
+
+
+@case()
+def replaces_a_variable(run: Run) -> Job:
+    total, count = torch.zeros(3), torch.zeros((), dtype=torch.int64)
+
+    def keep(held: Any, loss: Tensor) -> Tensor:
+        nonlocal total, count
+        total, count = total + loss * torch.arange(3.0), count + 1
+        return total / count
+
+    return replacing(run, keep, None, seen=lambda: [total, count])
+
+
+@case()
+def replaces_items_of_dicts_and_lists(run: Run) -> Job:
+    sums, extremes = {"loss": torch.zeros(()), "square": torch.zeros(())}, [torch.zeros(()), torch.ones(())]
+
+    def keep(held: Any, loss: Tensor) -> None:
+        sums["loss"], sums["square"] = sums["loss"] + loss, sums["square"] + loss * loss
+        extremes[0], extremes[1] = torch.maximum(extremes[0], loss), torch.minimum(extremes[1], loss)
+
+    return replacing(run, keep, None, seen=lambda: [*sums.values(), *extremes])
+
+
+@case()
+def replaces_what_lies_by_columns(run: Run) -> Job:
+    def keep(held: Any, loss: Tensor) -> None:
+        held.table = held.table * 0.5 + loss
+
+    return replacing(run, keep, Holder(table=torch.ones(3, 4).t()))
+
+
+@case()
+def replaces_and_returns_both(run: Run) -> Job:
+    def keep(held: Any, loss: Tensor) -> Any:
+        before = held.mean
+        average(held, loss)
+        return before, held.mean
+
+    return replacing(run, keep, mean())
+
+
+@case()
+def replaces_and_moves_the_one_before(run: Run) -> Job:
+    def keep(held: Any, loss: Tensor) -> None:
+        held.before, held.mean = held.mean, 0.9 * held.mean + 0.1 * loss + held.before
+
+    return replacing(run, keep, Holder(before=torch.ones(()), mean=torch.zeros(())))
+
+
+@case()
+def replaces_two_by_each_other(run: Run) -> Job:
+    def keep(held: Any, loss: Tensor) -> Tensor:
+        held.a, held.b = held.b, held.a
+        return held.a * 2 + held.b
+
+    return replacing(run, keep, Holder(a=torch.ones(()), b=torch.zeros(())))
+
+
+@case(traces=(2,))
+def replaces_two_that_were_one(run: Run) -> Job:
+    """They are several tensors from the second call on."""
+
+    def keep(held: Any, loss: Tensor) -> None:
+        held.a, held.b = held.a + loss, held.b + 2 * loss
+
+    zeros = torch.zeros(())
+    return replacing(run, keep, Holder(a=zeros, b=zeros))
+
+
+@case(traces=(2,))
+def replaces_one_of_two_that_were_one(run: Run) -> Job:
+    def keep(held: Any, loss: Tensor) -> Tensor:
+        held.mean = 0.9 * held.mean + 0.1 * loss
+        return held.start + 3 * loss
+
+    zeros = torch.zeros(())
+    return replacing(run, keep, Holder(start=zeros, mean=zeros))
+
+
+@case()
+def replaces_where_its_owner_has_put_another(run: Run) -> Job:
+    def between(call: int, held: Any) -> None:
+        if call % 2:
+            held.mean = torch.full((), float(call))
+
+    return replacing(run, average, mean(), between)
+
+
+@case()
+def replaces_where_its_owner_has_written(run: Run) -> Job:
+    """To what stands there, which counts, and to what stood there before, which does not."""
+    old: list[Tensor] = []
+
+    def between(call: int, held: Any) -> None:
+        old.append(held.mean)
+        old[max(0, call - 1)].add_(100 if call == 2 else 0)
+        if call == 3:
+            held.mean.zero_()
+
+    return replacing(run, average, mean(), between)
+
+
+@case(traces=(2,))
+def replaces_in_steps_of_two_sizes(run: Run) -> Job:
+    """Each has a graph of its own; what one leaves the other takes up."""
+    job = replacing(run, average, mean())
+    batches = [
+        (x[: 2 + call % 2], y[: 2 + call % 2])  # type: ignore[index]
+        for call, (x, y) in enumerate(job.batches)
+    ]
+    return Job(step=job.step, batches=batches, objects=job.objects)
+
+
+@case(traces=(2,))
+def replaces_in_two_steps(run: Run) -> Job:
+    """Of training, and of evaluation in inference mode."""
+    module, held = mlp(), mean()
+    model, opt = run.model(module), sgd(module)
+
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        average(held, loss.detach())
+        return loss.detach()
+
+    def evaluate(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        average(held, loss)
+        return loss
+
+    train_step, evaluate_step = run.compile(train), run.compile(evaluate)
+
+    def both(x: Tensor, y: Tensor) -> Any:
+        first = train_step(x, y)
+        with torch.inference_mode():
+            evaluate_step(x, y)
+            second = evaluate_step(x, y)
+        held.mean = held.mean.clone()  # nothing of inference mode is left for the training
+        return first, second
+
+    kept: list[Tensor] = []
+    objects = {"model": module, "opt": opt, "mean": lambda: held.mean, "kept": lambda: [*kept]}
+    return Job(step=both, batches=class_batches(run, 4), objects=objects, between=lambda call: kept.append(held.mean))
