@@ -133,6 +133,36 @@ def test_state_that_was_there_before_the_first_call() -> None:
     assert all(map(torch.equal, state_of(plain), state_of(warm)))
 
 
+class Averaging:
+    """Keeps an average, and a sum in the same tensor at first."""
+
+    def __init__(self) -> None:
+        self.model, self.opt, self.x, self.y = things()
+        self.mean = self.total = torch.zeros(())
+
+    def step(self) -> Tensor:
+        loss = train(self.model, self.opt, self.x, self.y)
+        self.mean, self.total = 0.9 * self.mean + 0.1 * loss, self.total + loss
+        return loss
+
+
+def test_tensors_that_are_replaced_are_new_ones_in_a_loaded_step_too() -> None:
+    found, infos = [], []
+    for wrap in (lambda fn: fn, ws.compile, ws.compile):
+        trainer = Averaging()
+        step, kept = wrap(trainer.step), list[Tensor]()
+        torch.manual_seed(1)
+        for _ in range(4):
+            step()
+            kept += [trainer.mean, trainer.total]
+        found.append(kept)
+        infos += [step.cache_info()] if isinstance(step, ws.CompiledStep) else []
+    eager, cold, warm = found
+    assert all(map(torch.equal, eager, cold))
+    assert all(map(torch.equal, eager, warm))
+    assert [(info.traces, info.loaded) for info in infos] == [(2, 0), (0, 2)]
+
+
 def test_a_global_of_the_name_of_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """``step``, as many a compiled step is called: the code of ``opt.step()`` names it."""
     for loaded in (0, 1):
