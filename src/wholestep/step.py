@@ -247,7 +247,8 @@ class CompiledStep:
         return DDP() if self._options.strategy is None and world.size > 1 else self._options.strategy
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        return self._retraces.captured(lambda moving: capture(self._step, args, kwargs, moving))
+        moved = self._retraces.moved
+        return self._retraces.captured(lambda moving: capture(self._step, args, kwargs, moving, moved))
 
     def _setting(self, world: World) -> Setting:
         return Setting(

@@ -180,6 +180,88 @@ def replaces_where_its_owner_has_written(run: Run) -> Job:
 
 
 @case(traces=(2,))
+def reads_what_its_owner_replaces(run: Run) -> Job:
+    """A batch in an attribute, in a list, and in a variable."""
+    module, batches = mlp(), class_batches(run, 6)
+    model, opt, kept = run.model(module), sgd(module), list[Tensor]()
+    held, listed, variable = Holder(x=batches[0][0]), [batches[0][1]], torch.zeros(())
+
+    def step(number: Tensor) -> Tensor:
+        loss = loss_of(model, held.x, listed[0]) * (1 + variable) + number
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        held.before = held.x
+        return loss.detach()
+
+    def between(call: int) -> None:
+        nonlocal variable
+        kept.append(held.before)
+        held.x, listed[0] = batches[(call + 1) % 6]
+        variable = torch.full((), 0.1 * call)
+
+    objects = {"model": module, "opt": opt, "kept": lambda: [*kept]}
+    return Job(step=run.compile(step), batches=[(torch.ones(()),)] * 6, objects=objects, between=between)
+
+
+@case(traces=(2,))
+def writes_to_what_its_owner_replaces(run: Run) -> Job:
+    """To the tensor that stands there, which somebody else may hold."""
+    held, sums = Holder(total=torch.zeros(3)), list[Tensor]()
+
+    def keep(held: Any, loss: Tensor) -> Tensor:
+        held.total.add_(loss)
+        return held.total * 2
+
+    def between(call: int, held: Any) -> None:
+        sums.append(held.total)
+        if call != 3:
+            held.total = torch.full((3,), float(call))
+
+    return replacing(run, keep, held, between, seen=lambda: [held.total, *sums])
+
+
+@case(traces=(3,))
+def reads_what_another_step_replaces(run: Run) -> Job:
+    module, held = mlp(), mean()
+    model, opt = run.model(module), sgd(module)
+
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        average(held, loss.detach())
+        return loss.detach()
+
+    def evaluate(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            return loss_of(model, x, y) - held.mean  # type: ignore[no-any-return]
+
+    train_step, evaluate_step = run.compile(train), run.compile(evaluate)
+    return Job(
+        step=lambda x, y: (train_step(x, y), evaluate_step(x, y)), batches=class_batches(run, 5),
+        objects={"model": module, "opt": opt, "mean": lambda: held.mean},
+    )  # fmt: skip
+
+
+@case(traces=(2,))
+def replaces_by_what_lasts(run: Run) -> Job:
+    """What stands in two places from then on is one tensor, to which its owner may write."""
+
+    def keep(held: Any, loss: Tensor) -> Tensor:
+        held.mean = held.mean + loss
+        found = held.now * 2
+        held.now = held.best
+        return found
+
+    def between(call: int, held: Any) -> None:
+        held.best.add_(1)
+
+    return replacing(run, keep, Holder(mean=torch.zeros(()), now=torch.ones(()), best=torch.zeros(())), between)
+
+
+@case(traces=(2,))
 def replaces_in_steps_of_two_sizes(run: Run) -> Job:
     """Each has a graph of its own; what one leaves the other takes up."""
     job = replacing(run, average, mean())

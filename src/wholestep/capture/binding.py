@@ -44,6 +44,8 @@ class Binding:
     """Where the last of the results go, which the step does not return."""
     mirrors: list[Mirror]
     """Tensors of the graph of which copies stand in places of the user's."""
+    standing: list[tuple[int, Mirror]]
+    """(place, mirror) pairs: the result there is what stands behind the call where the mirror says."""
     grads: list[torch.Tensor]
     """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
     cleared: list[torch.Tensor]
@@ -122,6 +124,8 @@ class Binding:
             results[place] = outputs[number]
         for (place, _), grad in zip(reversed(self.entry_results), reversed(outputs), strict=False):
             results[place] = grad
+        for place, mirror in self.standing:
+            results[place] = mirror.standing()
         if self.left:
             num_returned = len(results) - len(self.left)
             put(self.left, results[num_returned:])

@@ -21,6 +21,7 @@ from wholestep.capture.left import Left
 from wholestep.capture.outside import environment_read
 from wholestep.capture.overlap import check_writes
 from wholestep.capture.ranks import axes_of, rank_inputs
+from wholestep.capture.replaced import Way
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Slot
 from wholestep.capture.storage import Storages
@@ -39,11 +40,16 @@ _REPLICATED = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER, InputKind
 
 
 def capture(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], moving: Collection[Moving] = ()
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    moving: Collection[Moving] = (),
+    moved: Collection[Hashable] = (),
 ) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
     `moving`: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not ask.
+    `moved`: places of tensors that are others in other calls, as `Guards.other_tensors` gives them.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -60,7 +66,7 @@ def capture(
     why_not_kept = ""
     while True:
         try:
-            return _settled(partial(Scene, step, args, kwargs, list(places.values()), moving), step)
+            return _settled(partial(Scene, step, args, kwargs, list(places.values()), moving, moved=moved), step)
         except Moves as found:
             before, why_not_kept = dict(places), why_not_kept or found.sentence
             places |= {place.identity: place for place in found.places}
@@ -145,6 +151,7 @@ class _Job:
             self.trace.module, self.trace.fakes, self.trace.mode, tracer.known, self.trace.numbers
         )
         functional.writes = self._storages.exit_writes(functional.writes)
+        self._writes = frozenset(functional.writes)
         program, kept = self._program(functional)
         verify(program)
         return program, self._ties(kept, output_slices(program))
@@ -163,12 +170,17 @@ class _Job:
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
             left=numbered_spots(trace.left.spots, self._scene), shared=frozenset(trace.left.shared),
-            mirrored=tuple(zip((slot for slot, _ in trace.left.mirrored),
-                               numbered_spots([spot for _, spot in trace.left.mirrored], self._scene), strict=True)),
+            mirrored=self._mirrored(), written=self._writes,
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
             environment=self._environment, unread=self._scene.arguments.unread,
         )  # fmt: skip
+
+    def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], Way], ...]:
+        found = self.trace.left.mirrored
+        spots = numbered_spots([spot for _, spot, _ in found], self._scene)
+        ways = (Way.REPLACES if puts else Way.WRITES if slot in self._writes else Way.READS for slot, _, puts in found)
+        return tuple(zip((slot for slot, _, _ in found), spots, ways, strict=True))
 
     def _records(self) -> list[Input]:
         slots = [*self._state.slots, *(Slot(InputKind.HYPER, h.name, h.box) for h in self._scene.lifter.hypers)]

@@ -14,7 +14,7 @@ so every tensor of the state is looked at in every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -24,7 +24,7 @@ import torch.fx as fx
 
 from wholestep.capture import native, quick, tree
 from wholestep.capture.arguments import leaf_of
-from wholestep.capture.counters import Counters, Moving, moved
+from wholestep.capture.counters import Counters, Moving, identity, moved
 from wholestep.capture.state import Slot, State
 from wholestep.capture.storage import Sizes
 from wholestep.capture.walk import GLOBAL_HOOKS
@@ -212,6 +212,15 @@ class Guards:
                 for key, path, then, now in watch.changed_items():
                     if key is not None and _is_other(then, now):
                         yield from moved(watch.container, key, path, (then, now))
+
+    def other_tensors(self) -> Iterator[Hashable]:
+        """Places in which another tensor stands than in the trace, one of which the trace depends on the same."""
+        for watch in self.outside:
+            if watch.guard and not _untouched(watch):
+                for key, _, then, now in watch.changed_items():
+                    both = key is not None and isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)
+                    if both and describe(then) == describe(now):
+                        yield identity(watch.container), key
 
     def _repeats(self, leaves: list[Any]) -> str | None:
         """The same tensor given twice is one input of the graph, so it must be given twice again, and no other."""

@@ -5,8 +5,10 @@ whoever keeps one keeps its values. What stood there before is not looked at, so
 
 One that the step reads before it puts another in its place (an average, a counter) is state of the graph, which writes
 the new values over the old ones. So the graph has a tensor of its own, and what stands in the place is a copy, a new
-one behind every call (`Mirror`). Where the same tensor stands in several places, ``self.a = self.b = zeros``, the step
-leaves new ones as above, and is traced again: from then on they are several tensors.
+one behind every call (`Mirror`). So it is with a tensor of the user's that is another one in a later call,
+``trainer.batch = ...``, from then on (`capture/retraces.py`): the graph's own takes its values. Where the same tensor
+stands in several places, ``self.a = self.b = zeros``, the step leaves new ones as above, and is traced again: from then
+on they are several tensors.
 
 Buffers of modules stay where they are and take the values.
 """
@@ -14,8 +16,9 @@ Buffers of modules stay where they are and take the values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -42,8 +45,9 @@ class Left:
     """Where its last results go."""
     shared: set[int] = field(default_factory=set)
     """Those of them by number whose tensor before the call stands elsewhere, too, so that it has to be that one."""
-    mirrored: list[tuple[int, Spot]] = field(default_factory=list)
-    """Slots that the graph reads and writes, and where copies of them stand between calls."""
+    mirrored: list[tuple[int, Spot, bool]] = field(default_factory=list)
+    """Slots that the graph has for itself, where what they mirror stands between calls, and whether the step puts new
+    ones there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +62,89 @@ class Replaced:
     """Looks at the containers of a scene at the end of a trace."""
 
     def __init__(self, scene: Scene) -> None:
-        self._watches, self._state = scene.found.watches, scene.state
+        self._watches, self._state, self._moved = scene.found.watches, scene.state, scene.moved
         modules = [module for _, top in scene.found.modules.values() for module in top.modules()]
         skipped = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
         self._skipped = {*map(id, skipped), *(id(vars(slot.tensor)) for slot in scene.state.slots)}
 
     def take(self, results: Sequence[Any]) -> tuple[list[Any], Left]:
         """In the trace: what the step returns, and behind that what it leaves, with the spots, where then stands again
-        what stood there before. `results`: what the step returns."""
+        what stood there before. `results`: what the step returns. A slot that is mirrored means what will stand in its
+        place behind the call."""
         changes, index, left = list(self._changes()), self._state.index, Left()
-        elsewhere = {*map(id, results), *(id(one.now) for one in changes)}
-        placeholders: list[fx.Node] = running_tracer().graph.find_nodes(op="placeholder")
-        holders = self._holders() if changes else Counter()
-
-        def is_shared(one: _Change) -> bool:
-            return holders[id(one.then)] > 1 and id(one.then) in index and self._may_take(one)
-
-        def goes(one: _Change) -> bool:
-            slot = index.get(id(one.then))
-            unread = slot is not None and not placeholders[slot].users and id(one.then) not in elsewhere
-            return self._may_take(one) and (unread or one.then is None or one.then is ABSENT or is_shared(one))
-
-        stays = {id(one.then) for one in changes if self._state.takes(one.then, one.now) and not goes(one)}
-        leaves = [leaf.clone() if id(leaf) in stays else leaf for leaf in results]
+        holders = self._holders() if changes or self._moved else Counter()
+        free = {
+            id(one)
+            for one in changes
+            if self._may_take(one) and holders[id(one.then)] <= 1 and self._is_unread(one, results, changes)
+        }
+        stays = self._staying(changes, free, holders)
+        left.mirrored = [(index[id(one)], spot, False) for spot, one in self._moving(changes, holders)]
+        replaced = {
+            id(one.now): one.then
+            for one in changes
+            if id(one.then) in stays and self._is_mirrored(one) and id(one.now) not in index
+        }
+        leaves = [leaf.clone() if id(leaf) in stays else replaced.get(id(leaf), leaf) for leaf in results]
         for one in changes:
-            spot, is_new = (one.watch.container, one.key), id(one.now) not in index
-            if goes(one) and (is_new or id(one.now) in stays):
+            spot = (one.watch.container, one.key)
+            if not self._may_take(one):
+                continue
+            if id(one.then) in stays:
+                if self._is_mirrored(one):
+                    left.mirrored.append((index[id(one.then)], spot, True))
+            elif id(one) in free or id(one.then) in index:
                 _put(*spot, one.then)
-                leaves.append(one.now if is_new else one.now.clone())
-                if is_shared(one):
+                leaves.append(one.now.clone() if id(one.now) in stays else one.now)
+                if id(one) not in free:
                     left.shared.add(len(left.spots))
                 left.spots.append(spot)
-            elif id(one.then) in stays and self._may_take(one) and self._is_loose(one.then):
-                left.mirrored.append((index[id(one.then)], spot))
         return leaves, left
+
+    def _staying(self, changes: Sequence[_Change], free: Collection[int], holders: Mapping[int, int]) -> set[int]:
+        """Tensors of the state that take the values of what stands in their places, by id.
+
+        Not those that stand elsewhere, too, nor where a lasting tensor of the state stands now, which then is in two
+        places.
+        """
+        stays = {
+            id(one.then)
+            for one in changes
+            if self._state.takes(one.then, one.now)
+            and not (self._may_take(one) and (id(one) in free or holders[id(one.then)] > 1))
+        }
+        while True:
+            gone = {
+                id(one.then)
+                for one in changes
+                if self._may_take(one) and id(one.now) in self._state.index and id(one.now) not in stays
+            }
+            if stays.isdisjoint(gone):
+                return stays
+            stays -= gone
+
+    def _moving(self, changes: Sequence[_Change], holders: Mapping[int, int]) -> Iterator[tuple[Spot, Tensor]]:
+        """Tensors that stand in places where others stood in earlier calls, and that the step leaves there."""
+        changed = {(identity(one.watch.container), one.key) for one in changes}
+        for watch in self._watches if self._moved else ():
+            for key, one in list(enumerate(watch.held) if isinstance(watch.held, list) else watch.held.items()):
+                spot = (identity(watch.container), key)
+                moves = spot in self._moved and spot not in changed and id(one) in self._state.index
+                if moves and holders[id(one)] == 1 and self._is_loose(one):
+                    yield (watch.container, key), one
+
+    def _is_unread(self, one: _Change, results: Sequence[Any], changes: Sequence[_Change]) -> bool:
+        """Whether nothing depends on what stood in a place before, and nowhere else."""
+        if one.then is None or one.then is ABSENT:
+            return True
+        slot = self._state.index.get(id(one.then))
+        placeholders: list[fx.Node] = running_tracer().graph.find_nodes(op="placeholder")
+        elsewhere = {*map(id, results), *(id(other.now) for other in changes)}
+        return slot is not None and not placeholders[slot].users and id(one.then) not in elsewhere
+
+    def _is_mirrored(self, one: _Change) -> bool:
+        """Whether the graph has a tensor of its own for one that takes the values of another one."""
+        return self._may_take(one) and self._is_loose(one.then)
 
     def _is_loose(self, tensor: Tensor) -> bool:
         return self._state.slots[self._state.index[id(tensor)]].kind is InputKind.TENSOR
@@ -148,31 +201,52 @@ def loosen(
                 watch.held[key] = AnyOf(like(watch.held[key]))
 
 
+class Way(Enum):
+    """What a step does with what a mirror mirrors."""
+
+    READS = "reads"
+    WRITES = "writes"  # to the tensor that stands there
+    REPLACES = "replaces"  # by another one
+
+
 @dataclass(slots=True)
 class Mirror:
-    """A tensor of the graph, and the place of the user's where a copy of it stands between calls."""
+    """A tensor of the graph, and the place of the user's where what it mirrors stands between calls."""
 
     tensor: Tensor
     spot: Spot
-    _given: tuple[Tensor, int | None] | None = None
-    """The copy that stands there since the last call, and its version; None where there is none, or the call failed."""
+    way: Way
+    _known: tuple[Tensor, int | None] | None = None
+    """The tensor with the same values that stood there when a call ended well, and its version."""
+
+    def standing(self) -> Tensor:
+        """What stands in the place."""
+        container, key = self.spot
+        found: Tensor = container[key]
+        return found
 
     def take(self) -> None:
         """Before a call: the tensor has the values of what stands in the place, whoever put or wrote it."""
-        container, key = self.spot
-        now = container[key]
-        if self._given is None or self._given[0] is not now or self._given[1] != _version(now):
+        now = self.standing()
+        if self._known is None or self._known[0] is not now or self._known[1] != _version(now):
             with torch.no_grad():
                 self.tensor.copy_(now)
-        self._given = None
+        self._known = _noted(now) if self.way is Way.READS else None
 
     def give(self) -> None:
-        """Behind a call: a new tensor stands in the place."""
+        """Behind a call: what the step has written stands in the place."""
+        if self.way is Way.READS:
+            return
         with torch.no_grad():
-            made = self.tensor.clone()
-        _put(*self.spot, made)
-        # Of tensors that inference mode has made nobody counts who writes them.
-        self._given = (made, _version(made)) if not made.is_inference() else None
+            now = self.tensor.clone() if self.way is Way.REPLACES else self.standing().copy_(self.tensor)
+        if self.way is Way.REPLACES:
+            _put(*self.spot, now)
+        self._known = _noted(now)
+
+
+def _noted(tensor: Tensor) -> tuple[Tensor, int | None] | None:
+    """None for what inference mode has made: nobody counts who writes to it."""
+    return None if tensor.is_inference() else (tensor, tensor._version)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -10,6 +10,10 @@ trace of its own.
 [Note: text among the arguments]
 Names of files that come with a batch. Text can be no input, but mostly nobody looks at it: then it may be any. A trace
 in which it cannot be looked at says so (`capture/arguments.py`), if it gives the program that the text itself gives.
+
+[Note: tensors that move between calls]
+``trainer.batch = next(loader)``, or what another step puts there. A place in which another tensor stands, of the same
+kind, is read at every call from then on (`capture/replaced.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ class Retraces:
         """A sentence for each."""
         self._moving: dict[Hashable, Moving] = {}
         """Numbers that are inputs."""
+        self.moved: set[Hashable] = set()
+        """Places of tensors that are others in later calls."""
         self._constant: dict[Hashable, str] = {}
         """Those that change and can be none, and why."""
 
@@ -59,9 +65,11 @@ class Retraces:
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
 
     def compared(self, guards: Guards, leaves: list[Any]) -> None:
-        """Takes up what is another number or text in a call with these leaves, for which a trace does not hold."""
+        """Takes up what is another number, text or tensor in a call with these leaves, for which a trace does not
+        hold."""
         found = {_identity(one): one for one in guards.others(leaves)}
         self._moving |= {key: one for key, one in found.items() if key not in self._constant}
+        self.moved |= set(guards.other_tensors())
 
     def captured(self, capture: Callable[[Collection[Moving]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""

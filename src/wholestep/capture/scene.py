@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -31,13 +31,15 @@ class Scene:
         kwargs: dict[str, Any],
         places: Sequence[Place] = (),
         moving: Collection[Moving] = (),
+        *,
+        moved: Collection[Hashable] = (),
     ) -> None:
         """`places`: of the numbers that the step moves, as far as that is known. `moving`: those that move between
-        calls; what is no such number here, or is not found, is left out.
+        calls; what is no such number here, or is not found, is left out. `moved`: places of tensors, likewise.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """
-        self.arguments = Arguments(args, kwargs)
+        self.arguments, self.moved = Arguments(args, kwargs), moved
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self.found = walk.find(step, args, kwargs)
         self.lazy = LazyState(list(self.found.optimizers.values()))

@@ -6,7 +6,7 @@ another process in which everything has the same place, they are the same step t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
 from wholestep.capture.left import Note
 from wholestep.capture.ranks import Rank, ranks
-from wholestep.capture.replaced import Mirror, Spot, loosen
+from wholestep.capture.replaced import Mirror, Spot, Way, loosen
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Address
 from wholestep.capture.storage import Sizes
@@ -55,8 +55,10 @@ class Ties:
     """Where the last leaves go, which the step does not return: the number of a container in the scene, and a key."""
     shared: frozenset[int]
     """Those of `left` by number where the very tensor has to stand that stood there, since it stands elsewhere, too."""
-    mirrored: tuple[tuple[int, tuple[int, Any]], ...]
-    """Slots of tensors that the graph has for itself, and where copies stand between calls, as in `left`."""
+    mirrored: tuple[tuple[int, tuple[int, Any], Way], ...]
+    """Slots of tensors that the graph has for itself, and where what they mirror stands between calls, as in `left`."""
+    written: frozenset[int]
+    """Slots that the graph writes to."""
     result_places: tuple[int, ...]
     """Leaves that the graph fills, in the order of its USER outputs."""
     grads: tuple[int, ...]
@@ -147,7 +149,7 @@ def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:
     slots = scene.state.slots
     read = {i for i in ties.kept if i < len(slots) and slots[i].kind is not InputKind.PARAM}
     scene.lazy.take_back({id(slots[slot].tensor) for slot in ties.stepped | read})
-    for slot, _ in ties.mirrored:
+    for slot, _, _ in ties.mirrored:
         slots[slot].tensor = slots[slot].tensor.detach().clone()
     binding = _binding(ties, scene)
     guards = _guards(ties, scene, ranks())
@@ -164,7 +166,11 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
         tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=ties.result_spec,
         results=[_result(one, scene) for one in ties.results],
         result_places=list(ties.result_places), entry_results=[], left=_spots(ties.left, scene),
-        mirrors=[Mirror(slots[slot].tensor, spot) for slot, spot in _mirrored(ties, scene)],
+        mirrors=[
+            Mirror(slots[slot].tensor, spot, way)
+            for (slot, _, way), spot in zip(ties.mirrored, _mirrored(ties, scene), strict=True)
+        ],
+        standing=[],
         grads=[slots[i].tensor for i in ties.grads], cleared=[],
         stepped=[state.optimizers[number][1] for number in ties.stepping],
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in ties.new_state],
@@ -174,9 +180,12 @@ def _binding(ties: Ties, scene: Scene) -> Binding:
         slices=ties.slices,
     )  # fmt: skip
     owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
+    mirrors = dict(zip((slot for slot, _, _ in ties.mirrored), binding.mirrors, strict=True))
     for index, one in enumerate(ties.results):
         if isinstance(one, Held) and slots[one.slot].kind is InputKind.GRAD:
             binding.entry_results.append((index, owner[id(slots[one.slot].tensor)]))
+        elif isinstance(one, Held) and one.slot in mirrors:
+            binding.standing.append((index, mirrors[one.slot]))
     for index, old in enumerate(ties.kept):
         tensors.append(None)
         if old < len(slots):
@@ -212,9 +221,8 @@ def _spots(numbered: Sequence[tuple[int, Any]], scene: Scene) -> list[Spot]:
     return [(containers[number], key) for number, key in numbered]
 
 
-def _mirrored(ties: Ties, scene: Scene) -> list[tuple[int, Spot]]:
-    """The slots of which copies stand in places of the user's, and these."""
-    return list(zip((slot for slot, _ in ties.mirrored), _spots([s for _, s in ties.mirrored], scene), strict=True))
+def _mirrored(ties: Ties, scene: Scene) -> list[Spot]:
+    return _spots([spot for _, spot, _ in ties.mirrored], scene)
 
 
 def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
@@ -228,7 +236,9 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
             grads[id(slot.tensor)] = True
     pairs = list(zip(scene.leaves, scene.is_data, strict=True))
     free = [spot for number, spot in enumerate(_spots(ties.left, scene)) if number not in ties.shared]
-    loosen(scene.found.watches, [*free, *(spot for _, spot in _mirrored(ties, scene))], _like)
+    written = {id(state.slots[slot].tensor) for slot in ties.written if slot < len(state.slots)}
+    loosen(scene.found.watches, free, _like)
+    loosen(scene.found.watches, _mirrored(ties, scene), partial(_like, but=written))
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
     numbers_given = scene.arguments.numbers
     moving = [leaf for leaf in numbers_given if scene.counters.has(numbers_given, leaf)]
@@ -245,10 +255,11 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
     )  # fmt: skip
 
 
-def _like(tensor: torch.Tensor) -> Callable[[Any], bool]:
-    """Whether something is a tensor of which a trace depends on the same as of this one."""
+def _like(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[[Any], bool]:
+    """Whether something is a tensor of which a trace depends on the same as of this one, and none with an id in `but`:
+    the step writes to these under another name."""
     then = guarding.describe(tensor)
-    return lambda now: isinstance(now, torch.Tensor) and guarding.describe(now) == then
+    return lambda now: isinstance(now, torch.Tensor) and id(now) not in but and guarding.describe(now) == then
 
 
 def _sizes(ties: Ties, scene: Scene, leaf_of: dict[int, int]) -> Sizes | None:

@@ -1,0 +1,105 @@
+"""Random steps that read, replace, write to and return tensors of objects, and what their owner does between calls.
+
+A step is made from a seed alone, as text. It runs eagerly or compiled and gives all that somebody could have looked at,
+in order: what calls have returned, and what stood in every place behind each of them, as it is behind all later calls.
+Left out, since what is put there is a copy then: a tensor that moves to another place while it is replaced in its own,
+one that is written to and replaced in the same step, and views of tensors that are kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholestep.capture import tree
+
+PLACES = (
+    "self.a", "self.b", "self.c", "self.dict['x']", "self.dict['y']", "self.list[0]", "self.list[1]", "self.net.p",
+)  # fmt: skip
+NUM_CALLS = 5
+
+Compile = Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]
+
+
+class Objects:
+    """What a step finds: a tensor in each of `PLACES`, some of them the same one at first."""
+
+    def __init__(self, alike: str) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 3).double()
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        numbers = {"all": [0] * 8, "some": [0, 0, 1, 2, 2, 3, 4, 5], "none": list(range(8))}[alike]
+        made = [torch.full((), float(number), dtype=torch.float64) for number in range(8)]
+        tensors = [made[number] for number in numbers]
+        self.a, self.b, self.c = tensors[:3]
+        self.dict, self.list = {"x": tensors[3], "y": tensors[4]}, tensors[5:7]
+        self.net.p = tensors[7]
+
+    def seen(self) -> list[Tensor]:
+        """The tensors, in the order of `PLACES`."""
+        return [self.a, self.b, self.c, *self.dict.values(), *self.list, self.net.p]  # type: ignore[list-item]
+
+
+class RandomObjects:
+    """The step of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        places = rng.sample(PLACES, len(PLACES))
+        cut = rng.randint(0, 4)
+        self._written, self._replaced = places[:cut], places[cut:]
+        self._known, self._rng = ["loss"], rng
+        lines = ["out = self.net(x).square().mean()", "loss = out.detach()"]
+        lines += [self._line(number) for number in range(rng.randint(1, 6))]
+        lines += ["out.backward()", "self.opt.step()", "self.opt.zero_grad()", f"return {self._result()}"]
+        self.text = "def step(self, x):\n" + "".join(f"    {line}\n" for line in lines)
+        self._between = [self._deed(call) if rng.random() < 0.4 else "" for call in range(NUM_CALLS)]
+        self._alike = rng.choice(["all", "some", "none"])
+
+    def _value(self) -> str:
+        return self._rng.choice([*self._known, self._rng.choice(PLACES)])
+
+    def _line(self, number: int) -> str:
+        kind = self._rng.choice(["replace", "replace", "choose", "write", "alias", "clone", "read", "name"])
+        place, other = self._rng.choice(self._replaced), self._rng.choice(PLACES)
+        if kind in ("read", "name"):
+            line = f"t{number} = {other} * 2 + {self._value()}" if kind == "read" else f"t{number} = {other}"
+            self._known.append(f"t{number}")
+            return line
+        if kind == "write" and self._written:
+            return f"{self._rng.choice(self._written)}.{self._rng.choice(['add_', 'copy_'])}({self._value()})"
+        if kind == "choose":
+            return f"{place} = torch.where({other} > 0.5, {self._value()}, {self._value()})"
+        if kind in ("alias", "clone"):
+            return f"{place} = {other}{'.clone()' if kind == 'clone' else ''}"
+        return f"{place} = {self._value()} * 0.5 + {self._value()}"
+
+    def _result(self) -> str:
+        return self._rng.choice(
+            ["loss", f"(loss, {self._value()})", f"{{'loss': loss, 'place': {self._value()}}}", f"[{self._value()}]"]
+        )
+
+    def _deed(self, call: int) -> str:
+        place, other = self._rng.choice(PLACES), self._rng.choice(PLACES)
+        another = f"{place} = torch.full((), {call}.5, dtype=torch.float64)"
+        return self._rng.choice([another, f"{place}.add_(1)", f"{place} = {other}", f"{place} = {place}.clone()"])
+
+    def run(self, compile: Compile = lambda step: step) -> list[list[float]]:
+        """The values of all tensors that were ever there to be seen, behind every call."""
+        scope: dict[str, Any] = {"torch": torch}
+        exec(self.text, scope)
+        objects, made = Objects(self._alike), scope["step"]
+        step, kept, found = compile(lambda x: made(objects, x)), list[Tensor](), []
+        for call in range(NUM_CALLS):
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            kept += [*tree.flatten(step(x))[0], *objects.seen()]
+            exec(self._between[call], {"torch": torch, "self": objects})
+            found.append([float(one) for one in kept])
+        return found
+
+    def __repr__(self) -> str:
+        return f"{self.text}between calls: {self._between}; {self._alike} of the tensors are one at first"
