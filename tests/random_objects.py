@@ -28,12 +28,12 @@ Compile = Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]
 class Objects:
     """What a step finds: a tensor in each of `PLACES`, some of them the same one at first."""
 
-    def __init__(self, alike: str) -> None:
+    def __init__(self, alike: str, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.net = nn.Linear(3, 3).double()
+        self.net = nn.Linear(3, 3).double().to(device)
         self.opt = torch.optim.SGD(self.net.parameters(), lr=0.05)
         numbers = {"all": [0] * 8, "some": [0, 0, 1, 2, 2, 3, 4, 5], "none": list(range(8))}[alike]
-        made = [torch.full((), float(number), dtype=torch.float64) for number in range(8)]
+        made = [torch.full((), float(number), dtype=torch.float64, device=device) for number in range(8)]
         tensors = [made[number] for number in numbers]
         self.a, self.b, self.c = tensors[:3]
         self.dict, self.list = {"x": tensors[3], "y": tensors[4]}, tensors[5:7]
@@ -85,20 +85,20 @@ class RandomObjects:
 
     def _deed(self, call: int) -> str:
         place, other = self._rng.choice(PLACES), self._rng.choice(PLACES)
-        another = f"{place} = torch.full((), {call}.5, dtype=torch.float64)"
+        another = f"{place} = torch.full_like({place}, {call}.5)"
         return self._rng.choice([another, f"{place}.add_(1)", f"{place} = {other}", f"{place} = {place}.clone()"])
 
-    def run(self, compile: Compile = lambda step: step) -> list[list[float]]:
+    def run(self, device: torch.device, compile: Compile = lambda step: step) -> list[Tensor]:
         """The values of all tensors that were ever there to be seen, behind every call."""
         scope: dict[str, Any] = {"torch": torch}
         exec(self.text, scope)
-        objects, made = Objects(self._alike), scope["step"]
+        objects, made = Objects(self._alike, device), scope["step"]
         step, kept, found = compile(lambda x: made(objects, x)), list[Tensor](), []
         for call in range(NUM_CALLS):
-            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(call), dtype=torch.float64).to(device)
             kept += [*tree.flatten(step(x))[0], *objects.seen()]
             exec(self._between[call], {"torch": torch, "self": objects})
-            found.append([float(one) for one in kept])
+            found.append(torch.stack(kept).cpu())
         return found
 
     def __repr__(self) -> str:

@@ -1,0 +1,100 @@
+"""Tensors of the graph that mirror what stands in places of the user's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.capture.replaced import Mirror, Way
+
+
+def mirror(way: Way) -> tuple[Mirror, dict[str, Tensor]]:
+    place = {"mean": torch.ones(3)}
+    return Mirror(torch.zeros(3), (place, "mean"), way), place
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_call_begins_with_what_stands_there(way):
+    made, place = mirror(way)
+    made.take()
+    assert torch.equal(made.tensor, torch.ones(3))
+    made.give()
+    place["mean"] = torch.full((3,), 5.0)
+    made.take()
+    assert torch.equal(made.tensor, place["mean"])
+    made.give()
+    place["mean"].add_(1)
+    made.take()
+    assert torch.equal(made.tensor, place["mean"])
+
+
+def test_what_a_failed_call_has_written_is_forgotten():
+    made, place = mirror(Way.REPLACES)
+    made.take()
+    made.give()
+    for _ in range(2):
+        made.take()
+        assert torch.equal(made.tensor, torch.ones(3))
+        made.tensor.fill_(7.0)  # and here the call fails
+    assert torch.equal(place["mean"], torch.ones(3))
+
+
+def test_nothing_is_copied_where_nobody_has_touched_it():
+    for way in (Way.READS, Way.REPLACES):
+        made, _ = mirror(way)
+        made.take()
+        made.give()
+        version = made.tensor._version
+        made.take()
+        assert made.tensor._version == version
+
+
+def test_what_stands_there_behind_a_call():
+    for way, is_new in ((Way.READS, False), (Way.WRITES, False), (Way.REPLACES, True)):
+        made, place = mirror(way)
+        before = place["mean"]
+        made.take()
+        made.tensor.fill_(4.0)
+        made.give()
+        assert (place["mean"] is not before) == is_new
+        assert place["mean"] is not made.tensor
+        assert float(place["mean"][0]) == (1.0 if way is Way.READS else 4.0)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_in_inference_mode(inference):
+    with torch.inference_mode(inference):
+        made, place = mirror(Way.REPLACES)
+        for number in range(3):
+            made.take()
+            assert torch.equal(made.tensor, place["mean"])
+            made.tensor.add_(1.0)
+            made.give()
+            assert float(place["mean"][0]) == 2.0 + number
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.mean = nn.Linear(2, 1), torch.zeros(())
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        before, self.mean = self.mean, 0.5 * self.mean + loss.detach()
+        return self.mean, before
+
+
+def test_a_result_is_the_tensor_that_the_step_has_left():
+    trainer = Trainer()
+    step = ws.compile(trainer.step, backend="eager")
+    for _ in range(3):
+        kept = trainer.mean
+        mean, before = step(torch.ones(4, 2))
+        assert mean is trainer.mean
+        assert torch.equal(before, kept)
+        assert mean is not kept
