@@ -253,7 +253,7 @@ class CompiledStep:
     def _setting(self, world: World) -> Setting:
         return Setting(
             options=self._options, world=world, backend=self._lowering(world), comm=self._comm,
-            choices=self._meetings.choices,
+            choices=self._meetings.choices, moved=self._retraces.moved,
         )  # fmt: skip
 
     def _saved(self, entry: _Entry) -> Saved:

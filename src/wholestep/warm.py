@@ -17,7 +17,7 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,8 @@ class Setting:
     comm: CommState | None
     choices: Mapping[str, Any]
     """What the ranks have agreed on so far."""
+    moved: Collection[Hashable] = ()
+    """Places of tensors that are others in other calls."""
 
 
 class Warm:
@@ -164,7 +166,7 @@ class Warm:
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, *, may_load: bool) -> Look:
         """Looks for a saved step that fits this call. Nothing of the user's is changed."""
         try:
-            with Scene(self._step, args, kwargs) as scene:
+            with Scene(self._step, args, kwargs, moved=setting.moved) as scene:
                 fingerprint = _fingerprint(scene, setting)
                 try:
                     if self._path is None and not is_on():
@@ -354,6 +356,7 @@ def _fingerprint(scene: Scene, setting: Setting) -> Fingerprint:
         "the backend": (("its kind", type(setting.backend).__name__), *setting.backend.marks()),
         "the switches of torch": tuple(switches()),
         "compression": tuple(state),
+        "the tensors that move": tuple(scene.moved_places()),
         "the step": tuple(portrait(scene, chosen)),
     }
 

@@ -163,6 +163,29 @@ def test_tensors_that_are_replaced_are_new_ones_in_a_loaded_step_too() -> None:
     assert [(info.traces, info.loaded) for info in infos] == [(2, 0), (0, 2)]
 
 
+class WithBatch(Averaging):
+    """Is given its batch in an attribute."""
+
+    def step(self) -> Tensor:
+        return train(self.model, self.opt, self.x, self.y)
+
+
+def test_a_step_whose_tensors_move_finds_both_of_its_traces() -> None:
+    found, infos = [], []
+    for wrap in (lambda fn: fn, ws.compile, ws.compile):
+        trainer = WithBatch()
+        step = wrap(trainer.step)
+        torch.manual_seed(1)
+        found.append([])
+        for call in range(12):
+            trainer.x = torch.full((6, 4), 0.1 * call)
+            found[-1].append(step())
+        infos += [step.cache_info()] if isinstance(step, ws.CompiledStep) else []
+    eager, cold, warm = found
+    assert eager == cold == warm
+    assert [(info.traces, info.loaded) for info in infos] == [(2, 0), (0, 2)]
+
+
 def test_a_global_of_the_name_of_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """``step``, as many a compiled step is called: the code of ``opt.step()`` names it."""
     for loaded in (0, 1):

@@ -80,6 +80,13 @@ class Scene:
             found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]
         return found
 
+    def moved_places(self) -> list[tuple[str, str]]:
+        """`moved` as far as it is found here, in words that mean the same in every process."""
+        containers = self.containers() if self.moved else []
+        numbers = {identity(container): number for number, container in enumerate(containers)}
+        found = (one for one in self.moved if isinstance(one, tuple) and one[0] in numbers)
+        return sorted((f"container {numbers[container]}", repr(key)) for container, key in found)
+
     def __enter__(self) -> Scene:
         return self
 

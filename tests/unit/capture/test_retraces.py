@@ -167,9 +167,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setenv("WHOLESTEP_CACHE", "0")
     counts: list[int] = []
 
-    def counted(step: Any, args: Any, kwargs: Any, moving: Any) -> Any:
+    def counted(step: Any, args: Any, kwargs: Any, moving: Any, moved: Any) -> Any:
         counts.append(len(moving))
-        return capture(step, args, kwargs, moving)
+        return capture(step, args, kwargs, moving, moved)
 
     monkeypatch.setattr("wholestep.step.capture", counted)
     return counts
