@@ -157,3 +157,26 @@ def test_a_kernel_that_triton_cannot_compile_with_all_sizes() -> None:
     run = ws.compile(step, backend="inductor")
     for found, wanted in zip(run(x), step(x), strict=True):
         torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2 * wanted.abs().max().item())
+
+
+SAMPLES = {
+    "gamma": torch._standard_gamma,
+    "dirichlet": torch._sample_dirichlet,
+    "binomial": lambda rates: torch.binomial(10 * rates, 0 * rates + 0.5),
+    "poisson": torch.poisson,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_draw_that_runs_to_be_described_leaves_the_generator(name: str) -> None:
+    """In the first trace of a process: torch remembers what it has run for its description."""
+    rates = torch.rand(7 + len(name), 11, device="cuda")
+
+    def step(x: Tensor) -> Tensor:
+        return SAMPLES[name](rates) * x
+
+    found = []
+    for run in (step, ws.compile(step, backend="eager")):
+        torch.manual_seed(5)
+        found.append(torch.stack([run(torch.ones(11, device="cuda")) for _ in range(3)]))
+    assert torch.equal(*found)

@@ -16,6 +16,8 @@ second update gave the number of the first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,12 +92,27 @@ class Fakes(FakeTensorMode):
         written = _written(func, args, kwargs or {}) if func._schema.is_mutable else []
         over_lists = func.__name__.startswith("_foreach_")
         counters = [over_lists and not one.is_inference() and one._version for one in written]
-        found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        with _undrawn(func):
+            found: Any = super().__torch_dispatch__(func, types, args, kwargs)
         for one, counter in zip(written, counters, strict=True):
             one.item_memo = None
             if counter is not False and one._version == counter:
                 increment_version(one)
         return _laid_out(func, args, found)
+
+
+@contextmanager
+def _undrawn(func: Any) -> Iterator[None]:
+    """Around an operator that draws. One that torch does not describe runs for its description (gamma and Dirichlet
+    samples, binomials): the generators of GPUs have the state again that they had. That of the CPU is not drawn from.
+    """
+    draws = torch.Tag.nondeterministic_seeded in func.tags and torch.cuda.is_initialized()
+    states = [(one, one.get_state()) for one in torch.cuda.default_generators] if draws else []
+    try:
+        yield
+    finally:
+        for one, state in states:
+            one.set_state(state)
 
 
 def _laid_out(func: Any, args: Any, found: Any) -> Any:

@@ -58,8 +58,8 @@ class Retraces:
             raise RetraceLimitError(
                 f"{place_of(self._step)} needs another trace, and max_retraces={self._limit} are used "
                 f"up. The reasons were:\n{listing}\n"
-                f"Pass batches as arguments, keep what else changes out of the step or make it a tensor, pad batches to a "
-                f"few sizes, or raise max_retraces.{constant}"
+                f"Pass batches as arguments, keep what else changes out of the step, or make it a tensor, pad batches "
+                f"to a few sizes, or raise max_retraces.{constant}"
             )
         self.reasons.append(reason)
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
