@@ -168,3 +168,17 @@ def test_it_does_not_where_it_must_not(monkeypatch, why):
         trained(step)
         assert "wholestep.product" not in texts(step)
         assert texts(step).count("extern_kernels.") == 8
+
+
+def test_batches_in_a_compiled_step(monkeypatch):
+    monkeypatch.setattr(host_products, "_is_faster", lambda node: True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) / 8, dim=-1), v) + 1
+
+    given = [torch.randn(6, 72, 64, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    with fresh_cache():
+        step = ws.compile(attend, backend="inductor")
+        found = step(*given)
+        assert texts(step).count("torch.ops.wholestep.product.out(") == 2
+        torch.testing.assert_close(found, attend(*given), rtol=TOLERANCE, atol=TOLERANCE)
