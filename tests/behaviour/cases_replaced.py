@@ -156,6 +156,58 @@ def replaces_one_of_two_that_were_one(run: Run) -> Job:
     return replacing(run, keep, Holder(start=zeros, mean=zeros))
 
 
+@case(traces=(2,))
+def replaces_what_stands_in_a_tuple_too(run: Run) -> Job:
+    def keep(held: Any, loss: Tensor) -> Tensor:
+        held.mean = held.mean + loss
+        return held.pair[0][1] + 2 * loss
+
+    zeros = torch.zeros(())
+    return replacing(run, keep, Holder(mean=zeros, pair=((1, zeros), "start")), seen=lambda: [zeros])
+
+
+@case(traces=(2,))
+def replaces_what_is_an_argument_too(run: Run) -> Job:
+    module, held, kept = mlp(), mean(), list[Tensor]()
+    model, opt, first = run.model(module), sgd(module), held.mean
+
+    def step(x: Tensor, y: Tensor, start: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        held.mean = held.mean + loss.detach()
+        return loss.detach() + start
+
+    return Job(
+        step=run.compile(step), batches=[(x, y, first) for x, y in class_batches(run, 4)],
+        objects={"model": module, "mean": lambda: held.mean, "kept": lambda: [*kept]},
+        between=lambda call: kept.append(held.mean),
+    )  # fmt: skip
+
+
+@case(traces=(2,), ranks=False)
+def replaces_what_is_a_gradient_too(run: Run) -> Job:
+    """Not on ranks, where eager code has other gradients at entry."""
+    module = mlp()
+    opt = sgd(module)
+    bias = module[0].bias
+    bias.grad = torch.ones_like(bias)  # type: ignore[union-attr]
+    held = Holder(seen=bias.grad)  # type: ignore[union-attr]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(module, x, y)
+        loss.backward()
+        opt.step()
+        held.seen = held.seen * 0.5 + 1
+        return loss.detach()
+
+    return Job(
+        step=run.compile(step), batches=class_batches(run, 4),
+        objects={"model": module, "opt": opt, "seen": lambda: held.seen},
+    )  # fmt: skip
+
+
 @case()
 def replaces_where_its_owner_has_put_another(run: Run) -> Job:
     def between(call: int, held: Any) -> None:

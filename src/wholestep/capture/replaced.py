@@ -16,7 +16,7 @@ Buffers of modules stay where they are and take the values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -63,6 +63,8 @@ class Replaced:
 
     def __init__(self, scene: Scene) -> None:
         self._watches, self._state, self._moved = scene.found.watches, scene.state, scene.moved
+        self._arguments = scene.leaves
+        self._grads = [id(slot.tensor.grad) for slot in scene.state.params if slot.tensor.grad is not None]
         modules = [module for _, top in scene.found.modules.values() for module in top.modules()]
         skipped = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
         self._skipped = {*map(id, skipped), *(id(vars(slot.tensor)) for slot in scene.state.slots)}
@@ -150,10 +152,14 @@ class Replaced:
         return self._state.slots[self._state.index[id(tensor)]].kind is InputKind.TENSOR
 
     def _holders(self) -> Counter[int]:
-        """In how many places of containers each tensor stood when the trace began, by id."""
+        """In how many places each tensor stood when the trace began, by id: of containers and of tuples in them, among
+        the arguments, and as gradients of parameters."""
         found = {identity(watch.container): watch.held for watch in self._watches}
         held = (one if isinstance(one, list) else one.values() for one in found.values())
-        return Counter(id(one) for items in held for one in items if isinstance(one, Tensor))
+        counted = Counter(id(one) for items in held for one in _within(items))
+        counted.update(map(id, _within(self._arguments)))
+        counted.update(self._grads)
+        return counted
 
     def write(self) -> None:
         """In the trace: gives tensors of the state the values of what stands in their places, where they then stand.
@@ -188,6 +194,15 @@ class Replaced:
         special = isinstance(container, (ClassView, ContentView)) or id(container) in self._skipped
         unset = isinstance(container, CellView) and one.then is ABSENT
         return not (special or unset or one.key is None or isinstance(one.now, nn.Parameter))
+
+
+def _within(things: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among things, and in tuples among them."""
+    for one in things:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, tuple):
+            yield from _within(one)
 
 
 def loosen(
