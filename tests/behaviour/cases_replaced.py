@@ -208,6 +208,31 @@ def replaces_what_is_a_gradient_too(run: Run) -> Job:
     )  # fmt: skip
 
 
+@case(traces=(2,), ranks=False)
+def replaces_what_an_optimizer_has_too(run: Run) -> Job:
+    """Its rate, and the momentum of a parameter. Not on ranks, whose first step would be another one."""
+    module = mlp()
+    held = Holder(rate=torch.tensor(0.1))
+    opt = torch.optim.SGD(module.parameters(), lr=held.rate, momentum=0.9)
+    loss_of(module, *class_batches(run, 1)[0]).backward()
+    opt.step()
+    opt.zero_grad()
+    held.momentum = opt.state[module[0].bias]["momentum_buffer"]  # type: ignore[index]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(module, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        held.rate, held.momentum = held.rate * 0.5, held.momentum * 0.5 + 1
+        return loss.detach()
+
+    return Job(
+        step=run.compile(step), batches=class_batches(run, 4),
+        objects={"model": module, "opt": opt, "held": held.seen},
+    )  # fmt: skip
+
+
 @case()
 def replaces_where_its_owner_has_put_another(run: Run) -> Job:
     def between(call: int, held: Any) -> None:

@@ -64,7 +64,9 @@ class Replaced:
     def __init__(self, scene: Scene) -> None:
         self._watches, self._state, self._moved = scene.found.watches, scene.state, scene.moved
         self._arguments = scene.leaves
-        self._grads = [id(slot.tensor.grad) for slot in scene.state.params if slot.tensor.grad is not None]
+        grads = (slot.tensor.grad for slot in scene.state.params if slot.tensor.grad is not None)
+        of_optimizers = (slot.tensor for slot in scene.state.of_kind(InputKind.OPTIMIZER))
+        self._elsewhere = [id(one) for held in (grads, of_optimizers) for one in held]
         modules = [module for _, top in scene.found.modules.values() for module in top.modules()]
         skipped = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
         self._skipped = {*map(id, skipped), *(id(vars(slot.tensor)) for slot in scene.state.slots)}
@@ -153,12 +155,12 @@ class Replaced:
 
     def _holders(self) -> Counter[int]:
         """In how many places each tensor stood when the trace began, by id: of containers and of tuples in them, among
-        the arguments, and as gradients of parameters."""
+        the arguments, as gradients of parameters, and with optimizers."""
         found = {identity(watch.container): watch.held for watch in self._watches}
         held = (one if isinstance(one, list) else one.values() for one in found.values())
         counted = Counter(id(one) for items in held for one in _within(items))
         counted.update(map(id, _within(self._arguments)))
-        counted.update(self._grads)
+        counted.update(self._elsewhere)
         return counted
 
     def write(self) -> None:
