@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +79,19 @@ class Left:
                     yield _Change(Address(where.optimizer, key, where.group, where.slot), held, then, now)
 
     def write_replaced(self) -> None:
-        """In the trace: gives tensors of the state the values of what the step has put in their places."""
+        """In the trace: gives tensors of the state the values of what the step has put in their places.
+
+        Raises CaptureError for one that optimizers hold under several keys, which would have those values, too.
+        """
         found = [one for one in self._changes() if self._state.takes(one.then, one.now)]
+        befores = (before for _, before in self._before.values()) if found else ()
+        held = Counter(id(one) for before in befores for one in before.values())
+        for one in found:
+            if held[id(one.then)] > 1:
+                raise CaptureError(
+                    f"The step puts another tensor in the place of {one.address.spelled(self._state)}, which its "
+                    f"optimizer holds under {held[id(one.then)]} keys. Give each a tensor of its own where it is made."
+                )
         self._state.write([(one.then, one.now) for one in found])
         for one in found:
             one.container[one.address.key] = one.then
