@@ -3,7 +3,8 @@
 A step is made from a seed alone, as text. It runs eagerly or compiled and gives all that somebody could have looked at,
 in order: what calls have returned, and what stood in every place behind each of them, as it is behind all later calls.
 Left out, since what is put there is a copy then: a tensor that moves to another place while it is replaced in its own,
-one that is written to and replaced in the same step, and views of tensors that are kept.
+one that is written to and replaced in the same step, and views of tensors that are kept. Of 1,000 seeds some three put
+one new tensor into two places and write to it between calls, which are two tensors then.
 """
 
 from __future__ import annotations
