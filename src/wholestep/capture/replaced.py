@@ -138,7 +138,7 @@ class Replaced:
                     yield (watch.container, key), one
 
     def _is_unread(self, one: _Change, results: Sequence[Any], changes: Sequence[_Change]) -> bool:
-        """Whether nothing depends on what stood in a place before, and nowhere else."""
+        """Whether nothing depends on what stood in a place before. For a tensor that stands nowhere else."""
         if one.then is None or one.then is ABSENT:
             return True
         slot = self._state.index.get(id(one.then))

@@ -72,13 +72,13 @@ class ByOneDNN(CustomGraphPass):
         return None if None in names else ("wholestep::product", torch.get_num_threads(), *names)
 
 
-def choose(graph: fx.Graph, *, is_faster: Callable[[fx.Node], bool] | None = None) -> int:
+def choose(graph: fx.Graph) -> int:
     """Has oneDNN compute the products of a graph that it is faster at, in operators of Inductor whose nodes know their
-    fake tensors (``meta["val"]``). `is_faster` says so of a product; by default it is timed. Gives how many there are.
+    fake tensors (``meta["val"]``). Gives how many there are.
     """
     instead = onednn.instead()
     products = [node for node in graph.nodes if node.target in instead and _may_go(node)]
-    found = [node for node in products if (is_faster or _is_faster)(node)]
+    found = list(filter(_is_faster, products))
     for node in found:
         node.target = instead[node.target]
     if products:
