@@ -161,9 +161,8 @@ class Inductor:
     tune_products: bool = True
     """Whether products of matrices are timed in the first call and the fastest way is taken: in half precision on an
     NVIDIA GPU, of all algorithms that cublasLt names; in float32 on a CPU, of torch's library and oneDNN. False:
-    torch's own choice. ``torch.use_deterministic_algorithms``
-    and ``torch._inductor.config.deterministic`` keep them with torch, too, since another process may find another one
-    the fastest, which rounds differently."""
+    torch's own choice. ``torch.use_deterministic_algorithms`` and ``torch._inductor.config.deterministic`` keep them
+    with torch, too, since another process may find another one the fastest, which rounds differently."""
 
     def __post_init__(self) -> None:
         for name in ("early_launches", "tune_products"):

@@ -10,9 +10,10 @@ import torch
 from wholestep.cost.compute import Kind, Work
 from wholestep.cost.curve import Curve
 
-_HOST_ONLY = (Kind.VIEW, Kind.NUMBER)
 TUNED = "tuned_"
 """In front of the name of a curve: of kernels for which a compiler may choose among libraries."""
+
+_HOST_ONLY = (Kind.VIEW, Kind.NUMBER)
 _BY_BYTES = (Kind.POINTWISE, Kind.IN_PLACE, Kind.REDUCTION)
 
 
