@@ -31,7 +31,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import forks
+from tests import forks, shared_gpu
 from wholestep.run.launch import Workers
 from wholestep.run.world import close_current, enter
 
@@ -172,7 +172,7 @@ def ranks4(request: pytest.FixtureRequest) -> Pool:
 
 def needs_gpus(number: int) -> None:
     """Skips the test on a machine with fewer GPUs, and fails it on one without any."""
-    count = torch.cuda.device_count()
+    count = shared_gpu.count()
     if count == 0:
         reason = 'This test needs GPUs and this machine shows none. Leave such tests out with -m "not gpu".'
         pytest.fail(reason, pytrace=False)

@@ -25,12 +25,12 @@ def test_loops_on_the_cpu(seed: int) -> None:
     compare(seed, torch.device("cpu"), "eager")
 
 
-def on_two_ranks(seed: int) -> str | None:
-    device, rank = torch.device("cpu"), dist.get_rank()
+def on_two_ranks(seed: int, backend: ws.config.Backend = "eager") -> str | None:
+    device, rank = ws.init().device, dist.get_rank()
     wrap = partial(DistributedDataParallel, find_unused_parameters=True)
     wanted = RandomLoop(seed, device, rank=rank).run(lambda step: step, wrap)
     own = RandomLoop(seed, device, rank=rank)
-    found = own.run(partial(ws.compile, backend="eager", max_retraces=64), lambda model: model)
+    found = own.run(partial(ws.compile, backend=backend, max_retraces=64), lambda model: model)
     return difference(found, wanted)
 
 
@@ -44,3 +44,10 @@ def test_loops_on_two_ranks(pool2: Any, seed: int) -> None:
 def test_loops_on_a_gpu(seed: int) -> None:
     """In CUDA graphs, which leave gradients and results in memory that the next call writes to."""
     compare(seed, torch.device("cuda"), "inductor")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy_engines", ["auto", False], ids=["copies", "nccl"])
+@pytest.mark.parametrize("seed", range(300, 316))
+def test_loops_on_two_gpus(nccl2: Any, seed: int, copy_engines: Any) -> None:
+    assert nccl2.run(on_two_ranks, seed, ws.Inductor(copy_engines=copy_engines)) == [None, None]

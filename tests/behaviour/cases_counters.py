@@ -74,7 +74,7 @@ def an_optimizer_counts(run: Run) -> Job:
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda opt: lr_scheduler.StepLR(opt, 2, 0.5),
     "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 4),
-    "one_cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.3, total_steps=12),
+    "one_cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.3, total_steps=20),
     "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: min(1.0, (epoch + 1) / 3)),
     "exponential": lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
     "warm_restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),

@@ -55,7 +55,9 @@ def tied_weights(run: Run) -> Job:
         return loss
 
     generator = torch.Generator().manual_seed(run.rank)
-    batches = [(torch.randint(FEATURES, (ROWS, 4), generator=generator),) for _ in range(3)]
+    batches = [
+        (torch.randint(FEATURES, (ROWS, 4), generator=generator, device="cpu").to(run.device),) for _ in range(3)
+    ]
     return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
 
 
@@ -188,7 +190,8 @@ class Noisy(nn.Module):
         self.body = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[torch.randperm(len(x)).argsort()] + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(x.shape)
+        order = torch.randperm(len(x), device=x.device).argsort()
+        x = x[order] + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(x.shape, device=x.device)
         return F.gumbel_softmax(self.body(x), tau=2.0)
 
 

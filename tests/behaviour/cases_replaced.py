@@ -81,7 +81,7 @@ def replaces_a_variable(run: Run) -> Job:
 
     def keep(held: Any, loss: Tensor) -> Tensor:
         nonlocal total, count
-        total, count = total + loss * torch.arange(3.0), count + 1
+        total, count = total + loss * torch.arange(3.0, device=loss.device), count + 1
         return total / count
 
     return replacing(run, keep, None, seen=lambda: [total, count])

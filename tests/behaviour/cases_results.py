@@ -300,7 +300,8 @@ def averaged_model(run: Run, options: dict[str, Any]) -> Job:
     """Its counter decides whether weights are copied or averaged, so the second call is one retrace."""
     module = mlp()
     model, opt = run.model(module), sgd(module)
-    average = swa_utils.AveragedModel(module, **options)
+    with torch.device("cpu"):  # where its counter is, unless somebody says where it is to be
+        average = swa_utils.AveragedModel(module, **options)
 
     @run.compile
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -355,7 +355,7 @@ def gan(run: Run) -> Job:
         fake = generator(noise)
         judges_opt.zero_grad()
         judged = discriminator(torch.cat([real, fake.detach()]))
-        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)])
+        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)]).to(judged.device)
         judges_loss = F.binary_cross_entropy_with_logits(judged, truth)
         judges_loss.backward()
         judges_opt.step()

@@ -15,6 +15,7 @@ generator. The records must be equal bit for bit, unless the case carries a tole
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -76,6 +77,9 @@ class Run:
 
     rank = 0
     size = 1
+    device = torch.device("cpu")
+    more_calls = 0
+    """With the last batch, beyond those that a case asks for."""
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """What decorates the step."""
@@ -93,15 +97,19 @@ class Run:
         """Around every forward and backward of a step that is not the last one to reach the parameters."""
         return nullcontext()
 
+    def made_here(self) -> AbstractContextManager[object]:
+        """Around what makes tensors that do not say where."""
+        return nullcontext() if self.device.type == "cpu" else self.device
+
     def batches(self, calls: int, *shapes: tuple[int, ...], classes: int = 0) -> list[tuple[Tensor, ...]]:
         """Random batches, different on every rank; with `classes`, class indices of the first dimension at the end."""
         generator = torch.Generator().manual_seed(self.rank + 1)
         made = []
         for _ in range(calls):
-            batch = [torch.randn(shape, generator=generator) for shape in shapes]
+            batch = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
             if classes:
-                batch.append(torch.randint(classes, shapes[0][:1], generator=generator))
-            made.append(tuple(batch))
+                batch.append(torch.randint(classes, shapes[0][:1], generator=generator, device="cpu"))
+            made.append(tuple(one.to(self.device) for one in batch))
         return made
 
 
@@ -134,11 +142,11 @@ class EagerDDP(Run):
 
 
 class Compiled(Run):
-    """`wholestep.compile` with the eager backend, over the world when a process group exists."""
+    """`wholestep.compile`, over the world when a process group exists."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: ws.config.Backend = "eager") -> None:
         self.steps: list[ws.CompiledStep] = []
-        self.strategy = None
+        self.strategy, self.backend = None, backend
         if dist.is_initialized():
             self.rank, self.size, self.strategy = dist.get_rank(), dist.get_world_size(), ws.DDP()
 
@@ -148,7 +156,7 @@ class Compiled(Run):
         return module
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        step = ws.compile(fn, strategy=self.strategy, backend="eager")
+        step = ws.compile(fn, strategy=self.strategy, backend=self.backend)
         self.steps.append(step)
         return step
 
@@ -217,33 +225,39 @@ def record(job: Job, returned: object, batch: object) -> Record:
         seen.update(observe(one, name))
     seen.update(owned_params(job.objects))
     seen["rng"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        seen["rng of the GPU"] = torch.cuda.get_rng_state()
     return seen
 
 
 def play(case: Case, run: Run) -> list[Record]:
     """Build the case under `run` and call its step on every batch; one record per call."""
-    torch.manual_seed(BUILD_SEED)
-    job = case.build(run)
-    torch.manual_seed(CALL_SEED + run.rank)
     records = []
     with warnings.catch_warnings():
+        torch.manual_seed(BUILD_SEED)
+        with run.made_here():
+            job = case.build(run)
+        torch.manual_seed(CALL_SEED + run.rank)
         # A compiled step must count as a step of its optimizers, or the first scheduler.step() warns.
         warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
-        for call, batch in enumerate(job.batches):
+        for call, batch in enumerate([*job.batches, *[job.batches[-1]] * run.more_calls]):
             returned = job.step(*batch)
             records.append(record(job, returned, batch))
-            if job.between is not None:
-                job.between(call)
+            if job.between is not None and call < len(job.batches):
+                with run.made_here():
+                    job.between(call)
     return records
 
 
-def same(want: object, came: object, tolerance: float = 0.0) -> bool:
-    """Equality of two leaves: bit for bit, NaN equal to NaN, or within `tolerance` on floating-point tensors."""
+def same(want: object, came: object, tolerance: float = 0.0, *, rounds: bool = False) -> bool:
+    """Equality of two leaves: bit for bit, NaN equal to NaN, or within `tolerance` on floating-point tensors; with
+    `rounds`, and on plain numbers, within what the dtype leaves of a few steps whose sums have another order."""
     if isinstance(want, Tensor) and isinstance(came, Tensor):
         if (want.shape, want.dtype, want.device, want.layout) != (came.shape, came.dtype, came.device, came.layout):
             return False
-        if tolerance and (want.is_floating_point() or want.is_complex()):
-            return torch.allclose(want, came, rtol=0.0, atol=tolerance, equal_nan=True)
+        if (tolerance or rounds) and (want.is_floating_point() or want.is_complex()):
+            relative = 2**10 * torch.finfo(want.dtype).eps if rounds else 0.0
+            return torch.allclose(want, came, rtol=relative, atol=max(tolerance, relative), equal_nan=True)
         # NaN is not equal to itself, in complex tensors least of all: `equal_nan` of allclose covers both.
         return torch.equal(want, came) or (
             (want.is_floating_point() or want.is_complex())
@@ -251,6 +265,8 @@ def same(want: object, came: object, tolerance: float = 0.0) -> bool:
         )
     if isinstance(want, float) and isinstance(came, float) and want != want:
         return came != came
+    if rounds and isinstance(want, float) and isinstance(came, float):
+        return math.isclose(want, came, rel_tol=1e-6, abs_tol=1e-6)
     return type(want) is type(came) and want == came
 
 
@@ -263,7 +279,9 @@ def difference(want: object, came: object) -> str:
     return f"wanted {shown[0]}, came {shown[1]}"
 
 
-def differences(want: Sequence[Record], came: Sequence[Record], tolerance: float = 0.0) -> list[str]:
+def differences(
+    want: Sequence[Record], came: Sequence[Record], tolerance: float = 0.0, *, rounds: bool = False
+) -> list[str]:
     """One sentence per path and call where two runs do not agree."""
     found = []
     if len(want) != len(came):
@@ -274,7 +292,7 @@ def differences(want: Sequence[Record], came: Sequence[Record], tolerance: float
         for path in other.keys() - one.keys():
             found.append(f"call {call}: {path} exists only in the compiled run")
         for path in one:
-            if path in other and not same(one[path], other[path], tolerance):
+            if path in other and not same(one[path], other[path], tolerance, rounds=rounds):
                 found.append(f"call {call}: {path}: {difference(one[path], other[path])}")
     return found
 
@@ -299,21 +317,20 @@ class Registry:
         return register
 
 
-def compare(case: Case, reference: Run) -> tuple[list[str], int]:
-    """Play the case under `reference` and compiled: what differs, and the number of traces.
+def compare(case: Case, reference: Run, compiled: Compiled, *, rounds: bool = False) -> list[str]:
+    """Play the case under `reference` and compiled, and say what differs.
 
     Starts the compiled run from the same random state; leaves the process's random state as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        want = play(case, reference)
-        compiled = Compiled()
-        came = play(case, compiled)
-    return differences(want, came, case.tolerance), compiled.traces
+        want, came = play(case, reference), play(case, compiled)
+    return differences(want, came, case.tolerance, rounds=rounds)
 
 
 def check(case: Case, reference: Run) -> list[str]:
     """Every complaint about one case, empty when the compiled run is right."""
-    found, traces = compare(case, reference)
-    if case.traces and traces not in case.traces:
-        found.append(f"traced {traces} times, wanted {' or '.join(map(str, case.traces))}")
+    compiled = Compiled()
+    found = compare(case, reference, compiled)
+    if case.traces and compiled.traces not in case.traces:
+        found.append(f"traced {compiled.traces} times, wanted {' or '.join(map(str, case.traces))}")
     return found

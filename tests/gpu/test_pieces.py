@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -142,18 +143,22 @@ WAYS: dict[str, tuple[Step, str]] = {
 }
 
 
-def batch(number: int, rows: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(number)
+def batch(number: int, rows: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number + 100 * rank)
     x = torch.randn(rows, 8, generator=draw, dtype=torch.float64)
     return x.cuda(), torch.randint(5, (rows,), generator=draw).cuda()
 
 
-def train(step: Step, *, rows: Callable[[int], int] = lambda number: 12, rate: float = 0.0) -> tuple[list[Any], Any]:
+def train(
+    step: Step, *, rows: Callable[[int], int] = lambda number: 12, rate: float = 0.0, rank: int = 0, ddp: bool = False
+) -> tuple[list[Any], Any]:
     """What every call gives, looked at behind the last one, and the parameters, gradients and state in the end."""
     torch.manual_seed(0)
     model = Net(rate).double().cuda()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    found = [step(model, opt, *batch(number, rows(number)), number) for number in range(CALLS)]
+    called = DistributedDataParallel(model) if ddp else model
+    torch.manual_seed(rank)
+    found = [step(called, opt, *batch(number, rows(number), rank), number) for number in range(CALLS)]
     grads = [param.grad for param in model.parameters()]
     return found, (list(model.parameters()), grads, opt.state_dict())
 
@@ -170,6 +175,24 @@ def test_trains_as_eager_code_does(name: str) -> None:
     backend = step.explain().backend
     assert backend.startswith(f"inductor, {graphs}"), backend
     assert graphs.endswith("where") or backend == f"inductor, {graphs}"
+
+
+def on_ranks(name: str, copy_engines: Any) -> str:
+    """How the step ran on a rank, where it did as eager DistributedDataParallel."""
+    fn, rank = WAYS[name][0], ws.init().rank
+    step = ws.compile(fn, strategy=ws.DDP(), backend=ws.Inductor(copy_engines=copy_engines))
+    # Every third call has other rows, on one rank two calls later than on the other one.
+    rows = lambda number: 32 if (number - 2 * rank) % 5 == 4 else 12  # noqa: E731
+    close(train(step, rows=rows, rate=0.2, rank=rank), train(fn, rows=rows, rate=0.2, rank=rank, ddp=True))
+    return step.explain().backend
+
+
+@pytest.mark.parametrize("copy_engines", ["auto", False], ids=["copies", "nccl"])
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_train_as_eager_ddp_does(nccl2: Any, name: str, copy_engines: Any) -> None:
+    """Each of them cuts the step in the same places, and captures its pieces when it comes to them."""
+    for backend in nccl2.run(on_ranks, name, copy_engines):
+        assert backend.startswith(f"inductor, {WAYS[name][1]}"), backend
 
 
 @pytest.mark.parametrize("name", ["reads_before_the_backward", "uses_a_number", "two_parts"])

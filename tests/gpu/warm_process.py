@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests import shared_gpu  # noqa: F401  its ranks share a GPU where that is asked for
 from wholestep.lower import compiler
 from wholestep.run.shelf import Shelf
 

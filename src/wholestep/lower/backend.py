@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -62,6 +62,7 @@ from wholestep.run.shelf import Shelf
 
 if TYPE_CHECKING:
     from wholestep.lower import compiler, inductor
+    from wholestep.lower.compiler import Compiled
 else:
     compiler, inductor = later("wholestep.lower.compiler"), later("wholestep.lower.inductor")
 
@@ -134,6 +135,8 @@ class Inductor:
         self.why_no_graph = "" if self._on_gpu else "there is no GPU"
         """Why nothing of the last program became a CUDA graph; empty if something did."""
         self._graphs = "one CUDA graph"
+        self._refused: dict[Any, str] = {}
+        """Targets of calls that no graph can hold, as was found out in a capture, with what was said."""
 
     @property
     def name(self) -> str:
@@ -242,12 +245,12 @@ class Inductor:
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._lists.as_it_arrives(program)
-        parts = split(program) if self._options.cuda_graph == "auto" else "it was not asked for"
+        parts = split(program, self._refused) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             self._goes_without(parts)
             return lower(program)
         self.why_no_graph, self._graphs = "", parts.told
-        return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed)
+        return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed, refused=self._refused)
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
@@ -306,7 +309,7 @@ class Inductor:
         tell("waiting for kernels")
         self._inductor.finish()
 
-    def _compiled(self, segment: Segment) -> inductor.Compiled:
+    def _compiled(self, segment: Segment) -> Compiled:
         return self._lists.compile(segment) or self._inductor.compile(segment)
 
     def _goes_without(self, reason: str) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import host_products, launches, onednn, resampling, row_sums, wrapper
+from wholestep.lower import behind, host_products, launches, onednn, resampling, row_sums, wrapper
 from wholestep.lower.numbers import Numbers
 from wholestep.lower.patient import is_of_triton, patient
 from wholestep.lower.postponed import put_off
@@ -53,6 +54,7 @@ _APART: dict[str, object] = {"max_fusion_size": 1}
 """For what Triton compiles with no block size: the kernels it has failed at add up what they store on their way, with
 whole rows at a time or parts of them."""
 
+_BEHIND = "post_grad_custom_post_pass"
 _LENIENT = "triton.mix_order_reduction_non_strict_mode"
 _ROWS_OF_PROGRAM = "triton.mix_order_reduction_split_size"
 _FEWEST_ROWS, _MANY_ROWS = 512, 4096
@@ -72,11 +74,22 @@ def start_workers() -> None:
         async_compile.maybe_warm_pool()
 
 
-def begun(
-    segment: Segment, *, early_launches: bool, own_products: bool
-) -> Callable[[], Callable[[list[Any]], Sequence[Any]]]:
-    """Has a segment compiled, and gives what waits for its kernels: it returns a function that does what the segment
-    does (takes a list, which it empties, and gives a list).
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""What a segment does: takes a list, which it empties, and gives a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A segment whose kernels are being compiled."""
+
+    graph: Compiled
+    """As Inductor has written it; not to be called yet."""
+    finish: Callable[[], Compiled]
+    """Waits for the kernels. Another graph where Triton could not compile those of this one."""
+
+
+def begun(segment: Segment, *, early_launches: bool, own_products: bool) -> Begun:
+    """Has a segment written, and its kernels compiled.
 
     `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`, or
     on a CPU of `lower.host_products`.
@@ -89,7 +102,7 @@ def begun(
             raise
         found, rest = begin(_APART)
 
-    def finish() -> Callable[[list[Any]], Sequence[Any]]:
+    def finish() -> Compiled:
         try:
             rest()
             return found
@@ -100,21 +113,20 @@ def begun(
         other_rest()
         return other
 
-    return finish
+    return Begun(found, finish)
 
 
 def _begun(
     segment: Segment, more: dict[str, object], *, early_launches: bool, own_products: bool
-) -> tuple[Callable[[list[Any]], Sequence[Any]], Callable[[], None]]:
+) -> tuple[Compiled, Callable[[], None]]:
     """What Inductor makes of a segment with some options more, not to be called before the second is."""
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
     device = _device(segment)
-    settings, context = settings_for(graph.graph, device.type) | more, TracingContext(mode)
-    if own_products and device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
-        settings |= _by_the_faster_library()
+    settings = settings_for(graph.graph, device.type) | more | _own_passes(segment, device, own_products)
+    context = TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
     with tracing(context), mode, inductor_config.patch(settings), ways, patient(), put_off() as rest:
         found = compile_fx_inner(graph, inputs)
@@ -150,12 +162,17 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
     return settings
 
 
-def _by_the_faster_library() -> dict[str, object]:
-    """Options with which products of a CPU are timed; none where there is one library for them."""
-    if reason := onednn.why_not():
-        _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
-        return {}
-    return {"post_grad_custom_post_pass": host_products.ByOneDNN(inductor_config.post_grad_custom_post_pass)}
+def _own_passes(segment: Segment, device: torch.device, own_products: bool) -> dict[str, object]:
+    """Options with which Inductor runs our passes over a segment."""
+    own: dict[object, behind.GraphPass] = {}
+    if own_products and device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
+        if reason := onednn.why_not():
+            _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
+        else:
+            own["wholestep::product", torch.get_num_threads()] = host_products.choose
+    if len(segment.stored) > 1:
+        own["wholestep::keep_values"] = behind.keep_values
+    return {_BEHIND: behind.Behind(getattr(inductor_config, _BEHIND), own)} if own else {}
 
 
 @functools.cache

@@ -382,7 +382,8 @@ def why_not(group: str, device: torch.device) -> str:
     if local != int(os.environ.get("WORLD_SIZE", "-1")):
         return "ranks are on several hosts, or nobody says that they are on one (LOCAL_WORLD_SIZE)"
     count = torch.cuda.device_count()
-    if count < size:
+    shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # torch maps memory within a GPU, too
+    if count < size and not shared:
         return f"this process sees {count} of {size} GPUs"
     pairs = ((one, other) for one in range(count) for other in range(one))
     if not all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs):

@@ -87,11 +87,14 @@ class Graphed:
         lower: Callable[[Program], Step],
         pool: Pool,
         tell: Callable[[Parts | str], None],
+        *,
+        refused: dict[Any, str],
     ) -> None:
         """`tell` is given the parts where they are others than `parts`, or the reason why all runs as it is from then
-        on."""
+        on. `refused` are the targets of calls by which `parts` are cut, with what was said; those that turn out to be
+        none for a graph here are added, for other programs."""
         self._program, self._lower, self._pool, self._tell = program, lower, pool, tell
-        self._refused: dict[Any, str] = {}
+        self._refused, self._cut_by = refused, {*refused}
         self._error: Exception | None = None
         """Why a capture has failed in the call that is running."""
         self._gave_up = False
@@ -186,8 +189,9 @@ class Graphed:
         self._error = None
         self.give_up()
         found = _culprit(error)
-        if found is not None and found[0] not in self._refused and len(self._refused) < _MOST_REFUSED:
-            self._refused[found[0]] = found[1]
+        if found is not None and found[0] not in self._cut_by and len(self._cut_by) < _MOST_REFUSED:
+            self._refused.setdefault(*found)
+            self._cut_by = {*self._refused}
             parts = split(self._program, self._refused)
             if isinstance(parts, Parts):
                 self._use(parts)

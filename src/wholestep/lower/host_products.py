@@ -21,7 +21,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._inductor import ir
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.lowering import register_lowering
 
 from wholestep.cost.compute import matmul_flops
@@ -50,26 +49,6 @@ class _Operand:
         """Random numbers that lie so."""
         reach = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return torch.randn(reach).as_strided(self.shape, self.stride)
-
-
-class ByOneDNN(CustomGraphPass):
-    """The pass of Inductor that has oneDNN multiply where it is faster, behind passes that the user has given it."""
-
-    def __init__(self, others: Any) -> None:
-        """`others`: what the user has put where this one goes, as Inductor's option has it: one, several, or None."""
-        self._others: list[Any] = list(others) if isinstance(others, (list, tuple)) else [others] if others else []
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """See the class."""
-        for other in self._others:
-            other(graph)
-        choose(graph)
-
-    def uuid(self) -> object | None:
-        """What Inductor's cache knows this pass by. None, so that it keeps nothing, where one of the user's has no
-        name."""
-        names = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._others]
-        return None if None in names else ("wholestep::product", torch.get_num_threads(), *names)
 
 
 def choose(graph: fx.Graph) -> int:

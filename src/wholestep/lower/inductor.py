@@ -15,7 +15,7 @@ import pickle
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,12 +47,11 @@ from wholestep.program.segment import Segment
 
 if TYPE_CHECKING:
     from wholestep.lower import compiler
+    from wholestep.lower.compiler import Begun, Compiled
 else:
     compiler = later("wholestep.lower.compiler")
 
 log = logging.getLogger("wholestep")
-
-Compiled = Callable[[list[Any]], Sequence[Any]]
 
 _LEAST_CAPABILITY = 7
 """Of the GPUs that Inductor's kernels run on, the oldest generation: Volta."""
@@ -179,8 +178,7 @@ class Inductor:
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
-        self._unfinished: dict[str, Callable[[], Compiled]] = {}
-        """What waits for the kernels of a segment that was begun."""
+        self._unfinished: dict[str, Begun] = {}
         self._device, self._on_cpu = device, device.type == "cpu"
         if not self._on_cpu:
             _choose_assembler()
@@ -227,8 +225,8 @@ class Inductor:
     def finish(self) -> None:
         """Waits for what was begun. Raises what the compiler raises; what is not finished then is as if not begun."""
         try:
-            for likeness, finish in self._unfinished.items():
-                self._compiled[likeness] = finish()
+            for likeness, begun in self._unfinished.items():
+                self._compiled[likeness] = begun.finish()
         finally:
             self._unfinished.clear()
 
@@ -244,8 +242,9 @@ class Inductor:
             self._asking.join()
 
     def texts(self) -> list[str]:
-        """The modules that Inductor has written."""
-        return [one.source_code for one in self._compiled.values() if isinstance(one, CompiledFxGraph)]
+        """The modules that Inductor has written, those of segments that are not finished, too."""
+        written = [*self._compiled.values(), *(begun.graph for begun in self._unfinished.values())]
+        return [one.source_code for one in written if isinstance(one, CompiledFxGraph)]
 
     def written(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""

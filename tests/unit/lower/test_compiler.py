@@ -44,7 +44,7 @@ def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tens
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(fn, [x]))
     (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
-    run = compiler.begun(segment, early_launches=False, own_products=False)()
+    run = compiler.begun(segment, early_launches=False, own_products=False).finish()
     (found,) = run([x.clone()])
     assert torch.equal(found, fn(x))
 
@@ -74,9 +74,9 @@ def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPa
     with fresh_cache():
         if text == "syntax error":
             with pytest.raises(RuntimeError, match=text):
-                compiler.begun(segment, early_launches=False, own_products=False)()
+                compiler.begun(segment, early_launches=False, own_products=False).finish()
             return
-        run = compiler.begun(segment, early_launches=False, own_products=False)()
+        run = compiler.begun(segment, early_launches=False, own_products=False).finish()
     assert seen == [True, False]
     assert torch.equal(run([x.clone()])[0], beside_nothing(x))
 
@@ -135,3 +135,16 @@ def test_without_these_options_nothing_changes(monkeypatch: pytest.MonkeyPatch) 
     assert _LENIENT in settings_for(graph, "cuda")
     monkeypatch.setattr(compiler, "_ROWS_OF_PROGRAM", "triton.no_such_option")
     assert settings_for(graph, "cuda") == compiler._SETTINGS["cuda"]
+
+
+def test_what_is_written_can_be_read_before_its_kernels_are_there() -> None:
+    """Kernels of ours that it calls are built meanwhile."""
+    x = torch.arange(24.0).view(4, 3, 2)
+    program = builders.without_gradients(builders.capture(beside_nothing, [x]))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
+    ours = inductor.Inductor(torch.device("cpu"))
+    ours.begin(segment)
+    (text,) = ours.texts()
+    assert "async_compile.wait" in text
+    ours.finish()
+    assert ours.texts() == [text]

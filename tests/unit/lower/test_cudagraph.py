@@ -208,7 +208,7 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
 
     parts = split(program)
     assert isinstance(parts, Parts)
-    graphed = Graphed(program, parts, lower, Pool(torch.device("cpu")), backend._has_failed)
+    graphed = Graphed(program, parts, lower, Pool(torch.device("cpu")), backend._has_failed, refused={})
     assert backend.name == "inductor, one CUDA graph"
     with caplog.at_level(logging.WARNING):
         found = [graphed([torch.ones(3)])[0] for _ in range(5)]
@@ -382,7 +382,7 @@ def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 def graphed_of(program: Program, pool: Replays) -> tuple[Graphed, list[Any]]:
     parts, failures = split(program), list[Any]()
     assert isinstance(parts, Parts), parts
-    return Graphed(program, parts, pool.lower, pool, failures.append), failures
+    return Graphed(program, parts, pool.lower, pool, failures.append, refused={}), failures
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -8,11 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -96,31 +94,6 @@ def test_the_shortest_of_several_runs_counts():
     times = host_products._times_us({name: lambda name=name: run(name) for name in calls})
     assert set(calls.values()) == {1 + host_products._ROUNDS}
     assert all(0 <= us < 1e4 for us in times.values())
-
-
-class Noted(CustomGraphPass):
-    """A pass of the user's."""
-
-    def __init__(self, name: str | None = "theirs") -> None:
-        self.name, self.seen = name, list[list[Any]]()
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.seen.append([node.target for node in graph.nodes])
-
-    def uuid(self) -> object | None:
-        return self.name
-
-
-def test_passes_of_the_user_run_before_and_name_the_cache_too():
-    theirs, graph = Noted(), make_fx(torch.mm, tracing_mode="fake")(torch.empty(4, 4), torch.empty(4, 4)).graph
-    for others in (theirs, [theirs], (theirs, theirs)):
-        ours = host_products.ByOneDNN(others)
-        ours(graph)
-        assert ours.uuid() != host_products.ByOneDNN(None).uuid()
-    assert len(theirs.seen) == 4
-    assert host_products.ByOneDNN([theirs, lambda graph: None]).uuid() is None
-    assert host_products.ByOneDNN(Noted(None)).uuid() is None
-    assert host_products.ByOneDNN(None).uuid() == host_products.ByOneDNN([]).uuid() is not None
 
 
 def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

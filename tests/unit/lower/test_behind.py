@@ -1,0 +1,129 @@
+"""Passes over what Inductor is about to lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.unit import builders
+from wholestep.lower import compiler, inductor
+from wholestep.lower.backend import segments_of
+from wholestep.lower.behind import Behind, keep_values
+from wholestep.passes.pipeline import run_passes
+from wholestep.passes.segments import form_segments
+
+aten = torch.ops.aten
+
+
+class Noted(CustomGraphPass):
+    """A pass of the user's."""
+
+    def __init__(self, name: str | None = "theirs") -> None:
+        self.name, self.seen = name, list[list[Any]]()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append([node.target for node in graph.nodes])
+
+    def uuid(self) -> object | None:
+        return self.name
+
+
+def note(graph: fx.Graph) -> None: ...
+
+
+def test_passes_of_the_user_run_before_and_name_the_cache_too() -> None:
+    theirs, graph = Noted(), make_fx(torch.mm, tracing_mode="fake")(torch.empty(4, 4), torch.empty(4, 4)).graph
+    ran = list[int]()
+    for others in (theirs, [theirs], (theirs, theirs)):
+        ours = Behind(others, {"own": lambda graph: ran.append(len(theirs.seen))})
+        ours(graph)
+        assert ours.uuid() != Behind(None, {"own": note}).uuid()
+    assert ran == [1, 2, 4]
+    assert Behind([theirs, note], {"own": note}).uuid() is None
+    assert Behind(Noted(None), {"own": note}).uuid() is None
+    assert Behind(None, {"own": note}).uuid() == Behind([], {"own": note}).uuid() is not None
+    assert Behind(None, {"own": note}).uuid() != Behind(None, {"other": note}).uuid()
+
+
+def swap(a: Tensor, b: Tensor) -> list[Tensor]:
+    return [b.clone(), a.clone(), (a * b).sin()]
+
+
+def shift(a: Tensor, b: Tensor) -> list[Tensor]:
+    return [a * 0.9 + b.sin(), a.clone(), a + b]
+
+
+def turn(a: Tensor, b: Tensor) -> list[Tensor]:
+    """One that is seen in another way, and a rotation."""
+    return [b.t().clone(), a.t().clone(), a + b]
+
+
+def no_change(a: Tensor, b: Tensor) -> list[Tensor]:
+    """What becomes nothing in other ways."""
+    return [b.sin(), aten.pow.Tensor_Scalar(a, 1) + 0.0 * b, aten.repeat.default(a, [1, 1])]
+
+
+Stored = Sequence[tuple[int, int]]
+"""Arguments of a function, and its results that are written to them."""
+
+
+@pytest.mark.parametrize(
+    ("fn", "stored"),
+    [
+        (swap, [(0, 0), (1, 1)]), (swap, [(1, 1), (0, 0)]), (shift, [(0, 0), (1, 1)]), (shift, [(1, 1), (0, 0)]),
+        (turn, [(0, 0), (1, 1)]), (no_change, [(0, 0), (1, 2)]), (no_change, [(1, 2), (0, 0)]),
+    ],
+)  # fmt: skip
+def test_what_is_stored_elsewhere_is_read_before_it_is_overwritten(
+    fn: Callable[..., list[Tensor]], stored: Stored
+) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(16, 16), torch.randn(16, 16)]
+    program = builders.without_gradients(builders.capture(fn, given))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
+    names = [node.name for node in segment.graph.find_nodes(op="placeholder")]
+    segment = replace(segment, stored=tuple((names.index(f"arg{number}_1"), result) for number, result in stored))
+    with fresh_cache():
+        compiled = compiler.begun(segment, early_launches=False, own_products=False).finish()
+    (found, ours), (wanted, theirs) = ((run, [one.clone() for one in given]) for run in (compiled, segment))
+    for one, other in zip(found(list(ours)), wanted(list(theirs)), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+    for one, other, before in zip(ours, theirs, given, strict=True):
+        torch.testing.assert_close(one, other)
+        assert not torch.equal(one, before)
+
+
+def test_nothing_is_copied_that_nobody_overwrites_before() -> None:
+    def stores(a: Tensor, b: Tensor, c: Tensor) -> None:
+        b.copy_(a)
+        a.copy_(c)
+        c.copy_(a.sin())
+
+    a, b, c = (torch.empty(4) for _ in range(3))
+    graph = make_fx(stores, tracing_mode="fake")(a, b, c).graph
+    assert keep_values(graph) == 0
+
+
+def test_a_swap_takes_one_copy() -> None:
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    for target, value in ((a, b), (b, a)):
+        graph.call_function(aten.copy_.default, (target, value))
+    graph.output(())
+    assert keep_values(graph) == 1
+    assert [node.target for node in graph.nodes][2:5] == [aten.clone.default, aten.copy_.default, aten.copy_.default]
+    first, second = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    assert first.args == (a, b)
+    assert second.args[1].args == (a,)
