@@ -84,7 +84,8 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
-    "lower/host_products.py": {"torch._inductor": "its place for passes of others, and calls that write where it says"},
+    "lower/behind.py": {"torch._inductor": "its place for passes of others"},
+    "lower/host_products.py": {"torch._inductor": "calls that write where it says"},
     "lower/inductor.py": {"torch._inductor": "its options and its C++ compiler, and the type of what it has compiled"},
     "lower/instructions.py": {"torch._inductor": "what it asks about a CPU, which another process may have answered"},
     "lower/kernels.py": {

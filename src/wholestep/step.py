@@ -333,9 +333,10 @@ class CompiledStep:
         """What the last signature used runs: collectives, buckets, reasons; predicted and measured times, memory."""
         last, lowering = self._last(), self._lowering(init())
         strategy = "DDP" if last.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
+        form = lowering.form(last.executable.runner)
         return explain(
-            self.program(), step=self._name, strategy=strategy, backend=lowering.name,
-            one_launch=lowering.is_one_launch, cost=self._cost(), measured=last.executable.measured,
+            self.program(), step=self._name, strategy=strategy, backend=form.told,
+            one_launch=form.is_one_launch, cost=self._cost(), measured=last.executable.measured,
             loaded_from=str(last.look.ready.path) if last.look.ready is not None else "",
         )  # fmt: skip
 

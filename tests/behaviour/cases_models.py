@@ -232,7 +232,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = F.pad(x, (0, 2)).view(len(x), 2, 4)
-        mask = nn.Transformer.generate_square_subsequent_mask(2)
+        mask = nn.Transformer.generate_square_subsequent_mask(2, device=x.device, dtype=x.dtype)
         return self.head(self.layer(tokens, src_mask=mask).mean(1))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
+from wholestep.lower.pool import Pool
 
 pytestmark = pytest.mark.gpu
 
@@ -76,3 +77,21 @@ def test_masks_are_those_of_eager_code(way: str, rate: float) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     again = [node for node in step.program().graph.nodes if "rng_set" in str(node.target)]
     assert bool(again) == (rate > 0)
+
+
+def test_what_a_capture_writes_comes_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has its own stream write where the generator stands, and nobody wait for that."""
+    pool, begins = Pool(torch.device("cuda", 0)), torch.cuda.CUDAGraph.capture_begin
+
+    def late(graph: torch.cuda.CUDAGraph, *args: Any, **options: Any) -> None:
+        torch.cuda._sleep(100_000_000)
+        begins(graph, *args, **options)
+
+    x = torch.zeros(4, device="cuda")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+        pool.capture(lambda: (x + 1,))
+    assert not torch.cuda.current_stream().query()  # it waits as long
+    torch.cuda.current_stream().synchronize()
+    assert pool._stream is not None
+    assert pool._stream.query()

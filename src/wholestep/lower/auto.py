@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from wholestep.config import Inductor as InductorOptions
 from wholestep.cost.model import CostModel
 from wholestep.errors import InternalError
 from wholestep.lower import ahead, choice, eager
-from wholestep.lower.backend import Eager, Inductor, finds
+from wholestep.lower.backend import Eager, Form, Inductor, finds
 from wholestep.passes.pipeline import Pass
 from wholestep.passes.rows import Way
 from wholestep.program.later import later
@@ -59,19 +60,9 @@ class Auto:
         return self._chosen
 
     @property
-    def name(self) -> str:
-        """What runs, for people, and why it was chosen."""
-        return f"{self._backend.name} (auto: {self._why})"
-
-    @property
     def shares_kernels(self) -> bool:
         """See `Eager.shares_kernels`."""
         return self._backend.shares_kernels
-
-    @property
-    def is_one_launch(self) -> bool:
-        """See `Eager.is_one_launch`."""
-        return self._backend.is_one_launch
 
     def prepare(self) -> None:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
@@ -98,6 +89,11 @@ class Auto:
     def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
         """See `Eager.lower`."""
         return self._backend.lower(program, wait)
+
+    def form(self, step: Step) -> Form:
+        """See `Eager.form`, and why it was chosen."""
+        form = self._backend.form(step)
+        return replace(form, told=f"{form.told} (auto: {self._why})")
 
     def _choose(self, placed: Program) -> Eager | Inductor:
         on_cpu = self._device.type == "cpu"

@@ -8,9 +8,10 @@ import itertools
 import logging
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -32,7 +33,7 @@ from wholestep.lower import (
     row_sums,
     table_rows,
 )
-from wholestep.lower.pieces import Parts, split
+from wholestep.lower.pieces import split
 from wholestep.passes.activations import fuse_activations
 from wholestep.passes.average import average_on_the_way
 from wholestep.passes.batch_norm import plain_batch_norms
@@ -72,14 +73,21 @@ _BY_INDUCTOR, _OVER_LISTS = b"I", b"L"
 """Marks in front of what was compiled of a segment: by whom."""
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a program runs that was lowered."""
+
+    told: str
+    """For people."""
+    is_one_launch: bool = False
+    """Whether the host launches the whole step at once."""
+
+
 class Eager:
     """Runs the graph's own text, node by node."""
 
-    name = "eager"
     shares_kernels = False
     """Whether ranks use what rank 0 has compiled: it lowers before it meets the others, who lower behind that."""
-    is_one_launch = False
-    """Whether the host launches the whole step at once."""
 
     def prepare(self) -> None:
         """Starts what takes a while and will be needed to compile, before anything is captured."""
@@ -111,6 +119,10 @@ class Eager:
         """A function from flat inputs to flat results. `wait` stands in for ``wait_tensor``."""
         return eager.lower(program, wait=wait)
 
+    def form(self, step: Step) -> Form:
+        """How something runs that `lower` has given."""
+        return Form("eager")
+
 
 class Inductor:
     """Runs segments of the graph as Inductor compiles them and, on a GPU, all of it as one CUDA graph, or as few
@@ -132,21 +144,10 @@ class Inductor:
         self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=self._tunes)
         self._lists = lists.Plans()
         self._pool = pool.Pool(device)
-        self.why_no_graph = "" if self._on_gpu else "there is no GPU"
-        """Why nothing of the last program became a CUDA graph; empty if something did."""
-        self._graphs = "one CUDA graph"
+        self._reasons: WeakKeyDictionary[Step, str] = WeakKeyDictionary()
+        """Why nothing of a lowered program is a CUDA graph."""
         self._refused: dict[Any, str] = {}
         """Targets of calls that no graph can hold, as was found out in a capture, with what was said."""
-
-    @property
-    def name(self) -> str:
-        """What runs, for people."""
-        return f"inductor, {f'no CUDA graph: {self.why_no_graph}' if self.why_no_graph else self._graphs}"
-
-    @property
-    def is_one_launch(self) -> bool:
-        """See `Eager.is_one_launch`."""
-        return not self.why_no_graph
 
     def prepare(self) -> None:
         """See `Eager.prepare`."""
@@ -247,10 +248,18 @@ class Inductor:
         program = self._lists.as_it_arrives(program)
         parts = split(program, self._refused) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
-            self._goes_without(parts)
-            return lower(program)
-        self.why_no_graph, self._graphs = "", parts.told
-        return cudagraph.Graphed(program, parts, lower, self._pool, self._has_failed, refused=self._refused)
+            log.info("no CUDA graph: %s", parts)
+            step = lower(program)
+            self._reasons[step] = parts
+            return step
+        return cudagraph.Graphed(program, parts, lower, self._pool, refused=self._refused)
+
+    def form(self, step: Step) -> Form:
+        """See `Eager.form`."""
+        if isinstance(step, cudagraph.Graphed) and not step.why_none:
+            return Form(f"inductor, {step.told}", is_one_launch=True)
+        reason = step.why_none if isinstance(step, cudagraph.Graphed) else self._reasons.get(step, "there is no GPU")
+        return Form(f"inductor, no CUDA graph: {reason}")
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
@@ -311,19 +320,6 @@ class Inductor:
 
     def _compiled(self, segment: Segment) -> Compiled:
         return self._lists.compile(segment) or self._inductor.compile(segment)
-
-    def _goes_without(self, reason: str) -> None:
-        self.why_no_graph = reason
-        log.info("no CUDA graph: %s", reason)
-
-    def _has_failed(self, found: Parts | str) -> None:
-        """A capture has failed: the parts that are captured from now on, or why nothing is."""
-        if isinstance(found, Parts):
-            self._graphs = found.told
-            log.info("the step runs as %s", self._graphs)
-            return
-        self.why_no_graph = f"its capture failed: {found}"
-        log.warning("the step runs without a CUDA graph, since %s", self.why_no_graph)
 
 
 def way_by_copies(grad: fx.Node, ranks: int, *, makes: Makes) -> Way:

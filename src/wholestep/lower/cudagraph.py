@@ -24,6 +24,7 @@ Note: warm-up
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ from wholestep.lower.pool import Pool
 from wholestep.program.program import InputKind, OutputKind, Program
 from wholestep.program.show import Step
 from wholestep.run import teardown
+
+log = logging.getLogger("wholestep")
 
 WARM_UP_CALLS = 2
 
@@ -86,18 +89,17 @@ class Graphed:
         parts: Parts,
         lower: Callable[[Program], Step],
         pool: Pool,
-        tell: Callable[[Parts | str], None],
         *,
         refused: dict[Any, str],
     ) -> None:
-        """`tell` is given the parts where they are others than `parts`, or the reason why all runs as it is from then
-        on. `refused` are the targets of calls by which `parts` are cut, with what was said; those that turn out to be
+        """`refused` are the targets of calls by which `parts` are cut, with what was said; those that turn out to be
         none for a graph here are added, for other programs."""
-        self._program, self._lower, self._pool, self._tell = program, lower, pool, tell
+        self._program, self._lower, self._pool = program, lower, pool
         self._refused, self._cut_by = refused, {*refused}
         self._error: Exception | None = None
         """Why a capture has failed in the call that is running."""
-        self._gave_up = False
+        self.why_none = ""
+        """Why all runs as it is, where a capture has failed for good."""
         self._lent: lent.Lent | None = None
         """The gradients that were not copied."""
         self._lends = lent.is_possible()
@@ -132,6 +134,11 @@ class Graphed:
         self._stay = all(n in in_graphs or parts.places[n][1] < len(parts.inputs) for n in self._on_device)
         """Whether results lie in the same memory in every call."""
 
+    @property
+    def told(self) -> str:
+        """Of how many graphs the step is made, and what cuts it, for people."""
+        return self._parts.told
+
     def let_go(self, group: str) -> None:
         """Gives up the graphs if they may hold collectives of the group. The next call captures again."""
         if group in self._groups and any(piece.graph is not None for piece in self._pieces):
@@ -150,7 +157,7 @@ class Graphed:
         values = [*(inputs[number] for number in self._parts.inputs), *home[:num_handed]]
         values += [None] * (self._parts.num_values - len(values))
         self._calls += 1
-        by_graphs = self._calls > WARM_UP_CALLS and not self._gave_up
+        by_graphs = self._calls > WARM_UP_CALLS and not self.why_none
         if by_graphs and self._lent is not None and not self._lent.are_free(inputs):
             self._lends = False
             self._pool.lends_no_more(self)
@@ -195,10 +202,10 @@ class Graphed:
             parts = split(self._program, self._refused)
             if isinstance(parts, Parts):
                 self._use(parts)
-                self._tell(parts)
+                log.info("the step runs as %s", self.told)
                 return
-        self._gave_up = True
-        self._tell(_cause(error))
+        self.why_none = f"its capture failed: {_cause(error)}"
+        log.warning("the step runs without a CUDA graph, since %s", self.why_none)
 
     def _found(self, home: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
         """The results in their order. Trailing ones of the host that are None have been left out."""

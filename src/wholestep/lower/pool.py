@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,12 @@ class Pool:
     [Note: what keeps a pool]
     The allocator gives a pool up when its last graph goes, and captures into it fail from then on: so does a step's
     second capture, before which its only graph goes. A graph that does next to nothing stays in the pool therefore.
+
+    [Note: the generator's places]
+    A replay reads where the random generator stands from a place on the device that all graphs share. A capture writes
+    a zero there, on its own stream, and torch has nobody wait for that. On a GPU that others use, too, it came behind
+    what the first replay had written, on the user's stream, and that replay drew other masks (4 of 60 runs with eight
+    processes on one GPU).
 
     [Note: a capture that failed]
     torch leaves its stream current then, the allocator waiting for the end and, up to 2.11, the random generator in the
@@ -97,9 +103,17 @@ class Pool:
             raise
         return graph, results
 
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Any:
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         # The threads of NCCL go on with their own calls meanwhile.
-        return torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"):
+            yield
+        self._settle()
+
+    def _settle(self) -> None:
+        """See "the generator's places"."""
+        assert self._stream is not None
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _renew(self) -> None:
         """A pool that nobody uses, with the graph that keeps it, and a stream to capture on."""
@@ -114,6 +128,7 @@ class Pool:
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
             graph.capture_end()  # where it was not come to
         torch.cuda.set_stream(before)
+        self._settle()
         graph.reset()
         index = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # raised by the first where the allocator knows that it has ended

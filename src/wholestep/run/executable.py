@@ -41,7 +41,7 @@ class Executable:
     ) -> None:
         """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
-        self._runner, self._world, self._buffers, self._name = runner, world, buffers, call
+        self.runner, self._world, self._buffers, self._name = runner, world, buffers, call
         self._inputs: quick.Inputs = binding.source()
         self._writes_early = writes_beside_communication(program)
         self._meter: Meter | None = None
@@ -62,7 +62,7 @@ class Executable:
         return quick.Run(inputs=self._inputs, function=self._function(), finish=finish)
 
     def _function(self) -> quick.Function:
-        return self.binding.keeping(self._runner if self._world.size == 1 else self._watched)
+        return self.binding.keeping(self.runner if self._world.size == 1 else self._watched)
 
     def _watched(self, inputs: list[Any]) -> tuple[Any, ...]:
         """The step among other ranks."""
@@ -70,17 +70,17 @@ class Executable:
             with named_failures(self._world, self._name):
                 if self._buffers is not None:
                     self._buffers.before_call()
-                return self._runner(inputs)
+                return self.runner(inputs)
         except RankMissingError as error:
             raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
 
     def _timed(self, meter: Meter, leaves: list[Any]) -> Any:
         """One step on the runner of the meter."""
-        runner, self._runner, self._meter = self._runner, meter.runner, None
+        runner, self.runner, self._meter = self.runner, meter.runner, None
         try:
             result = meter.time(lambda: self(leaves))
         finally:
-            self._runner = runner
+            self.runner = runner
             self._meter = meter
         if (measured := meter.measured) is not None:
             self.measured, self._meter = measured, None

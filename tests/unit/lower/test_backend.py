@@ -14,7 +14,7 @@ import wholestep.step
 from tests.unit.program.test_portable import segments_of, with_segments
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import ahead, binaries, column_sums, inductor, lists, row_sums
-from wholestep.lower.backend import Eager, Inductor
+from wholestep.lower.backend import Eager, Form, Inductor
 from wholestep.program.segment import Segment
 from wholestep.run import beside
 
@@ -130,10 +130,6 @@ def test_a_step_that_one_cuda_graph_launches_costs_the_host_one_launch(monkeypat
     step = ws.compile(lambda x: x + 1, backend="eager")
     step(torch.ones(2))
     for is_one in (False, True):
-        monkeypatch.setattr(Eager, "is_one_launch", is_one)
+        monkeypatch.setattr(Eager, "form", lambda own, lowered, is_one=is_one: Form("eager", is_one_launch=is_one))
         step.explain()
         assert told["one_launch"] is is_one
-    graphed = backend()
-    assert graphed.is_one_launch
-    graphed.why_no_graph = "it was not asked for"
-    assert not graphed.is_one_launch

@@ -27,6 +27,11 @@ CALIBRATED = replace(COST, source="calibrated on this host at 2026-01-01 00:00 (
 CPU = torch.device("cpu")
 
 
+def lowered(inputs: list[Any]) -> tuple[Any, ...]:
+    """What a backend might have given."""
+    return ()
+
+
 def many(x: Tensor) -> Tensor:
     for _ in range(20):
         x = (x + 1).tanh()
@@ -82,19 +87,19 @@ def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", 
 def test_without_a_calibration_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = auto(monkeypatch, COST)
     assert isinstance(chosen._backend, Eager)
-    assert "eager (auto: this host is not calibrated" in chosen.name
+    assert "eager (auto: this host is not calibrated" in chosen.form(lowered).told
 
 
 def test_a_calibration_that_says_so_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = auto(monkeypatch, CALIBRATED)
     assert isinstance(chosen._backend, Inductor)
-    assert "(auto: compiled kernels would take " in chosen.name
+    assert "(auto: compiled kernels would take " in chosen.form(lowered).told
 
 
 def test_what_does_not_pay_runs_as_it_is() -> None:
     chosen = Auto(CPU, lambda: CALIBRATED, lambda own: own)
     chosen.passes(builders.capture(product, [torch.empty(512, 512)]))
-    assert chosen.name == "eager (auto: compiled kernels would take 0% off the computation)"
+    assert chosen.form(lowered).told == "eager (auto: compiled kernels would take 0% off the computation)"
 
 
 def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +115,7 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_rank_that_cannot_compile_is_enough(monkeypatch: pytest.MonkeyPatch, who: dict[str, str]) -> None:
     chosen = auto(monkeypatch, CALIBRATED, **who)
     assert isinstance(chosen._backend, Eager)
-    assert "there is no C++ compiler" in chosen.name
+    assert "there is no C++ compiler" in chosen.form(lowered).told
 
 
 def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

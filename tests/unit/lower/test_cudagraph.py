@@ -20,11 +20,20 @@ from tests.unit.builders import aten
 from tests.unit.lower.on_gpu import Spec, gpu, host, scheduled
 from wholestep.config import Inductor as InductorOptions
 from wholestep.lower import eager, memsets
-from wholestep.lower.backend import Inductor
+from wholestep.lower.backend import Form, Inductor
 from wholestep.lower.cudagraph import WARM_UP_CALLS, Graphed, _cause
 from wholestep.lower.pieces import Parts, split
 from wholestep.lower.pool import Pool
 from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
+
+
+class FakeStream(str):
+    """A stream by its name; `log` is that of `FakeCuda`."""
+
+    log: list[str]
+
+    def wait_stream(self, other: str) -> None:
+        self.log.append(f"{self} waits for {other}")
 
 
 class FakeCuda:
@@ -32,7 +41,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.stream = "users"
+        self.stream = self.make_Stream("users")
         self.full = False
         """Whether there is no memory for another graph."""
         self.numbers = itertools.count(1)
@@ -71,8 +80,10 @@ class FakeCuda:
 
         return Graph()
 
-    def make_Stream(self) -> str:
-        return f"stream {next(self.numbers)}"
+    def make_Stream(self, name: str = "") -> FakeStream:
+        made = FakeStream(name or f"stream {next(self.numbers)}")
+        made.log = self.log
+        return made
 
     @contextlib.contextmanager
     def make_stream(self, stream: str) -> Iterator[None]:
@@ -103,13 +114,14 @@ def test_a_pool_outlives_its_graphs(cuda: FakeCuda) -> None:
     assert cuda.log == []
     graph, results = pool.capture(lambda: ("result",))
     assert results == ("result",)
-    assert cuda.log == ["capture into pool 1, thread_local"] * 2
+    # What a capture has its own stream do comes before what the user's does with the graph.
+    assert cuda.log == ["capture into pool 1, thread_local", "users waits for stream 2"] * 2
     gone = str(graph)
     del graph
     assert gone not in cuda.alive
     assert len(cuda.alive) == 1
     pool.capture(lambda: ())
-    assert set(cuda.log) == {"capture into pool 1, thread_local"}
+    assert set(cuda.log) == {"capture into pool 1, thread_local", "users waits for stream 2"}
 
 
 def test_nothing_is_collected_during_a_capture(cuda: FakeCuda) -> None:
@@ -145,15 +157,16 @@ def test_torch_is_mended_after_a_capture_that_failed(cuda: FakeCuda) -> None:
         "operation not permitted when stream is capturing, while running item (my::op) from train.py:7"
     )
     assert cuda.stream == "users"
-    begun, ended, reset, *rest = cuda.log
+    begun, ended, waits, reset, *rest = cuda.log
     assert begun == "capture into pool 1, thread_local"
     assert ended.removeprefix("end of ") == reset.removeprefix("reset of ")
     # A capture that goes well, in another pool, is what frees the random generator.
     assert rest[:2] == ["_cuda_endAllocateToPool (3, 'pool 1')", "_cuda_releasePool (3, 'pool 1')"]
     assert rest[2].startswith("capture into pool ")
     assert rest[2] != begun
+    assert (waits, rest[3]) == ("users waits for stream 2", "users waits for stream 7")
     pool.capture(lambda: ())
-    assert cuda.log[-1] == rest[2]
+    assert cuda.log[-2] == rest[2]
 
 
 def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> None:
@@ -164,7 +177,7 @@ def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> N
     with pytest.raises(RuntimeError, match="out of memory"):
         pool.capture(lambda: ())
     assert cuda.stream == "users"
-    assert [line.split()[0] for line in cuda.log] == ["capture"]  # that went well, so there is nothing to mend
+    assert [line.split()[0] for line in cuda.log] == ["capture", "users"]  # that went well, so there is nothing to mend
     cuda.full = False
     assert pool.capture(lambda: ("result",))[1] == ("result",)
 
@@ -184,7 +197,14 @@ def test_torch_is_mended_where_fills_cannot_be_captured(cuda: FakeCuda, monkeypa
     assert str(graph) in cuda.alive
     assert cuda.stream == "users"
     assert f"reset of {graph}" not in cuda.log
-    assert [line.split()[0] for line in cuda.log if "pool" not in line] == ["end", "reset"]
+    assert [line.split()[0] for line in cuda.log if "pool" not in line] == [
+        "users",
+        "users",
+        "end",
+        "users",
+        "reset",
+        "users",
+    ]
 
 
 def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +212,6 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
         return x * 2
 
     program = scheduled(step, gpu(3))
-    backend = Inductor(InductorOptions(), torch.device("cuda", 0))
     calls = []
 
     def lower(part: Program) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -208,13 +227,16 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
 
     parts = split(program)
     assert isinstance(parts, Parts)
-    graphed = Graphed(program, parts, lower, Pool(torch.device("cpu")), backend._has_failed, refused={})
-    assert backend.name == "inductor, one CUDA graph"
+    backend = Inductor(InductorOptions(), torch.device("cuda", 0))
+    graphed = Graphed(program, parts, lower, Pool(torch.device("cpu")), refused={})
+    assert backend.form(graphed) == Form("inductor, one CUDA graph", is_one_launch=True)
     with caplog.at_level(logging.WARNING):
         found = [graphed([torch.ones(3)])[0] for _ in range(5)]
     assert all(torch.equal(one, torch.full((3,), 2.0)) for one in found)
     assert len([stream for stream in calls if stream != "users"]) == 1
-    assert backend.name == "inductor, no CUDA graph: its capture failed: illegal, while running mul"
+    assert backend.form(graphed) == Form(
+        "inductor, no CUDA graph: its capture failed: illegal, while running mul", is_one_launch=False
+    )
     own = [record for record in caplog.records if record.name == "wholestep"]
     assert [record.getMessage() for record in own] == [
         "the step runs without a CUDA graph, since its capture failed: illegal, while running mul"
@@ -379,10 +401,10 @@ def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     )
 
 
-def graphed_of(program: Program, pool: Replays) -> tuple[Graphed, list[Any]]:
-    parts, failures = split(program), list[Any]()
+def graphed_of(program: Program, pool: Replays, refused: dict[Any, str] | None = None) -> Graphed:
+    parts = split(program, refused := {} if refused is None else refused)
     assert isinstance(parts, Parts), parts
-    return Graphed(program, parts, pool.lower, pool, failures.append, refused={}), failures
+    return Graphed(program, parts, pool.lower, pool, refused=refused)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -391,7 +413,7 @@ def test_pieces_give_what_the_program_gives(name: str, moves: tuple[int, ...]) -
     """In every call; also where parameters and gradients have moved before some of them."""
     fn, specs, num_graphs = STEPS[name]
     program, pool = scheduled(fn, *specs, writes=True, segments=False), Replays()
-    graphed, failures = graphed_of(program, pool)
+    graphed = graphed_of(program, pool)
     plain = eager.lower(program)
     ours, theirs = tensors_for(specs, 0), tensors_for(specs, 0)
     kept = []
@@ -411,7 +433,7 @@ def test_pieces_give_what_the_program_gives(name: str, moves: tuple[int, ...]) -
         assert pool.calls.count("replay") == (num_graphs if call >= WARM_UP_CALLS else 0)
         assert pool.calls.count("capture") == num_graphs or call != WARM_UP_CALLS
     assert pool.calls.count("capture") == 0  # in the last call, by which all is settled
-    assert not failures
+    assert not graphed.why_none
     assert all(same(*pair) for pair in kept)  # results are the caller's own
 
 
@@ -419,7 +441,7 @@ def counts(name: str, moves: Callable[[int], set[int]]) -> list[int]:
     """How many captures there were in each of ten calls, where the tensors at some places have moved before."""
     fn, specs, _ = STEPS[name]
     pool = Replays()
-    graphed, failures = graphed_of(scheduled(fn, *specs, writes=True, segments=False), pool)
+    graphed = graphed_of(scheduled(fn, *specs, writes=True, segments=False), pool)
     tensors, found, alive = tensors_for(specs, 0), [], []
     for call in range(10):
         alive.append(tensors)
@@ -428,7 +450,7 @@ def counts(name: str, moves: Callable[[int], set[int]]) -> list[int]:
         with torch.no_grad():
             graphed(list(tensors))
         found.append(pool.calls.count("capture"))
-    assert not failures
+    assert not graphed.why_none
     return found
 
 
@@ -458,12 +480,12 @@ def test_a_step_whose_values_wander_runs_as_it_is() -> None:
 
     pool, specs = Replays(), [gpu(3, 3)]
     program = scheduled(step, *specs, segments=False)
-    graphed, failures = graphed_of(program, pool)
+    graphed = graphed_of(program, pool)
     (x,), alive = tensors_for(specs, 0), []
     for _ in range(8):
         alive.append(graphed([x]))
         assert same(alive[-1], alive[0])
-    assert failures == ["what is computed outside of a graph lies elsewhere in every call"]
+    assert graphed.why_none == "its capture failed: what is computed outside of a graph lies elsewhere in every call"
     assert pool.calls[-3:] == ["run", "run", "run"]
     assert all(piece.graph is None for piece in graphed._pieces)
 
@@ -476,7 +498,7 @@ def test_a_call_that_turns_out_to_wait_cuts_the_step() -> None:
 
     pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 3)]
     program = scheduled(step, *specs, writes=True, segments=False)
-    graphed, told = graphed_of(program, pool)
+    graphed = graphed_of(program, pool)
     plain = eager.lower(program)
     (w, x), kept = tensors_for(specs, 0), []
     theirs = w.clone()
@@ -488,11 +510,42 @@ def test_a_call_that_turns_out_to_wait_cuts_the_step() -> None:
         # It is captured in vain once, runs as it is in that call and two others, and in pieces from then on.
         assert pool.calls.count("replay") == (3 if call >= 2 * WARM_UP_CALLS + 1 else 0)
     assert all(same(*pair) for pair in kept)
-    (parts,) = told
-    assert parts.told == (
+    assert graphed.told == (
         "3 CUDA graphs, cut where wholestep_unit_tests.waits.default of train.py:7 could not be captured: "
         "operation not permitted when stream is capturing, and 1 more"
     )
+
+
+def test_what_cuts_one_program_cuts_all() -> None:
+    """Another one need not find out by itself, unless it was begun before. Each says how it runs."""
+
+    def step(x: Tensor) -> Tensor:
+        return layers(torch.ops.wholestep_unit_tests.waits(layers(x)))
+
+    def other(x: Tensor) -> Tensor:
+        return layers(x)
+
+    pool, specs, refused = Replays(), [gpu(3, 3)], dict[Any, str]()
+    backend = Inductor(InductorOptions(), torch.device("cuda", 0))
+
+    def made(fn: Callable[..., Any]) -> Graphed:
+        return graphed_of(scheduled(fn, *specs, segments=False), pool, refused)
+
+    first, early, whole = made(step), made(step), made(other)
+    (x,) = tensors_for(specs, 0)
+    for _ in range(WARM_UP_CALLS + 1):
+        first([x])
+    cut = first.told
+    assert cut.startswith("2 CUDA graphs, cut where wholestep_unit_tests.waits.default")
+    assert (early.told, whole.told) == ("one CUDA graph",) * 2
+    late = made(step)
+    assert late.told == cut
+    assert len(late._pieces) == 3
+    for _ in range(WARM_UP_CALLS + 1):
+        early([x])
+        late([x])
+    assert [backend.form(one).told for one in (early, late)] == [f"inductor, {cut}"] * 2
+    assert backend.form(whole).told == "inductor, one CUDA graph"
 
 
 def test_a_capture_that_fails_for_another_reason_cuts_nothing() -> None:
@@ -500,12 +553,13 @@ def test_a_capture_that_fails_for_another_reason_cuts_nothing() -> None:
         return layers(torch.ops.wholestep_unit_tests.breaks(layers(x)))
 
     pool, specs = Replays(), [gpu(3, 3)]
-    graphed, told = graphed_of(scheduled(step, *specs, segments=False), pool)
+    graphed = graphed_of(scheduled(step, *specs, segments=False), pool)
     (x,) = tensors_for(specs, 0)
     found = [graphed([x]) for _ in range(6)]
     assert all(same(one, found[0]) for one in found)
-    (reason,) = told
-    assert reason.startswith("no memory, with so much of it in private pools that captures have, while running breaks")
+    assert graphed.why_none.startswith(
+        "its capture failed: no memory, with so much of it in private pools that captures have, while running breaks"
+    )
     assert pool.calls.count("capture") == 1
 
 
@@ -518,7 +572,7 @@ def test_all_behind_a_piece_that_is_captured_again_are_captured_again() -> None:
 
     pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 3)]
     program = scheduled(step, *specs, segments=False)
-    graphed, _ = graphed_of(program, pool)
+    graphed = graphed_of(program, pool)
     assert [len(piece._piece.takes) for piece in graphed._pieces] == [2, 2, 1]
     w, x = tensors_for(specs, 0)
     for _ in range(4):
@@ -535,7 +589,7 @@ def leaves(fn: Callable[..., Any], pool: Replays, *, num_params: int = 2, **more
     program = scheduled(fn, *specs, segments=False)
     outputs = [Output(kind=OutputKind.GRAD, name=f"x{number}", target=number) for number in range(num_params)]
     program = replace(program, outputs=(*outputs, *program.outputs[num_params:]), **more)
-    return graphed_of(program, pool)[0]
+    return graphed_of(program, pool)
 
 
 def two_grads(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
@@ -708,7 +762,7 @@ def test_gradients_of_a_step_that_reads_them_are_copied() -> None:
     pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 3, kind=GRAD), gpu(3, 3)]
     program = scheduled(step, *specs, segments=False)
     grad = Output(kind=OutputKind.GRAD, name="x0", target=0)
-    graphed, _ = graphed_of(replace(program, outputs=(grad, *program.outputs[1:])), pool)
+    graphed = graphed_of(replace(program, outputs=(grad, *program.outputs[1:])), pool)
     (param,), x = parameters(1), tensors_for([gpu(3, 3)], 3)[0]
     param.grad = torch.eye(3)
     with torch.no_grad():
@@ -738,7 +792,7 @@ def test_graphs_are_given_up_with_their_group(monkeypatch: pytest.MonkeyPatch) -
     fn, specs, _ = STEPS["a number in the middle"]
     pool = Replays()
     program = replace(scheduled(fn, *specs, segments=False), mesh=(MeshAxis(name="data", size=2, group="its group"),))
-    graphed, _ = graphed_of(program, pool)
+    graphed = graphed_of(program, pool)
     inputs = tensors_for(specs, 0)
     graphed.let_go("its group")
     assert not synchronized
