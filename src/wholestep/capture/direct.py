@@ -81,16 +81,23 @@ def rewritten(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
         inputs: a fake tensor, or a symbol, per placeholder.
 
     None for a graph that needs a second trace: where not all is written to as a whole, where a functional form gives
-    another layout or type than what is written to, and where one asks for the value of a number of the host, as those
-    of complex tensors do.
+    another layout or type than what is written to, and where one asks for the value of a number of the host.
     """
-    if (groups := _written_as_a_whole(whole)) is None:
+    if any(map(_is_complex_by_a_number, whole.graph.nodes)) or (groups := _written_as_a_whole(whole)) is None:
         return None
     try:
         with plainly():
             return _rewritten(whole, inputs, groups)
     except ASKS_FOR_A_NUMBER:
         return None
+
+
+def _is_complex_by_a_number(node: fx.Node) -> bool:
+    """Whether a call takes complex tensors and a number of the host, whose value it asks for: torch would print pages
+    about that."""
+    given = node.all_input_nodes
+    numbers = any(isinstance(meta.value(one), torch.SymFloat) for one in given)
+    return numbers and any(tensor.is_complex() for one in given for tensor in meta.tensors(one))
 
 
 def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups) -> Rewritten | None:

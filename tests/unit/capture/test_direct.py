@@ -242,3 +242,24 @@ def test_the_work_is_linear_in_the_length_of_lists() -> None:
 
     made_by(10)  # imports, caches
     assert made_by(200) < 2.2 * made_by(100)
+
+
+def test_nobody_reads_pages_about_complex_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    """A number times a complex tensor asks for the number, of which torch makes an error that it prints itself."""
+    weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+    opt = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (x.to(torch.complex64) @ weight).abs().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    logger = torch._subclasses.fake_tensor.log  # which hands nothing on
+    logger.addHandler(caplog.handler)
+    try:
+        capture.capture(step, (torch.randn(4, 3),), {})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not [record.getMessage() for record in caplog.records if record.name == logger.name]
