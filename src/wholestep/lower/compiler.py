@@ -170,7 +170,7 @@ def _own_passes(segment: Segment, device: torch.device, own_products: bool) -> d
             _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
         else:
             own["wholestep::product", torch.get_num_threads()] = host_products.choose
-    if len(segment.stored) > 1:
+    if segment.stored:
         own["wholestep::keep_values"] = behind.keep_values
     return {_BEHIND: behind.Behind(getattr(inductor_config, _BEHIND), own)} if own else {}
 
@@ -218,6 +218,10 @@ class _AsCaptured(Numbers):
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, copied where its layout is another one; mostly it is not."""
+        if n.target is torch.ops.aten._foreach_copy.default:
+            # One by one: as a list Inductor writes it to the inputs in turn, and a later one reads what is there then.
+            targets, sources = self.fetch_args_kwargs_from_env(n)[0][:2]
+            return [torch.ops.aten.copy.default(*pair) for pair in zip(targets, sources, strict=True)]
         found, wanted = super().run_node(n), meta.value(n)
         both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
         if not both or n.op != "call_function" or ops.is_view(n) or _steps(found) == _steps(wanted):

@@ -73,6 +73,27 @@ def no_change(a: Tensor, b: Tensor) -> list[Tensor]:
     return [b.sin(), aten.pow.Tensor_Scalar(a, 1) + 0.0 * b, aten.repeat.default(a, [1, 1])]
 
 
+def part(a: Tensor, b: Tensor) -> list[Tensor]:
+    """A part of an input is changed, and nobody stores that."""
+    return [aten.select_scatter.default(a, a.select(1, 2) * b.select(0, 0), 1, 2), b.sin()]
+
+
+def part_seen_otherwise(a: Tensor, b: Tensor) -> list[Tensor]:
+    changed = aten.slice_scatter.default(a.t(), b[:2] * 2, 0, 1, 3)
+    return [changed, changed.t().clone(), b.sin()]
+
+
+def part_stored_and_returned(a: Tensor, b: Tensor) -> list[Tensor]:
+    changed = aten.select_scatter.default(a, a.select(1, 2) * b.select(0, 0), 1, 2)
+    return [changed, b.sin(), changed.clone()]
+
+
+def lists(a: Tensor, b: Tensor) -> list[Tensor]:
+    """What Inductor would write to its targets in turn, if it were a list."""
+    added = (b - a) + a.t() * 2
+    return list(aten._foreach_copy.default([b, a], [a.clone(), added.clone()]))
+
+
 Stored = Sequence[tuple[int, int]]
 """Arguments of a function, and its results that are written to them."""
 
@@ -82,27 +103,37 @@ Stored = Sequence[tuple[int, int]]
     [
         (swap, [(0, 0), (1, 1)]), (swap, [(1, 1), (0, 0)]), (shift, [(0, 0), (1, 1)]), (shift, [(1, 1), (0, 0)]),
         (turn, [(0, 0), (1, 1)]), (no_change, [(0, 0), (1, 2)]), (no_change, [(1, 2), (0, 0)]),
+        (part, [(0, 1)]), (part_seen_otherwise, [(0, 2)]), (part_stored_and_returned, [(0, 0)]),
+        (part_stored_and_returned, [(0, 1)]), (lists, [(1, 0), (0, 1)]), (lists, [(0, 1), (1, 0)]),
     ],
 )  # fmt: skip
-def test_what_is_stored_elsewhere_is_read_before_it_is_overwritten(
-    fn: Callable[..., list[Tensor]], stored: Stored
-) -> None:
+def test_inputs_keep_their_values_as_long_as_those_are_wanted(fn: Callable[..., list[Tensor]], stored: Stored) -> None:
     torch.manual_seed(0)
     given = [torch.randn(16, 16), torch.randn(16, 16)]
     program = builders.without_gradients(builders.capture(fn, given))
-    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
+    program = run_passes(program, [partial(form_segments, compiles=inductor.compiles)])
+    (segment,) = segments_of(program)
     names = [node.name for node in segment.graph.find_nodes(op="placeholder")]
-    segment = replace(segment, stored=tuple((names.index(f"arg{number}_1"), result) for number, result in stored))
+    places = [node.args[1] for node in program.results[0]]
+    pairs = ((names.index(f"arg{number}_1"), places[result]) for number, result in stored)
+    segment = replace(segment, stored=tuple(pairs))
     with fresh_cache():
         compiled = compiler.begun(segment, early_launches=False, own_products=False).finish()
     (found, ours), (wanted, theirs) = ((run, [one.clone() for one in given]) for run in (compiled, segment))
-    for one, other in zip(found(list(ours)), wanted(list(theirs)), strict=True):
+    found_results = found(list(ours))
+    for one, other in zip(found_results, wanted(list(theirs)), strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other)
+    changed = 0
     for one, other, before in zip(ours, theirs, given, strict=True):
         torch.testing.assert_close(one, other)
-        assert not torch.equal(one, before)
+        changed += not torch.equal(one, before)
+    assert changed == len(stored)
+    kept = [one.clone() for one in found_results if one is not None]
+    for one in ours:
+        one.zero_()
+    assert all(map(torch.equal, kept, (one for one in found_results if one is not None)))  # they are nobody's memory
 
 
 def test_nothing_is_copied_that_nobody_overwrites_before() -> None:
@@ -127,3 +158,17 @@ def test_a_swap_takes_one_copy() -> None:
     first, second = graph.find_nodes(op="call_function", target=aten.copy_.default)
     assert first.args == (a, b)
     assert second.args[1].args == (a,)
+
+
+def test_rows_of_an_input_are_put_into_a_copy() -> None:
+    def put(a: Tensor, b: Tensor, where: Tensor) -> Tensor:
+        changed = aten.index_put.default(a, [where], b)
+        a.copy_(a * 2)
+        return changed
+
+    def stored(a: Tensor, b: Tensor, where: Tensor) -> None:
+        a.copy_(aten.index_put.default(a, [where], b))
+
+    given = torch.empty(4, 2), torch.empty(3, 2), torch.arange(3)
+    assert keep_values(make_fx(put, tracing_mode="fake")(*given).graph) == 1
+    assert keep_values(make_fx(stored, tracing_mode="fake")(*given).graph) == 0
