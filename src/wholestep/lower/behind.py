@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from wholestep.program import ops
 
@@ -34,7 +35,7 @@ class Behind(CustomGraphPass):
         """What Inductor's cache knows this pass by. None, so that it keeps nothing, where one of the user's has no
         name."""
         names = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._others]
-        return None if None in names else (*self._own, *names)
+        return None if None in names else (get_hash_for_files((__file__,)), *self._own, *names)
 
 
 _IN_PLACE = {
@@ -42,59 +43,121 @@ _IN_PLACE = {
     aten.index_put.default, aten._unsafe_index_put.default,
 }  # fmt: skip
 """Calls that Inductor has write to their first argument, where that is an input that is stored to at the end."""
+_ELSEWHERE = frozenset({"flip", "roll", "index", "index_select", "gather", "cat", "constant_pad_nd", "embedding"})
+"""Calls, besides views and those above, that Inductor computes where they are read, from other places of what they
+read."""
 
 
 def keep_values(graph: fx.Graph) -> int:
     """Has inputs that are stored to keep their values as long as those are wanted. Gives how many copies that takes.
 
-    Stores stand at the end, as ``copy_``. What ``torch.compile`` of torch 2.11 to 2.13 does with them is wrong twice:
+    Stores stand at the end, as ``copy_``. Inductor of torch 2.11 to 2.13 loses values there, under ``torch.compile``,
+    too:
 
     - A ``clone`` is nothing, so that ``t = a.clone(); a.copy_(b); b.copy_(t)`` becomes ``a.copy_(b); b.copy_(a)``, and
       both have the values of ``b``.
     - What changes a part of an input writes to the input, whose values the step overwrites anyway; so ``t = a.clone();
       t[0] = 0; a.copy_(b); return t`` returns the values of ``b``.
+    - A call on lists writes to its tensors in turn, whatever is stored to them; what a later one reads has changed.
 
     Copies that are put in here are not taken away again.
     """
     stores: list[fx.Node] = graph.find_nodes(op="call_function", target=aten.copy_.default)
-    if not stores:
-        return 0
     stores.sort()
-    targets, ends = {store.args[0] for store in stores}, {*map(_root, graph.output_node().all_input_nodes)}
-    stored: dict[Any, Any] = {store.args[0]: store.args[1] for store in stores}
-    copies = []
-    for node in list(graph.nodes):
-        if node.target in _IN_PLACE and _root(node.args[0]) in targets and not _is_stored(node, stored, ends):
-            copies.append(_copied(node, node.args[0], before=node))
-    written = set[Any]()
-    for store in stores:
-        target, value = store.args[:2]
-        if isinstance(value, fx.Node) and _root(value) in written:
-            copies.append(_copied(store, value, before=stores[0]))
-        written.add(target)
-    return len(copies)
+    return _Keeper(graph, stores).keep() if stores else 0
 
 
-def _is_stored(node: fx.Node, stored: Mapping[Any, Any], ends: Collection[fx.Node]) -> bool:
-    """Whether what a call makes of an input is what is stored there in the end, and is nobody's else."""
-    value = stored.get(node.args[0])
-    while isinstance(value, fx.Node) and value.target in _IN_PLACE and value not in ends:
-        if value is node:
-            return True
-        value = value.args[0]
-    return False
+class _Keeper:
+    def __init__(self, graph: fx.Graph, stores: Sequence[fx.Node]) -> None:
+        self._graph, self._stores, self._num_copies = graph, stores, 0
+        self._stored: dict[Any, Any] = {store.args[0]: store.args[1] for store in stores}
+        self._ends = {*map(_root, graph.output_node().all_input_nodes)}
+
+    def keep(self) -> int:
+        for node in list(self._graph.nodes):
+            if node.target in _IN_PLACE and _root(node.args[0]) in self._stored and not self._is_stored(node):
+                node.replace_input_with(node.args[0], self._copy(node.args[0], before=node))
+            elif ops.is_indexwise(node.target) and node.args and not self._may_be_in_place(node):
+                own = [self._copy(one, before=node) if _root(one) in self._stored else one for one in node.args[0]]
+                node.args = (own, *node.args[1:])
+        written = set[Any]()
+        for store in self._stores:
+            target, value = store.args[:2]
+            if isinstance(value, fx.Node) and _root(value) in written:
+                store.replace_input_with(value, self._copy(value, before=self._stores[0]))
+            written.add(target)
+        end = self._graph.output_node()
+        for value in end.all_input_nodes:
+            if _root(value) in self._stored:
+                end.replace_input_with(value, self._copy(value, before=self._stores[0]))
+        return self._num_copies
+
+    def _copy(self, value: Any, before: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(before):
+            copy = self._graph.call_function(aten.clone.default, (value,))
+        copy.meta.update(value.meta)
+        self._num_copies += 1
+        return copy
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        """Whether what a call makes of an input is what is stored there in the end, and is nobody's else."""
+        value = self._stored.get(node.args[0])
+        while isinstance(value, fx.Node) and value.target in _IN_PLACE and value not in self._ends:
+            if value is node:
+                return True
+            value = value.args[0]
+        return False
+
+    def _may_be_in_place(self, call: fx.Node) -> bool:
+        """Whether a call on lists may write to the tensors of its first one in turn, as far as they are stored to."""
+        own: Any = call.args[0]
+        places = {one: place for place, one in enumerate(own) if one in self._stored}
+        if any(one not in places and _root(one) in self._stored for one in own):
+            return False
+        items = {node.args[1]: node for node in call.users if node.target is operator.getitem}
+        for one, place in places.items():
+            if self._stored[one] is not items.get(place) or items[place] in self._ends:
+                return False
+        rest = [*call.args[1:], *call.kwargs.values()]
+        return not any(
+            read in places and (places[read] != place or not straight)
+            for place in range(len(own))
+            for read, straight in self._read([_at(arg, place) for arg in rest])
+        )
+
+    def _read(self, values: Iterable[Any]) -> set[tuple[fx.Node, bool]]:
+        """The inputs that are read where values are, and whether only at the same place: Inductor computes what is
+        cheap where it is read."""
+        todo, seen = [(value, True) for value in values], set[tuple[Any, bool]]()
+        while todo:
+            value, straight = todo.pop()
+            if not isinstance(value, fx.Node) or (value, straight) in seen:
+                continue
+            seen.add((value, straight))
+            if value.target is operator.getitem and ops.is_indexwise(value.args[0].target):  # type: ignore[union-attr]
+                call, place = value.args
+                todo += [(_at(arg, place), straight) for arg in (*call.args, *call.kwargs.values())]  # type: ignore[union-attr]
+            elif value.op == "call_function" and (straight_on := _goes_on(value)) is not None:
+                todo += [(one, straight and straight_on) for one in value.all_input_nodes]
+        return {(value, straight) for value, straight in seen if value.op == "placeholder"}
 
 
-def _copied(reader: fx.Node, value: fx.Node, before: fx.Node) -> fx.Node:
-    """Has a node read a copy of a value."""
-    with reader.graph.inserting_before(before):
-        copy = reader.graph.call_function(aten.clone.default, (value,))
-    copy.meta.update(value.meta)
-    reader.replace_input_with(value, copy)
-    return copy
+def _at(arg: Any, place: Any) -> Any:
+    """What of an argument belongs to one place of a list."""
+    return arg[place] if isinstance(arg, (list, tuple)) and place < len(arg) else arg
 
 
-def _root(node: fx.Node) -> fx.Node:
-    while ops.is_view(node):
+def _goes_on(node: fx.Node) -> bool | None:
+    """Whether a call may be computed where it is read, from the same place of what it reads (True) or from others."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = node.target._schema.name.removeprefix("aten::")
+    if ops.is_view(node) or node.target in _IN_PLACE or name in _ELSEWHERE:
+        return False
+    return True if torch.Tag.pointwise in node.target.tags or name in ("clone", "copy") else None
+
+
+def _root(node: Any) -> Any:
+    while isinstance(node, fx.Node) and ops.is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -94,6 +94,26 @@ def lists(a: Tensor, b: Tensor) -> list[Tensor]:
     return list(aten._foreach_copy.default([b, a], [a.clone(), added.clone()]))
 
 
+def crossed(a: Tensor, b: Tensor) -> list[Tensor]:
+    """What a list gives is stored in other places than it stands in."""
+    first, second = aten._foreach_add.List([a, b], [b.sin(), a.cos()])
+    return [first, second]
+
+
+def read_by_another(a: Tensor, b: Tensor) -> list[Tensor]:
+    """What the second of a list adds is read from the first."""
+    return list(aten._foreach_add.List([a, b], [b.sin(), a * 2]))
+
+
+def read_elsewhere(a: Tensor, b: Tensor) -> list[Tensor]:
+    return list(aten._foreach_mul.List([a, b], [a.t() + 1, b.flip(0)]))
+
+
+def returned_too(a: Tensor, b: Tensor) -> list[Tensor]:
+    first, second = aten._foreach_add.List([a, b], [b.sin(), b.cos()])
+    return [first, second, first.clone(), a.t().clone()]
+
+
 Stored = Sequence[tuple[int, int]]
 """Arguments of a function, and its results that are written to them."""
 
@@ -105,6 +125,8 @@ Stored = Sequence[tuple[int, int]]
         (turn, [(0, 0), (1, 1)]), (no_change, [(0, 0), (1, 2)]), (no_change, [(1, 2), (0, 0)]),
         (part, [(0, 1)]), (part_seen_otherwise, [(0, 2)]), (part_stored_and_returned, [(0, 0)]),
         (part_stored_and_returned, [(0, 1)]), (lists, [(1, 0), (0, 1)]), (lists, [(0, 1), (1, 0)]),
+        (crossed, [(0, 1), (1, 0)]), (crossed, [(0, 0), (1, 1)]), (read_by_another, [(0, 0), (1, 1)]),
+        (read_elsewhere, [(0, 0), (1, 1)]), (returned_too, [(0, 0), (1, 1)]),
     ],
 )  # fmt: skip
 def test_inputs_keep_their_values_as_long_as_those_are_wanted(fn: Callable[..., list[Tensor]], stored: Stored) -> None:
@@ -172,3 +194,17 @@ def test_rows_of_an_input_are_put_into_a_copy() -> None:
     given = torch.empty(4, 2), torch.empty(3, 2), torch.arange(3)
     assert keep_values(make_fx(put, tracing_mode="fake")(*given).graph) == 1
     assert keep_values(make_fx(stored, tracing_mode="fake")(*given).graph) == 0
+
+
+def test_updates_of_optimizers_take_no_copies() -> None:
+    """Each writes to its own place what it has read there."""
+
+    def update(p: list[Tensor], m: list[Tensor], g: list[Tensor]) -> None:
+        grads = aten._foreach_add.List(g, p, alpha=0.1)
+        means = aten._foreach_lerp.Scalar(m, grads, 0.1)
+        made = aten._foreach_addcdiv.Scalar(p, means, aten._foreach_add.Scalar(aten._foreach_sqrt.default(means), 1e-8))
+        for old, new in zip([*p, *m], [*made, *means], strict=True):
+            old.copy_(new)
+
+    tensors = [[torch.rand(3) for _ in range(4)] for _ in range(3)]
+    assert keep_values(make_fx(update, tracing_mode="fake")(*tensors).graph) == 0
