@@ -59,6 +59,7 @@ def keep_values(graph: fx.Graph) -> int:
     - What changes a part of an input writes to the input, whose values the step overwrites anyway; so ``t = a.clone();
       t[0] = 0; a.copy_(b); return t`` returns the values of ``b``.
     - A call on lists writes to its tensors in turn, whatever is stored to them; what a later one reads has changed.
+    - What is returned of an input as it was, ``a.t().clone()``, is the input itself, with what is stored to it.
 
     Copies that are put in here are not taken away again.
     """
@@ -77,9 +78,10 @@ class _Keeper:
         for node in list(self._graph.nodes):
             if node.target in _IN_PLACE and _root(node.args[0]) in self._stored and not self._is_stored(node):
                 node.replace_input_with(node.args[0], self._copy(node.args[0], before=node))
-            elif ops.is_indexwise(node.target) and node.args and not self._may_be_in_place(node):
-                own = [self._copy(one, before=node) if _root(one) in self._stored else one for one in node.args[0]]
-                node.args = (own, *node.args[1:])
+            elif ops.is_indexwise(node.target) and not self._may_be_in_place(node):
+                own: Any = node.args[0]
+                copied = [self._copy(one, before=node) if _root(one) in self._stored else one for one in own]
+                node.args = (copied, *node.args[1:])
         written = set[Any]()
         for store in self._stores:
             target, value = store.args[:2]
@@ -110,7 +112,7 @@ class _Keeper:
 
     def _may_be_in_place(self, call: fx.Node) -> bool:
         """Whether a call on lists may write to the tensors of its first one in turn, as far as they are stored to."""
-        own: Any = call.args[0]
+        own: Any = call.args[0] if call.args and isinstance(call.args[0], (list, tuple)) else ()
         places = {one: place for place, one in enumerate(own) if one in self._stored}
         if any(one not in places and _root(one) in self._stored for one in own):
             return False

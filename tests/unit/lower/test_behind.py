@@ -196,6 +196,14 @@ def test_rows_of_an_input_are_put_into_a_copy() -> None:
     assert keep_values(make_fx(stored, tracing_mode="fake")(*given).graph) == 0
 
 
+def test_a_number_to_the_power_of_a_list_writes_to_nothing() -> None:
+    def powers(a: Tensor, b: Tensor) -> None:
+        for old, new in zip([a, b], aten._foreach_pow.ScalarAndTensor(2.0, [b, a]), strict=True):
+            old.copy_(new)
+
+    assert keep_values(make_fx(powers, tracing_mode="fake")(torch.rand(3), torch.rand(3)).graph) == 0
+
+
 def test_updates_of_optimizers_take_no_copies() -> None:
     """Each writes to its own place what it has read there."""
 
