@@ -51,8 +51,9 @@ read."""
 def keep_values(graph: fx.Graph) -> int:
     """Has inputs that are stored to keep their values as long as those are wanted. Gives how many copies that takes.
 
-    Stores stand at the end, as ``copy_``. Inductor of torch 2.11 to 2.13 loses values there, under ``torch.compile``,
-    too:
+    Stores stand at the end, as ``copy_``. Inductor of torch 2.11 and 2.13 loses values there, the first three under
+    ``torch.compile``, too (seen with 2.13, the first with 2.11 as well). With 2.11 some are lost still, in a way of its
+    own (`tests/test_random_writes.py`):
 
     - A ``clone`` is nothing, so that ``t = a.clone(); a.copy_(b); b.copy_(t)`` becomes ``a.copy_(b); b.copy_(a)``, and
       both have the values of ``b``.

@@ -31,8 +31,8 @@ class Pool:
     [Note: the generator's places]
     A replay reads where the random generator stands from a place on the device that all graphs share. A capture writes
     a zero there, on its own stream, and torch has nobody wait for that. On a GPU that others use, too, it came behind
-    what the first replay had written, on the user's stream, and that replay drew other masks (4 of 60 runs with eight
-    processes on one GPU).
+    what the first replay had written, on the user's stream, and that replay drew other masks: so we explain 6 of 60
+    trainings that went another way from the call on that captured, with eight processes on one GPU.
 
     [Note: a capture that failed]
     torch leaves its stream current then, the allocator waiting for the end and, up to 2.11, the random generator in the
