@@ -218,10 +218,6 @@ class _AsCaptured(Numbers):
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, copied where its layout is another one; mostly it is not."""
-        if n.target is torch.ops.aten._foreach_copy.default:
-            # One by one: as a list Inductor writes it to the inputs in turn, and a later one reads what is there then.
-            targets, sources = self.fetch_args_kwargs_from_env(n)[0][:2]
-            return [torch.ops.aten.copy.default(*pair) for pair in zip(targets, sources, strict=True)]
         found, wanted = super().run_node(n), meta.value(n)
         both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
         if not both or n.op != "call_function" or ops.is_view(n) or _steps(found) == _steps(wanted):

@@ -89,7 +89,7 @@ def part_stored_and_returned(a: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def lists(a: Tensor, b: Tensor) -> list[Tensor]:
-    """What Inductor would write to its targets in turn, if it were a list."""
+    """What Inductor would write to its targets in turn."""
     added = (b - a) + a.t() * 2
     return list(aten._foreach_copy.default([b, a], [a.clone(), added.clone()]))
 
