@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from wholestep.lower import kept_order
 from wholestep.program import ops
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ class Behind(CustomGraphPass):
         """What Inductor's cache knows this pass by. None, so that it keeps nothing, where one of the user's has no
         name."""
         names = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._others]
-        return None if None in names else (get_hash_for_files((__file__,)), *self._own, *names)
+        return None if None in names else (get_hash_for_files((__file__, kept_order.__file__)), *self._own, *names)
 
 
 _IN_PLACE = {
@@ -52,8 +53,7 @@ def keep_values(graph: fx.Graph) -> int:
     """Has inputs that are stored to keep their values as long as those are wanted. Gives how many copies that takes.
 
     Stores stand at the end, as ``copy_``. Inductor of torch 2.11 and 2.13 loses values there, the first three under
-    ``torch.compile``, too (seen with 2.13, the first with 2.11 as well). With 2.11 some are lost still, in a way of its
-    own (`tests/test_random_writes.py`):
+    ``torch.compile``, too (seen with 2.13, the first with 2.11 as well):
 
     - A ``clone`` is nothing, so that ``t = a.clone(); a.copy_(b); b.copy_(t)`` becomes ``a.copy_(b); b.copy_(a)``, and
       both have the values of ``b``.

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from wholestep.lower import behind, host_products, launches, onednn, resampling, row_sums, wrapper
+from wholestep.lower.kept_order import kept_order
 from wholestep.lower.numbers import Numbers
 from wholestep.lower.patient import is_of_triton, patient
 from wholestep.lower.postponed import put_off
@@ -190,8 +191,9 @@ def _size(summed: fx.Node) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def own_ways(device: torch.device, *, early_launches: bool, own_products: bool) -> Iterator[None]:
-    """While it is open, Inductor writes for a GPU what it would write otherwise."""
+    """While it is open, Inductor keeps the order of writes, and writes for a GPU what it would write otherwise."""
     with contextlib.ExitStack() as ways:
+        ways.enter_context(kept_order())
         if device.type != "cpu":
             ways.enter_context(wrapper.own_sums())
             if own_products:
