@@ -103,6 +103,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
     "lower/onednn.py": {"torch._inductor": "the cache of libraries that it has the C++ compiler build"},
+    "lower/kept_order.py": {"torch._inductor": "what it forgets of an order where it fits loops to each other"},
     "lower/patient.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
     "lower/pool.py": {
         "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",

@@ -1,19 +1,19 @@
 """Writes stay behind the reads of what they overwrite.
 
-Inductor knows that order as dependencies that no load or store shows. Where it fits the loops of two kernels for CPUs to
-each other, it works out anew what they read, and torch 2.11 forgets those dependencies there: a kernel that writes to an
-input is fused into one that stands in front of a reader, under ``torch.compile``, too. Here they are kept, as torch 2.13
-does of itself.
+Inductor knows that order as dependencies that no load or store shows. Where it fits the loops of two kernels for CPUs
+to each other, it works out anew what they read, and torch 2.11 forgets those dependencies there: a kernel that writes
+to an input is fused into one that stands in front of a reader, under ``torch.compile``, too. Here they are kept, as
+torch 2.13 does of itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch._inductor import dependencies, scheduler
-from torch.utils._ordered_set import OrderedSet
 
 _NODE: Any = scheduler.SchedulerNode
 _FIT = "recompute_size_and_body"
@@ -30,9 +30,9 @@ def kept_order() -> Iterator[None]:
 
     def fit_and_keep(node: Any, *args: Any, **named: Any) -> None:
         kinds = (dependencies.WeakDep, dependencies.StarDep)
-        before = OrderedSet(read for read in node.read_writes.reads if isinstance(read, kinds))
+        before = [read for read in node.read_writes.reads if isinstance(read, kinds)]
         fit(node, *args, **named)
-        kept = node.read_writes.with_read(before).rename(node.mutation_renames)
+        kept = functools.reduce(_read_too, before, node.read_writes).rename(node.mutation_renames)
         if kept.reads != node.read_writes.reads:
             node.set_read_writes(kept)
 
@@ -41,3 +41,7 @@ def kept_order() -> Iterator[None]:
         yield
     finally:
         setattr(_NODE, _FIT, fit)
+
+
+def _read_too(known: Any, read: Any) -> Any:
+    return known.with_read(read)
