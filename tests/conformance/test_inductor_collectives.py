@@ -19,6 +19,7 @@ from torch.distributed import all_reduce as imported_early
 from torch.distributed import distributed_c10d
 
 import wholestep as ws
+from tests.conformance.equal import equal
 from wholestep.program.program import Program
 from wholestep.program.show import source
 
@@ -40,10 +41,6 @@ def leaves(result: Any) -> list[Any]:
     if isinstance(result, (list, tuple)):
         return [leaf for one in result for leaf in leaves(one)]
     return [result]
-
-
-def equal(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else type(a) is type(b) and a == b
 
 
 def compared(step: Step, calls: list[int] | None = None) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from tests import shared_gpu
 from tests.conformance.store_group import BACKEND, StoreGroup, register
 from wholestep.run.world import close_current, init
 
@@ -737,4 +738,5 @@ def local_ranks() -> tuple[int, int]:
 @row("S10", "local_rank")
 @row("S10", "local_rank_overrides_fallback")
 def test_the_local_rank_is_read_and_counts_more_than_a_fallback(ranks4: Any) -> None:
-    assert ranks4.run(local_ranks) == [(rank, rank) for rank in range(4)]
+    wanted = [0] * 4 if shared_gpu.ASKED and ranks4.backend == "nccl" else [*range(4)]
+    assert ranks4.run(local_ranks) == [(rank, rank) for rank in wanted]

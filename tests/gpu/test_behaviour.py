@@ -33,6 +33,17 @@ TOLERANCES = {
     "muon_default": 1e-2,  # products in bfloat16
 }
 """Cases that compute in another type than that of their tensors."""
+CUT = {
+    "adafactor_foreach", "adafactor_several_updates", "adafactor_single", "adagrad_foreach", "adagrad_several_updates",
+    "adagrad_single", "asgd_foreach", "asgd_several_updates", "averaged_model_stochastic", "complex_parameters", "gan",
+    "leaves_attributes", "leaves_it_where_its_owner_has_put_another", "leaves_tensors_of_two_sizes", "rate_as_tensor",
+    "replaces_what_an_optimizer_has_too", "returns_item", "returns_items_and_arithmetic", "returns_the_rate",
+    "rprop_foreach", "rprop_several_updates", "rprop_single", "values_are_checked",
+}  # fmt: skip
+"""Cases in which the host reads from the GPU, or gives it a number in a way that a graph cannot hold: graphs are what
+stands between such calls."""
+METHODS = {"found_in_self", "two_trainers_of_one_class"}
+"""Steps that are called by their objects, which have programs of their own."""
 
 
 def complaints(name: str, reference: Run, compiled: Compiled) -> list[str]:
@@ -41,11 +52,17 @@ def complaints(name: str, reference: Run, compiled: Compiled) -> list[str]:
     torch.set_default_dtype(torch.float32 if name in SINGLE else torch.float64)
     try:
         case = replace(CASES[name], tolerance=TOLERANCES.get(name, 0.0), tolerance_reason="see TOLERANCES")
-        return compare(case, reference, compiled, rounds=True)
+        return compare(case, reference, compiled, rounds=True) + ([] if name in METHODS else graphless(name, compiled))
     except ws.WholestepError as error:
         return [f"{type(error).__name__}: {error}"]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def graphless(name: str, compiled: Compiled) -> list[str]:
+    """What ran in no CUDA graph, or in several, and should not have."""
+    told = [step.explain().backend for step in compiled.steps]
+    return [one for one in told if "no CUDA graph" in one or (", cut" in one and name not in CUT)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -178,11 +178,11 @@ class Inductor:
             partial(widen_products, widens=inductor.widens),
             *([read_in_rounds] if self._on_gpu else []),
             # Before segments are formed, whose calls read packed numbers.
-            partial(pack_scalars, reads=inductor.reads_packed),
+            partial(pack_scalars, reads=partial(inductor.only_on, self._device.type, inductor.reads_packed)),
             *([delay_host_reads] if self._on_gpu else []),
             # A segment ends where a wait stands.
             delay_waits,
-            forms_segments(on_gpu=self._on_gpu),
+            forms_segments(self._device.type),
             *([self._lists.tell_lists] if self._on_gpu else []),
         ]
 
@@ -329,11 +329,12 @@ def way_by_copies(grad: fx.Node, ranks: int, *, makes: Makes) -> Way:
     return Way(dtype=dtype, most_rows=table_rows.most_rows(own.shape, own.dtype, ranks))
 
 
-def forms_segments(*, on_gpu: bool) -> Pass:
+def forms_segments(device_type: str) -> Pass:
     """The pass that gives Inductor its segments."""
+    on_gpu = device_type == "cuda"
     return partial(
         form_segments,
-        compiles=inductor.compiles,
+        compiles=partial(inductor.only_on, device_type, inductor.compiles),
         apart=lists.apart,
         postpones=inductor.follows,
         pays_alone=inductor.pays_alone,

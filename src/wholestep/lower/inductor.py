@@ -15,7 +15,7 @@ import pickle
 import platform
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +89,14 @@ def reads_packed(node: fx.Node) -> bool:
 def may_compile(node: fx.Node) -> bool:
     """Whether Inductor will have a node, of a program whose numbers are not packed yet."""
     return compiles(node) or reads_packed(node)
+
+
+def only_on(device_type: str, says: Callable[[fx.Node], bool], node: fx.Node) -> bool:
+    """What something says of a node, where all that the node gives lies on devices of a type.
+
+    Beside a GPU, what is computed on the host is small, and its first kernel takes the C++ compiler a minute.
+    """
+    return says(node) and all(one.device.type == device_type for one in meta.tensors(node))
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -209,7 +209,8 @@ def _outer_reason(program: Program) -> str | None:
     for output in program.outputs:
         if output.kind is OutputKind.STATE:
             return f"the step creates the state {output.name}; the calls behind it can be captured"
-    if any(record.freed for record in program.inputs):
+    resizes = any(node.target in (ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_) for node in program.graph.nodes)
+    if resizes or any(record.freed for record in program.inputs):
         return "the step frees the memory of its inputs or fills it"
     if any(node.target is ops.VERSION for node in program.graph.nodes):
         return "the step reads the version of a tensor, and a graph has tensors of its own"

@@ -14,8 +14,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
 from tests.unit import builders
+from tests.unit.lower.on_gpu import captured, devices, gpu, host
+from wholestep.lower.backend import forms_segments
 from wholestep.lower.inductor import Inductor, compiles
+from wholestep.passes.pipeline import run_passes
 from wholestep.program import meta
+from wholestep.program.program import InputKind
 from wholestep.program.segment import Segment
 
 STEPS = 50
@@ -145,6 +149,20 @@ def test_many_parts_are_put_together_by_aten_on_gpus(device: str, count: int, wa
         graph = make_fx(lambda parts: torch.cat(parts), tracing_mode="fake")(parts).graph
     (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
     assert compiles(cat) is wanted
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_beside_a_gpu_what_is_computed_on_the_host_is_left_to_aten(device: str) -> None:
+    """The first kernel takes the C++ compiler a minute: targets of a loss, made by ``torch.ones``, took one."""
+
+    def step(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin().cos() * 2, torch.cat([lengths + 1, torch.ones(3), torch.zeros(3)]).mul(2)
+
+    specs = [(gpu if device == "cuda" else host)(3), host(3, kind=InputKind.USER, dtype=torch.float32)]
+    formed = run_passes(builders.without_gradients(captured(step, specs)), [forms_segments(device)])
+    segments = [node for node in formed.graph.nodes if isinstance(node.target, Segment)]
+    assert {one for node in segments for one in devices(node)} == {device}
+    assert bool(formed.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)) is (device == "cuda")
 
 
 def test_a_segment_of_constants_has_no_input():

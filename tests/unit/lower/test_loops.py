@@ -145,7 +145,7 @@ def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
 def test_a_loop_is_not_cut_where_it_repeats_itself() -> None:
     """As Inductor's segments are on a GPU, which it compiles once for all pieces: a kernel over lists is one anyway."""
     passes = [
-        partial(pack_scalars, reads=inductor.reads_packed), forms_segments(on_gpu=True),
+        partial(pack_scalars, reads=inductor.reads_packed), partial(forms_segments("cuda"), compiles=inductor.compiles),
         partial(reinplace, hold_updates=True),
     ]  # fmt: skip
     (segment,) = updating(run_passes(program_of(lion, layers=6), passes))

@@ -246,6 +246,9 @@ def test_the_generator_of_the_host_is_the_hosts():
     assert targets(parts.host) == [SET]
 
 
+FREES = "the step frees the memory of its inputs or fills it"
+
+
 def ended(*outputs: Output, kind: InputKind = InputKind.PARAM, freed: bool = False) -> str | Parts:
     program = scheduled(lambda w: (w * 2).exp(), gpu(3, kind=kind))
     inputs = (replace(program.inputs[0], freed=freed),)
@@ -258,7 +261,15 @@ def test_what_the_step_does_to_things_outside_is_a_reason_too():
     write = Output(kind=OutputKind.WRITE, name="x0", target=0)
     assert isinstance(ended(write, kind=InputKind.GRAD), Parts)
     assert isinstance(ended(write), Parts)
-    assert ended(freed=True) == "the step frees the memory of its inputs or fills it"
+    assert ended(freed=True) == FREES
+
+
+@pytest.mark.parametrize("call", [ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_])
+def test_memory_that_is_gone_behind_the_step_cannot_be_written_back(call):
+    program = scheduled(lambda w: (w * 2).exp(), gpu(3, kind=InputKind.USER))
+    with program.graph.inserting_before(program.graph.output_node()):
+        program.graph.call_function(call, (program.placeholders[0], 0))
+    assert split(program) == FREES
 
 
 def test_the_program_that_went_in_is_not_touched():

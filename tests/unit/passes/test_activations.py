@@ -183,7 +183,7 @@ def planned(program: Program, *lowering: Pass) -> Program:
         *lowering,
         partial(average_on_the_way, averages=lambda group, device: True),
         partial(widen_products, widens=lambda node: True),
-        forms_segments(on_gpu=True),
+        partial(forms_segments("cuda"), compiles=inductor.compiles),
     ]
     return run_passes(placed, passes_of(cost=CostModel.default("h200+nvlink"), lowering=passes))
 
