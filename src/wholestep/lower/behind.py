@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ class Behind(CustomGraphPass):
         return None if None in names else (get_hash_for_files((__file__, kept_order.__file__)), *self._own, *names)
 
 
-_IN_PLACE = {
-    *(getattr(aten, f"{name}_scatter").default for name in ("select", "slice", "diagonal", "as_strided")),
-    aten.index_put.default, aten._unsafe_index_put.default,
-}  # fmt: skip
+_BY_INDEX = {aten.index_put.default, aten._unsafe_index_put.default}
+"""Calls that Inductor has write to their first argument, also where that is a value that nobody reads later, and that
+compute what they write on the way."""
+_IN_PLACE = _BY_INDEX.union(
+    getattr(aten, f"{name}_scatter").default for name in ("select", "slice", "diagonal", "as_strided")
+)
 """Calls that Inductor has write to their first argument, where that is an input that is stored to at the end."""
 _ELSEWHERE = frozenset({"flip", "roll", "index", "index_select", "gather", "cat", "constant_pad_nd", "embedding"})
 """Calls, besides views and those above, that Inductor computes where they are read, from other places of what they
@@ -50,15 +53,17 @@ read."""
 
 
 def keep_values(graph: fx.Graph) -> int:
-    """Has inputs that are stored to keep their values as long as those are wanted. Gives how many copies that takes.
+    """Has what is written to keep its values as long as those are wanted. Gives how many copies that takes.
 
-    Stores stand at the end, as ``copy_``. Inductor of torch 2.11 and 2.13 loses values there, the first three under
-    ``torch.compile``, too (seen with 2.13, the first with 2.11 as well):
+    Stores of inputs stand at the end, as ``copy_``. Inductor of torch 2.11 and 2.13 loses values there, the first four
+    under ``torch.compile``, too (seen with 2.13, the first and third with 2.11 as well):
 
     - A ``clone`` is nothing, so that ``t = a.clone(); a.copy_(b); b.copy_(t)`` becomes ``a.copy_(b); b.copy_(a)``, and
       both have the values of ``b``.
     - What changes a part of an input writes to the input, whose values the step overwrites anyway; so ``t = a.clone();
       t[0] = 0; a.copy_(b); return t`` returns the values of ``b``.
+    - What writes by an index reads other places of the same tensor, be it an input or not, while it does:
+      ``a[[1, 3]] = a[:2].clone()``.
     - A call on lists writes to its tensors in turn, whatever is stored to them; what a later one reads has changed.
     - What is returned of an input as it was, ``a.t().clone()``, is the input itself, with what is stored to it.
 
@@ -66,7 +71,7 @@ def keep_values(graph: fx.Graph) -> int:
     """
     stores: list[fx.Node] = graph.find_nodes(op="call_function", target=aten.copy_.default)
     stores.sort()
-    return _Keeper(graph, stores).keep() if stores else 0
+    return _Keeper(graph, stores).keep()
 
 
 class _Keeper:
@@ -83,6 +88,9 @@ class _Keeper:
                 own: Any = node.args[0]
                 copied = [self._copy(one, before=node) if _root(one) in self._stored else one for one in own]
                 node.args = (copied, *node.args[1:])
+            if node.target in _BY_INDEX:
+                rest = fx.map_arg(node.args[1:], partial(self._apart, base=_base(node.args[0]), before=node))
+                node.args = (node.args[0], *rest)
         written = set[Any]()
         for store in self._stores:
             target, value = store.args[:2]
@@ -101,6 +109,10 @@ class _Keeper:
         copy.meta.update(value.meta)
         self._num_copies += 1
         return copy
+
+    def _apart(self, value: fx.Node, base: fx.Node, before: fx.Node) -> fx.Node:
+        """A value, or a copy of it where it lies in what is about to be written to."""
+        return self._copy(value, before) if _base(value) is base else value
 
     def _is_stored(self, node: fx.Node) -> bool:
         """Whether what a call makes of an input is what is stored there in the end, and is nobody's else."""
@@ -158,6 +170,13 @@ def _goes_on(node: fx.Node) -> bool | None:
     if ops.is_view(node) or node.target in _IN_PLACE or name in _ELSEWHERE:
         return False
     return True if torch.Tag.pointwise in node.target.tags or name in ("clone", "copy") else None
+
+
+def _base(node: Any) -> Any:
+    """What a value lies in if all that may write in place do."""
+    while (root := _root(node)) is not node or (isinstance(node, fx.Node) and node.target in _IN_PLACE):
+        node = root if root is not node else node.args[0]
+    return node
 
 
 def _root(node: Any) -> Any:

@@ -126,7 +126,7 @@ def _begun(
     inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
     device = _device(segment)
-    settings = settings_for(graph.graph, device.type) | more | _own_passes(segment, device, own_products)
+    settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
     context = TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
     with tracing(context), mode, inductor_config.patch(settings), ways, patient(), put_off() as rest:
@@ -163,17 +163,15 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
     return settings
 
 
-def _own_passes(segment: Segment, device: torch.device, own_products: bool) -> dict[str, object]:
+def _own_passes(device: torch.device, own_products: bool) -> dict[str, object]:
     """Options with which Inductor runs our passes over a segment."""
-    own: dict[object, behind.GraphPass] = {}
+    own: dict[object, behind.GraphPass] = {"wholestep::keep_values": behind.keep_values}
     if own_products and device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
         if reason := onednn.why_not():
             _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
         else:
             own["wholestep::product", torch.get_num_threads()] = host_products.choose
-    if segment.stored:
-        own["wholestep::keep_values"] = behind.keep_values
-    return {_BEHIND: behind.Behind(getattr(inductor_config, _BEHIND), own)} if own else {}
+    return {_BEHIND: behind.Behind(getattr(inductor_config, _BEHIND), own)}
 
 
 @functools.cache

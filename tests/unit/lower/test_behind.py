@@ -114,6 +114,19 @@ def returned_too(a: Tensor, b: Tensor) -> list[Tensor]:
     return [first, second, first.clone(), a.t().clone()]
 
 
+def rows_of_its_own(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Rows of a tensor are put where others of it lie, of an input and of a value."""
+    order, value = torch.arange(15, -1, -1), b.sin()
+    changed = aten.index_copy.default(value, 0, order[:8], value[4:12].clone())
+    return [aten.index_copy.default(a, 0, order, a.clone()), changed]
+
+
+def rows_behind_rows(a: Tensor, b: Tensor) -> list[Tensor]:
+    order = torch.arange(15, -1, -1)
+    first = aten.index_copy.default(a, 0, order[:4], b[:4])
+    return [aten.index_copy.default(first, 0, order, first.t().clone()), b.sin()]
+
+
 Stored = Sequence[tuple[int, int]]
 """Arguments of a function, and its results that are written to them."""
 
@@ -126,7 +139,8 @@ Stored = Sequence[tuple[int, int]]
         (part, [(0, 1)]), (part_seen_otherwise, [(0, 2)]), (part_stored_and_returned, [(0, 0)]),
         (part_stored_and_returned, [(0, 1)]), (lists, [(1, 0), (0, 1)]), (lists, [(0, 1), (1, 0)]),
         (crossed, [(0, 1), (1, 0)]), (crossed, [(0, 0), (1, 1)]), (read_by_another, [(0, 0), (1, 1)]),
-        (read_elsewhere, [(0, 0), (1, 1)]), (returned_too, [(0, 0), (1, 1)]),
+        (read_elsewhere, [(0, 0), (1, 1)]), (returned_too, [(0, 0), (1, 1)]), (rows_of_its_own, [(0, 0)]),
+        (rows_of_its_own, [(1, 1)]), (rows_of_its_own, []), (rows_behind_rows, [(0, 0)]),
     ],
 )  # fmt: skip
 def test_inputs_keep_their_values_as_long_as_those_are_wanted(fn: Callable[..., list[Tensor]], stored: Stored) -> None:
@@ -194,6 +208,15 @@ def test_rows_of_an_input_are_put_into_a_copy() -> None:
     given = torch.empty(4, 2), torch.empty(3, 2), torch.arange(3)
     assert keep_values(make_fx(put, tracing_mode="fake")(*given).graph) == 1
     assert keep_values(make_fx(stored, tracing_mode="fake")(*given).graph) == 0
+
+
+def test_rows_that_are_read_while_rows_are_written_are_copied() -> None:
+    def moved(a: Tensor, b: Tensor, where: Tensor, by: Callable[..., Tensor]) -> None:
+        a.copy_(aten.index_put.default(a, [where], by(a, b)))
+
+    given = torch.empty(4, 2), torch.empty(4, 2), torch.arange(2)
+    for by, copies in ((lambda a, b: a[2:], 1), (lambda a, b: b[2:], 0), (lambda a, b: a.sin()[:2], 0)):
+        assert keep_values(make_fx(partial(moved, by=by), tracing_mode="fake")(*given).graph) == copies
 
 
 def test_a_number_to_the_power_of_a_list_writes_to_nothing() -> None:
