@@ -107,7 +107,7 @@ def lowering(*, by_copies: bool) -> list[Pass]:
         partial(widen_products, widens=can),
         partial(pack_scalars, reads=inductor.reads_packed),
         delay_waits,
-        forms_segments(on_gpu=True),
+        partial(forms_segments("cuda"), compiles=inductor.compiles),  # of a program on a CPU
     ]
 
 
