@@ -17,6 +17,9 @@ CPU = torch.device("cpu")
 LOST = (0, 2, 20, 23, 33, 51, 53, 1006, 1010, 1039)
 """Of 120 seeds those in which Inductor of torch 2.11 or 2.13 loses a value if nothing is done about it."""
 
+LOST_CALLS = (643, 767, 831, 832)
+"""Likewise, of `RandomCalls`: rows of a tensor are put where others of it lie."""
+
 
 def compare(
     seed: int, backend: ws.config.Backend, device: torch.device = CPU, *, kind: type[RandomWrites] = RandomWrites
@@ -40,7 +43,7 @@ def test_other_calls_equal_eager(first: int) -> None:
         compare(seed, "eager", kind=RandomCalls)
 
 
-@pytest.mark.parametrize("seed", range(3000, 3006))
+@pytest.mark.parametrize("seed", [*LOST_CALLS, 3000, 3001])
 def test_inductor_loses_no_value_of_other_calls(seed: int) -> None:
     compare(seed, "inductor", kind=RandomCalls)
 
@@ -57,6 +60,6 @@ def test_equals_eager_on_a_gpu(seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(3000, 3012))
+@pytest.mark.parametrize("seed", [*LOST_CALLS, *range(3000, 3008)])
 def test_other_calls_equal_eager_on_a_gpu(seed: int) -> None:
     compare(seed, "inductor", torch.device("cuda"), kind=RandomCalls)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 ROUNDINGS = 8
 """On a GPU Inductor adds up in another order than ATen, and multiplies and adds at once: that much of the largest value
-there is."""
+there is, or of one, which is how large what these steps add up is."""
 
 
 def equal(a: Any, b: Any) -> bool:
