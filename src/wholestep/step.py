@@ -113,14 +113,14 @@ class CompiledStep:
                     self._entries.insert(0, self._entries.pop(position))
                     self._shortcut = None
                 self._hits += 1
-                return self._run(entry, leaves)
+                return entry.captured.returned(self._run(entry, leaves), args, kwargs)
             reason = reason or why_not
             self._retraces.compared(entry.captured.guards, leaves)
         with uncollected():
             with shown(self._name, init().rank):
                 entry = self._compile(args, kwargs, reason)
             with entry.captured.undone_on_error():
-                result = self._run(entry, leaves)
+                result = entry.captured.returned(self._run(entry, leaves), args, kwargs)
             self._entries.insert(0, entry)
             loaded = entry.look.ready is not None
             self._traces, self._loaded = self._traces + (not loaded), self._loaded + loaded
@@ -210,7 +210,7 @@ class CompiledStep:
 
     def _shorten(self, entry: _Entry) -> None:
         """Has the next call try the way of this entry, where it is native all along and nothing is measured."""
-        run = entry.executable.run()
+        run = entry.executable.run() if not entry.captured.ties.handed else None
         if run is not None and entry.shortcut is None:
             entry.shortcut = entry.captured.guards.shortcut(run)
         self._shortcut = entry.shortcut if run is not None else None

@@ -7,6 +7,7 @@ from tests.behaviour import (
     cases_calls,
     cases_changes,
     cases_counters,
+    cases_given,
     cases_left,
     cases_models,
     cases_optim,
@@ -26,6 +27,7 @@ FILES = (
     cases_calls,
     cases_changes,
     cases_counters,
+    cases_given,
     cases_left,
     cases_replaced,
 )

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from wholestep.capture import tree
+from wholestep.capture.containers import Containers, Written, spelled
 from wholestep.capture.counters import Moving, Place
 from wholestep.errors import CaptureError
 
@@ -25,8 +26,7 @@ class Leaf:
     is_text: bool
 
     def __str__(self) -> str:
-        kind, *way = self.path
-        return f"argument {way[0] if kind == 0 else repr(way[0])}{''.join(f'[{key!r}]' for key in way[1:])}"
+        return spelled(self.path)
 
 
 def leaf_of(path: tuple[Any, ...], thing: Any) -> Leaf | None:
@@ -47,6 +47,9 @@ class Arguments:
         self._moving: set[int] = set()
         self.unread: tuple[int, ...] = ()
         """Leaves that are any text, at which the step does not look."""
+        self.written: tuple[Written, ...] = ()
+        """To which containers among them the step writes."""
+        self._containers: Containers | None = None
 
     def move(self, moving: Collection[Moving]) -> list[Place]:
         """Has leaves be others in every call: the places of numbers, once text is noted."""
@@ -58,16 +61,25 @@ class Arguments:
         return [Place(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
 
     def call(self, step: Any) -> Any:
-        """What the step gives. Raises CaptureError if it writes to a list or dict that holds what moves."""
+        """What the step gives; with what is new in containers among the arguments, if it writes to some.
+
+        Until `put_back` these are as the step has left them.
+        """
         leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
         for leaf in self.unread:
             leaves[leaf] = Unread(leaf)
         args, kwargs = self._rebuilt(leaves)
+        self._containers = Containers((args, kwargs))
         result = step(*args, **kwargs)
-        after, spec = tree.flatten((args, kwargs)) if self._moving else (leaves, self.spec)
-        if spec != self.spec or any(one is not other for one, other in zip(leaves, after, strict=True)):
-            raise CaptureError("The step writes to a container among its arguments, in which numbers or texts change.")
-        return result
+        written, things = self._containers.written()
+        self.written = tuple(written)
+        return (result, things) if written else result
+
+    def put_back(self) -> None:
+        """Behind a call in a trace: the arguments are as they were. Raises CaptureError if that cannot be."""
+        containers, self._containers = self._containers, None
+        if containers is not None:
+            containers.put_back()
 
     def _rebuilt(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves. Those in which none moves are the very objects."""

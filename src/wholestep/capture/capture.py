@@ -173,7 +173,7 @@ class _Job:
             mirrored=self._mirrored(), written=self._writes,
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
-            environment=self._environment, unread=self._scene.arguments.unread,
+            environment=self._environment, unread=self._scene.arguments.unread, handed=self._scene.arguments.written,
         )  # fmt: skip
 
     def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], Way], ...]:

@@ -25,7 +25,7 @@ from wholestep.capture.whose import is_torchs_or_pythons
 CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
 """Methods of modules and of autograd functions that run without being named in the user's code."""
 
-_NOT_IN_A_STEP = frozenset({
+NOT_IN_A_STEP = frozenset({
     "__new__", "__init__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__", "__del__",
     "__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__",
     "__ge__", "__hash__", "__copy__", "__deepcopy__", "__replace__", "__getstate__", "__setstate__", "__reduce__",
@@ -55,7 +55,7 @@ class Classes:
             for key, item in vars(kind).copy().items():
                 functions = functions_in(item)
                 named = key in names or key == "__call__"
-                called = is_special_method(key, item) and key not in _NOT_IN_A_STEP
+                called = is_special_method(key, item) and key not in NOT_IN_A_STEP
                 value = whole and not functions and not is_dunder(key)
                 if (kind, key) in self._given or not (named or (not foreign and (called or value))):
                     continue

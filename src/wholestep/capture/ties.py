@@ -18,6 +18,7 @@ import torch.fx as fx
 from wholestep.capture import guards as guarding
 from wholestep.capture import tree
 from wholestep.capture.binding import Binding
+from wholestep.capture.containers import Written, write
 from wholestep.capture.counters import Place, identity
 from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
@@ -71,6 +72,9 @@ class Ties:
     """Plain values that the step leaves with optimizers."""
     unread: tuple[int, ...]
     """Leaves of the arguments that are any text."""
+    handed: tuple[Written, ...]
+    """To which containers among the arguments the step writes. If to any, its result is a pair: what it returns, and a
+    list of what is new there."""
     places: tuple[tuple[int, Place], ...]
     """Of numbers that the step moves, each without its container, which is the one with this number in the scene."""
     calls_scheduler: bool
@@ -112,6 +116,14 @@ class Captured:
     def program(self) -> Program:
         """The program, as it was captured."""
         return self.source()
+
+    def returned(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Behind a call that gave `result`: writes to its arguments what the step writes there. What it returns."""
+        if not self.ties.handed:
+            return result
+        returned, things = result
+        write(self.ties.handed, (args, kwargs), things)
+        return returned
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:

@@ -118,6 +118,7 @@ class Tracer:
         state, lifter, user = scene.state, scene.lifter, scene.user
         self._state, self._lifter, self._user = state, lifter, user
         self._counters, self._left, self._replaced = scene.counters, left, Replaced(scene)
+        self._arguments = scene.arguments
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
         self._recorder, self._markers = OriginRecorder(scene.module_names(), owners), Markers()
@@ -156,6 +157,7 @@ class Tracer:
                 grad.__dict__.pop(ENTRY_MARK, None)
             self._counters.restore()
             self._lifter.restore()
+            self._arguments.put_back()
         assert self._out is not None
         self._markers.settle(module.graph)
         self.storages.settle(module.graph, self.names())
@@ -237,8 +239,8 @@ class Tracer:
         yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
         yield patch.object(torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
         self._recorder.on_optimizer_step = self._note_step
-        for opt in {type(opt): opt for _, opt in self._state.optimizers}.values():
-            scope = inspect.unwrap(getattr(opt, "_init_group", opt.step)).__globals__
+        steps = (inspect.unwrap(getattr(opt, "_init_group", opt.step)) for _, opt in self._state.optimizers)
+        for scope in {id(step.__globals__): step.__globals__ for step in steps}.values():
             for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
                 if name not in scope:  # the file has none of its own
                     yield _put(scope, name, _two_numbers(getattr(builtins, name), symbolic))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
-_CLOSED = (
-    torch.Tensor,
-    torch.SymFloat,
-    torch.SymInt,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    nn.Module,
-    Optimizer,
-)
+SCALARS = (torch.SymFloat, torch.SymInt, bool, int, float, complex, str, bytes, type(None))
+CLOSED = (torch.Tensor, *SCALARS, nn.Module, Optimizer)
+"""Kinds of leaves."""
 
 
 class _Opened:
@@ -49,17 +39,11 @@ def _unflatten_opened(values: Any, context: Any) -> Any:
     return thing
 
 
-def _flatten_opened_with_keys(opened: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
-    values, context = _flatten_opened(opened)
-    return [(pytree.MappingKey(name), item) for name, item in zip(opened.fields, values, strict=True)], context
-
-
 pytree.register_pytree_node(
     _Opened,
     _flatten_opened,
     _unflatten_opened,
     serialized_type_name="wholestep.capture.tree._Opened",
-    flatten_with_keys_fn=_flatten_opened_with_keys,
 )
 
 
@@ -69,15 +53,13 @@ _NOT_DATA = (types.FunctionType, types.MethodType, types.ModuleType, functools.p
 def _fields(thing: Any) -> dict[str, Any]:
     if isinstance(thing, _NOT_DATA):
         return {}
-    if dataclasses.is_dataclass(thing):
-        return {
-            field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if hasattr(thing, field.name)
-        }
-    return dict(getattr(thing, "__dict__", {}))
+    declared = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+    found = {field.name: getattr(thing, field.name) for field in declared if hasattr(thing, field.name)}
+    return found | getattr(thing, "__dict__", {})
 
 
 def _open(leaf: Any) -> Any:
-    if isinstance(leaf, (*_CLOSED, type)):
+    if isinstance(leaf, (*CLOSED, type)):
         return leaf
     fields = _fields(leaf)
     if not fields or any(
@@ -90,9 +72,14 @@ def _open(leaf: Any) -> Any:
     return _Opened(type(leaf), opened)
 
 
+def fields_of(thing: Any) -> dict[str, Any] | None:
+    """The fields of an object that `flatten` takes apart; None if it is a leaf."""
+    return _fields(thing) if isinstance(_open(thing), _Opened) else None
+
+
 def _open_tree(tree: Any) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
-    if all(isinstance(leaf, _CLOSED) for leaf in leaves):
+    if all(isinstance(leaf, CLOSED) for leaf in leaves):
         return tree
     return spec.unflatten([_open(leaf) for leaf in leaves])
 
@@ -101,7 +88,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Leaves and structure of a nest. Objects that hold tensors are nodes, whatever their class."""
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
-        if not isinstance(leaf, _CLOSED):
+        if not isinstance(leaf, CLOSED):
             return pytree.tree_flatten(_open_tree(tree))
     return leaves, spec
 
@@ -128,13 +115,21 @@ def structure(spec: TreeSpec) -> tuple[Any, ...] | None:
 
 
 def paths(spec: TreeSpec) -> Iterator[tuple[Any, ...]]:
-    """Per leaf the keys and indices that lead to it."""
+    """Per leaf the keys, indices and names of fields that lead to it."""
     if spec.type is None:
         yield ()
         return
-    children = spec.children()
-    for key, child in zip(spec.context if spec.type is dict else range(len(children)), children, strict=True):
+    for key, child in zip(_keys(spec), spec.children(), strict=True):
         yield from ((key, *rest) for rest in paths(child))
+
+
+def _keys(spec: TreeSpec) -> Sequence[Any]:
+    """Under what the children of a node stand. Classes that say themselves how they are taken apart number them."""
+    if spec.type in (dict, OrderedDict):
+        return list(spec.context)
+    if spec.type in (defaultdict, _Opened):
+        return list(spec.context[1])
+    return range(len(spec.children()))
 
 
 def classes(tree: Any) -> Iterator[type]:
@@ -149,5 +144,5 @@ def classes(tree: Any) -> Iterator[type]:
 
 def leaves_with_keys(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Leaves of a nest, each with the keys and indices that lead to it."""
-    pairs = pytree.tree_flatten_with_path(_open_tree(tree))[0]
-    return [(tuple(getattr(part, "key", getattr(part, "idx", None)) for part in path), leaf) for path, leaf in pairs]
+    leaves, spec = flatten(tree)
+    return list(zip(paths(spec), leaves, strict=True))

@@ -29,11 +29,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture import draws, hyper, scalers, tree
-from wholestep.capture.classes import CALLED_BY_TORCH, Classes
+from wholestep.capture.classes import CALLED_BY_TORCH, NOT_IN_A_STEP, Classes, functions_in
 from wholestep.capture.compiled import is_compiled
 from wholestep.capture.views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.watch import SCALARS, Watch
-from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users_file
+from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users, is_users_file
 
 log = logging.getLogger("wholestep")
 
@@ -88,6 +88,20 @@ def _names(code: types.CodeType) -> Iterator[str]:
         yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
 
 
+@functools.cache
+def _names_in_library(kind: Any) -> frozenset[str]:
+    """Names in the methods of a class of an installed library, whose code is not looked through otherwise."""
+    bases = [base for base in kind.__mro__ if not is_torchs_or_pythons(base) and not is_users(base)]
+    methods = [one for base in bases for key, item in vars(base).items() if key not in NOT_IN_A_STEP
+               for one in functions_in(item)]  # fmt: skip
+    return frozenset(name for one in methods for code in _codes(inspect.unwrap(one).__code__) for name in _names(code))
+
+
+def is_wrapper(opt: Optimizer) -> bool:
+    """Whether an optimizer has no groups of its own: accelerate and Lightning put such a one around another."""
+    return "param_groups" not in vars(opt)
+
+
 class Walker:
     """Walks from a step to everything it can reach. Holds the findings; used once."""
 
@@ -118,7 +132,7 @@ class Walker:
             self._on_tensor(name, thing, depth)
         elif isinstance(thing, nn.Module):
             self._module(name, thing, depth)
-        elif isinstance(thing, Optimizer):
+        elif isinstance(thing, Optimizer) and not is_wrapper(thing):
             self.found.optimizers[id(thing)] = (name, thing)
             self._classes.add(type(thing))
             for key, item in list(vars(thing).items()):
@@ -165,9 +179,10 @@ class Walker:
                 looked[id(thing)] = len(self._names)
                 self._object(name, thing)
         for name, thing in self._later:
+            names = self._names_for(thing)
             if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
-                self._watch(vars(thing), name, tuple(sorted(self._names)))
-            if own := self._names.intersection(slots(type(thing))):
+                self._watch(vars(thing), name, tuple(sorted(names)))
+            if own := names.intersection(slots(type(thing))):
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
@@ -283,9 +298,14 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _object(self, name: str, thing: Any) -> None:
+        names = self._names_for(thing)
         for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
-            if key in self._names and hasattr(thing, key):
+            if key in names and hasattr(thing, key):
                 self.visit(f"{name}.{key}", getattr(thing, key), 1)
+
+    def _names_for(self, thing: Any) -> frozenset[str]:
+        """Names of attributes of a plain object that matter."""
+        return _names_in_library(type(thing)) | self._names
 
 
 def _is_users_module(thing: Any) -> bool:

@@ -1,0 +1,178 @@
+"""Dicts, lists and objects among the arguments, to which a step writes: ``batch["x"] = batch["x"].float()``,
+``labels = batch.pop("labels")``, ``batch.loss = loss``.
+
+They are others in every call, so they are known by the way to them from the arguments. What the step leaves in them it
+gives as results of its own, behind those that it returns; while it is traced they are put back as they were, and behind
+every call what was left is written to those of that call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from wholestep.capture import tree
+from wholestep.capture.views import SlotsView
+from wholestep.capture.watch import same
+from wholestep.errors import CaptureError
+
+Way = tuple[Any, ...]
+"""Keys, indices and names of attributes that lead to a thing from ``(args, kwargs)``."""
+_PLAIN_DICTS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one container holds behind a call, in order."""
+
+    way: Way
+    items: tuple[tuple[Any, Any, bool], ...]
+    """(key, the key under which this stood before the call, False); for what is new, (key, None, True)."""
+
+
+class Containers:
+    """Those among the arguments of one call, as they are now."""
+
+    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._call = call
+        self._leaves, self._spec = tree.flatten(call)
+        args, kwargs = call
+        ways = [((0, i), one) for i, one in enumerate(args)] + [((1, key), one) for key, one in kwargs.items()]
+        self._found = [(way, one, _content(one)) for start, thing in ways for way, one in _containers(start, thing)]
+
+    def written(self) -> tuple[list[Written], list[Any]]:
+        """What was written to them since, and the things that are new there, in order.
+
+        Raises CaptureError for a container that is given twice.
+        """
+        found: list[Written] = []
+        things: list[Any] = []
+        for way, container, before in self._found:
+            now = _content(container)
+            if _is_as_before(before, now):
+                continue
+            if sum(_behind(other) is _behind(container) for _, other, _ in self._found) > 1:
+                raise CaptureError(
+                    f"The step writes to {spelled(way)}, which is given to it in two places. Pass a copy."
+                )
+            items = []
+            for key, one in now:
+                old = _standing(one, key, before)
+                items.append((key, old[0], False) if old else (key, None, True))
+                things += [] if old else [one]
+            found.append(Written(way, tuple(items)))
+        return found, things
+
+    def put_back(self) -> None:
+        """All of them hold again what they held. Raises CaptureError if something else was written to, in arguments
+        of a kind that nobody knows how to look into."""
+        for _, container, before in self._found:
+            if not _is_as_before(before, _content(container)):
+                _fill(container, before)
+        leaves, spec = tree.flatten(self._call)
+        if spec != self._spec or any(one is not other for one, other in zip(self._leaves, leaves, strict=True)):
+            raise CaptureError(
+                "The step writes to an argument whose class says itself how it is taken apart (a pytree node), so that "
+                "it would be written to while capturing and never again. Return what you keep there."
+            )
+
+
+def write(found: Iterable[Written], call: Any, things: Sequence[Any]) -> None:
+    """Behind a call: writes to the containers among its arguments what the step has left in them."""
+    new = iter(things)
+    resolved = [(one, _at(call, one.way)) for one in found]
+    contents = [(one, container, dict(_content(container))) for one, container in resolved]
+    for one, container, before in contents:
+        _fill(container, [(key, next(new) if is_new else before[old]) for key, old, is_new in one.items])
+
+
+def spelled(way: Way) -> str:
+    """``argument 1['x']``."""
+    kind, start, *keys = way
+    return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
+
+
+def _containers(way: Way, thing: Any) -> Iterator[tuple[Way, Any]]:
+    """What can be written to in an argument; of an object its attributes. As `tree.flatten` takes it apart."""
+    if isinstance(thing, tree.CLOSED):
+        return
+    if type(thing) in pytree.SUPPORTED_NODES:
+        if not isinstance(thing, (dict, list, deque, tuple)):
+            return
+        if not isinstance(thing, tuple):
+            yield way, thing
+        parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
+    elif (fields := tree.fields_of(thing)) is not None:
+        yield way, _attributes(thing)
+        parts = fields.items()
+    else:
+        return
+    for key, part in list(parts):
+        yield from _containers((*way, key), part)
+
+
+def _attributes(thing: Any) -> Any:
+    return vars(thing) if hasattr(thing, "__dict__") else SlotsView(thing)
+
+
+def _at(call: Any, way: Way) -> Any:
+    """The container to which a way leads."""
+    thing = call
+    for key in way:
+        thing = thing[key] if isinstance(thing, (dict, list, deque, tuple)) else getattr(thing, key)
+    return thing if isinstance(thing, (dict, list, deque)) else _attributes(thing)
+
+
+def _behind(container: Any) -> Any:
+    return container.thing if isinstance(container, SlotsView) else container
+
+
+def _content(container: Any) -> list[tuple[Any, Any]]:
+    if isinstance(container, SlotsView):
+        return [(name, container[name]) for name in tree.fields_of(container.thing) or ()]
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _is_as_before(before: Sequence[tuple[Any, Any]], now: Sequence[tuple[Any, Any]]) -> bool:
+    if len(before) != len(now):
+        return False
+    return all(key == own and same(then, one) for (key, then), (own, one) in zip(before, now, strict=True))
+
+
+def _standing(thing: Any, key: Any, before: Sequence[tuple[Any, Any]]) -> tuple[Any] | None:
+    """The key under which a thing stood before, if it did."""
+    if any(known == key and same(one, thing) for known, one in before):
+        return (key,)
+    return next(((known,) for known, one in before if one is thing and not isinstance(thing, tree.SCALARS)), None)
+
+
+def _fill(container: Any, items: Sequence[tuple[Any, Any]]) -> None:
+    """Has a container hold these and nothing else, in this order."""
+    if isinstance(container, (list, deque)):
+        container.clear()
+        container.extend(one for _, one in items)
+    elif type(container) in _PLAIN_DICTS:
+        container.clear()
+        container.update(items)
+    else:
+        _fill_by_key(container, dict(items))
+
+
+def _fill_by_key(container: Any, items: dict[Any, Any]) -> None:
+    """The same for what has ways of its own to write: slots, and dicts of the user's or a library's class."""
+    held = dict(_content(container))
+    delete: Callable[[Any, Any], None] = type(container).__delitem__
+    if isinstance(container, dict) and not isinstance(container, SlotsView):  # a class may refuse to
+        delete = OrderedDict.__delitem__ if isinstance(container, OrderedDict) else dict.__delitem__
+    for key in held.keys() - items.keys():
+        delete(container, key)
+    for key, one in items.items():
+        if key not in held or held[key] is not one:
+            if isinstance(container, SlotsView):
+                container.update({key: one})
+            else:
+                container[key] = one

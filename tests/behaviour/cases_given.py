@@ -1,0 +1,192 @@
+"""Cases about dicts, lists and objects that a step is given, and to which it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.behaviour.harness import Job, Registry, Run
+from tests.behaviour.parts import class_batches, loss_of, mlp, sgd
+
+registry = Registry()
+case = registry.add
+
+
+class Batch:
+    """What a loader gives; ``x`` and ``y``, and whatever a step adds."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.seen = x, y, 0
+
+
+@dataclass(slots=True)
+class WithSlots:
+    x: Tensor
+    y: Tensor
+    losses: list[Any] = field(default_factory=list)
+
+
+def given(
+    run: Run, make: Callable[[Tensor, Tensor], Any], step: Callable[[Callable[[Tensor, Tensor], Tensor], Any], Any]
+) -> Job:
+    """A job whose step is given what `make` makes of a batch, and records what that holds behind every call.
+
+    ``step(update, batch)`` is the step; ``update(x, y)`` trains and gives the loss.
+    """
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+    kept: list[Any] = []
+
+    def update(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = run.compile(lambda batch: step(update, batch))
+
+    def call(x: Tensor, y: Tensor) -> Any:
+        batch = make(x, y)
+        result = compiled(batch)
+        kept.append(contents(batch))
+        return result
+
+    objects = {"model": module, "opt": opt, "kept": lambda: [*kept]}
+    return Job(step=call, batches=class_batches(run, 5), objects=objects)
+
+
+def contents(thing: Any) -> Any:
+    """Everything in a nest, in order."""
+    if isinstance(thing, dict):
+        return [(key, contents(one)) for key, one in thing.items()]
+    if isinstance(thing, (list, tuple)):
+        return [contents(one) for one in thing]
+    if isinstance(thing, WithSlots):
+        return contents([thing.x, thing.y, thing.losses])
+    return contents(vars(thing)) if isinstance(thing, Batch) else thing
+
+
+@case()
+def takes_out_of_its_batch(run: Run) -> Job:
+    """As steps around models of Hugging Face do with their labels."""
+
+    def step(update: Any, batch: Any) -> Any:
+        y = batch.pop("y")
+        return update(batch["x"], y)
+
+    return given(run, lambda x, y: {"x": x, "y": y}, step)
+
+
+@case()
+def replaces_in_its_batch(run: Run) -> Job:
+    def step(update: Any, batch: Any) -> Any:
+        batch["x"] = batch["x"] * 2
+        batch["name"], batch["kept"] = "scaled", batch["y"]
+        return update(batch["x"], batch["kept"])
+
+    return given(run, lambda x, y: {"x": x, "y": y, "name": "plain"}, step)
+
+
+@case()
+def writes_losses_into_a_dict(run: Run) -> Job:
+    """One that is empty: nothing in it is an input."""
+
+    def step(update: Any, batch: Any) -> None:
+        log, (x, y) = batch
+        loss = update(x, y)
+        log["loss"], log["twice"] = loss, {"value": loss.item() * 2, "parts": [loss, loss + 1]}
+
+    return given(run, lambda x, y: ({}, (x, y)), step)
+
+
+@case()
+def appends_to_a_list_it_is_given(run: Run) -> Job:
+    def step(update: Any, batch: Any) -> Any:
+        x, y = batch[:2]
+        loss = update(x, y)
+        batch.append(loss)
+        batch.insert(0, batch.pop(1))
+        return loss
+
+    return given(run, lambda x, y: [x, y], step)
+
+
+@case()
+def sets_attributes_of_its_batch(run: Run) -> Job:
+    def step(update: Any, batch: Any) -> Any:
+        batch.x = batch.x + 1
+        batch.loss = update(batch.x, batch.y)
+        batch.seen += 1
+        del batch.y
+        return batch.loss
+
+    return given(run, Batch, step)
+
+
+@case()
+def sets_slots_of_its_batch(run: Run) -> Job:
+    def step(update: Any, batch: Any) -> Any:
+        batch.losses = [update(batch.x, batch.y)]
+        batch.losses.append(batch.losses[0] * 2)
+        return batch.losses[1]
+
+    return given(run, WithSlots, step)
+
+
+@case()
+def writes_to_a_list_in_a_dict_in_an_object(run: Run) -> Job:
+    def make(x: Tensor, y: Tensor) -> Batch:
+        batch = Batch(x, y)
+        batch.more = {"lists": [[x, 1], [y, 2]]}  # type: ignore[attr-defined]
+        return batch
+
+    def step(update: Any, batch: Any) -> Any:
+        first, second = batch.more["lists"]
+        loss = update(first[0], second[0])
+        first[1] = loss
+        second.clear()
+        batch.more["lists"].reverse()
+        return loss
+
+    return given(run, make, step)
+
+
+class Average:
+    """Of parameters, with a number of its own: as libraries have it."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.shadow = [param.detach().clone() for param in params]
+        self.count = 0
+        self.decay: float | None = None
+
+    @torch.no_grad()
+    def update(self, params: list[Tensor]) -> None:
+        self.count += 1
+        self.decay = min(0.99, (1 + self.count) / (10 + self.count))
+        for own, param in zip(self.shadow, params, strict=True):
+            own.sub_((1 - self.decay) * (own - param))
+
+
+@case(traces=(2,))
+def counts_in_an_average_it_is_given(run: Run) -> Job:
+    """The same object in every call: its number is another one from the second on, and an input."""
+    module = mlp()
+    model, opt = run.model(module), sgd(module)
+    average = Average(list(module.parameters()))
+
+    @run.compile
+    def step(average: Average, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        average.update(list(module.parameters()))
+        return loss.detach()
+
+    objects = {"model": module, "opt": opt, "average": lambda: [average.count, average.decay, *average.shadow]}
+    return Job(step=lambda x, y: step(average, x, y), batches=class_batches(run, 6), objects=objects)

@@ -1,0 +1,264 @@
+"""Objects of installed libraries: what they hold is looked at, under the names in their own methods; and optimizers
+that are put around others."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.errors import CaptureError
+
+LIBRARY = '''
+import torch
+
+
+class Average:
+    """An average of parameters that counts for itself, as that of diffusers."""
+
+    def __init__(self, params):
+        self.shadow_params = [param.detach().clone() for param in params]
+        self.optimization_step, self.max_decay = 0, 0.9
+
+    @torch.no_grad()
+    def step(self, params):
+        self.optimization_step += 1
+        decay = min(self.max_decay, (1 + self.optimization_step) / (10 + self.optimization_step))
+        for own, param in zip(self.shadow_params, params):
+            own.sub_((1 - decay) * (own - param))
+
+
+class Plugin:
+    """Written to by nobody, and read at every call."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def scaled(self, loss):
+        return loss * self.scale
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as that of accelerate: it has no groups and no state of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.enabled = optimizer, True
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none=None):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        if self.enabled:
+            self.optimizer.step(closure)
+
+
+class Fabric:
+    """Likewise, as that of Lightning's Fabric: an object of a class made of its own and the other's."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Fabric" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self._optimizer.step()
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+'''
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library_of_objects.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("a_library_of_objects")
+    del sys.modules["a_library_of_objects"]
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batches(number: int = 6) -> list[Tensor]:
+    return [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(number)]
+
+
+def held(model: nn.Module, opt: Any) -> list[Tensor]:
+    return [
+        *(param.detach().clone() for param in model.parameters()),
+        *(one.clone() for state in opt.state.values() for one in state.values()),
+    ]
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_an_average_of_a_library_is_state_of_the_step(library: Any, as_argument: bool) -> None:
+    """Whether the step is given it or not: no name in the user's code tells of what it holds."""
+
+    def run(compiled: bool) -> tuple[list[Tensor], Any, Any]:
+        model, opt = training()
+        average = library.Average(list(model.parameters()))
+
+        def update(average: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            average.step(list(model.parameters()))
+            return loss.detach()
+
+        step: Any = (lambda x, average: update(average, x)) if as_argument else (lambda x: update(average, x))
+        step = ws.compile(step, backend="eager") if compiled else step
+        losses = [step(x, average) if as_argument else step(x) for x in batches()]
+        return [*losses, *held(model, opt), *average.shadow_params], average.optimization_step, step
+
+    (wanted, count, _), (found, counted, step) = run(False), run(True)
+    assert_equal(found, wanted)
+    assert count == counted == 6
+    assert step.cache_info().traces == (2 if as_argument else 1)
+
+
+def test_what_is_set_on_an_object_of_a_library_is_not_stale(library: Any) -> None:
+    def run(compiled: bool) -> list[Tensor]:
+        (model, opt), plugin = training(), library.Plugin()
+
+        def update(x: Tensor) -> Tensor:
+            loss: Tensor = plugin.scaled(model(x).square().mean())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        step = ws.compile(update, backend="eager") if compiled else update
+        losses = []
+        for number, x in enumerate(batches()):
+            setattr(plugin, "scale", 1.0 + number)  # noqa: B010  # the name stands nowhere else in this file's code
+            losses.append(step(x))
+        return [*losses, *held(model, opt)]
+
+    assert_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("kind", ["Around", "Fabric"])
+def test_optimizers_around_others_step_as_these(library: Any, kind: str) -> None:
+    def run(compiled: bool) -> tuple[list[Tensor], Any]:
+        model, opt = training()
+        around = getattr(library, kind)(opt)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
+
+        def update(opt: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        step = ws.compile(update, backend="eager") if compiled else update
+        losses = []
+        for x in batches():
+            losses.append(step(around, x))
+            scheduler.step()
+        return [*losses, *held(model, opt)], step
+
+    (wanted, _), (found, step) = run(False), run(True)
+    assert_equal(found, wanted)
+    assert step.cache_info().traces == 1
+
+
+def test_an_optimizer_around_another_is_read_at_every_call(library: Any) -> None:
+    model, opt = training()
+    around = library.Around(opt)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        around.step()
+        around.zero_grad()
+
+    first, second = batches(2)
+    step(first)
+    around.enabled = False
+    before = held(model, opt)
+    step(second)
+    assert_equal(held(model, opt), before)
+    assert step.cache_info().traces == 2
+
+
+def test_two_classes_of_optimizers_in_one_file() -> None:
+    """What is put into the file's scope while tracing is put there once."""
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model, opt = training()
+    other, _ = training()
+    own = Mine(other.parameters(), lr=0.01)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        for net, one in ((model, opt), (other, own)):
+            net(x).square().mean().backward()
+            one.step()
+            one.zero_grad()
+
+    for x in batches(3):
+        step(x)
+    assert_equal([*model.parameters()], [*other.parameters()])
+
+
+def test_a_class_that_takes_itself_apart_is_not_written_to() -> None:
+    model, opt = training()
+
+    class Node:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    torch.utils._pytree.register_pytree_node(
+        Node, lambda node: ([node.x], None), lambda parts, _: Node(parts[0]), serialized_type_name="tests.Node"
+    )
+
+    @ws.compile(backend="eager")
+    def step(node: Node) -> None:
+        node.x = node.x * 2
+        model(node.x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    (x,) = batches(1)
+    node = Node(x)
+    with pytest.raises(CaptureError, match="whose class says itself how it is taken apart"):
+        step(node)
+
+
+def test_a_dict_that_is_given_twice_is_not_written_to() -> None:
+    model, _ = training()
+
+    @ws.compile(backend="eager")
+    def step(one: dict[str, Any], other: dict[str, Any]) -> None:
+        one["loss"] = model(other["x"]).square().mean().detach()
+
+    batch: dict[str, Any] = {"x": batches(1)[0]}
+    with pytest.raises(CaptureError, match="argument 0, which is given to it twice"):
+        step(batch, batch)
+    assert list(batch) == ["x"]
