@@ -210,7 +210,7 @@ class CompiledStep:
 
     def _shorten(self, entry: _Entry) -> None:
         """Has the next call try the way of this entry, where it is native all along and nothing is measured."""
-        run = entry.executable.run() if not entry.captured.ties.handed else None
+        run = entry.executable.run() if entry.captured.only_returns else None
         if run is not None and entry.shortcut is None:
             entry.shortcut = entry.captured.guards.shortcut(run)
         self._shortcut = entry.shortcut if run is not None else None

@@ -35,6 +35,14 @@ class Trainer:
         return loss.item()
 
 
+class Holder:
+    """Whatever a step keeps."""
+
+    def __init__(self) -> None:
+        self.logs: Any = None
+        self.count = 0
+
+
 class WithSlots:
     __slots__ = ("batch", "last")
 
@@ -219,3 +227,108 @@ def leaves_it_where_its_owner_has_put_another(run: Run) -> Job:
 
     objects = {**job.objects, "others": lambda: others}
     return Job(step=job.step, batches=job.batches, objects=objects, between=between)
+
+
+@case(traces=(2,))
+def leaves_a_dict_of_tensors(run: Run) -> Job:
+    """A new one in every call, in which nobody looks before."""
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        held.logs = {"loss": loss, "parts": (loss + 1, x), "name": "step"}
+        return loss
+
+    return leaving_in(run, keep, lambda: [*held.logs.items()])
+
+
+@case(traces=(2,))
+def leaves_a_dict_of_numbers(run: Run) -> Job:
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> None:
+        held.logs = {"loss": loss.item(), "tensor": loss}
+
+    return leaving_in(run, keep, lambda: [*held.logs.values()])
+
+
+@case(traces=(2,))
+def leaves_a_number_where_none_was(run: Run) -> Job:
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> None:
+        held.logs = loss.item()
+
+    return leaving_in(run, keep, lambda: held.logs)
+
+
+@case(traces=(3,))
+def leaves_the_answer_to_a_number(run: Run) -> Job:
+    """As accelerate notes whether gradients are complete in this call."""
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        held.count += 1
+        held.logs = held.count % 2 == 0
+        return loss * 2 if held.logs else loss
+
+    return leaving_in(run, keep, lambda: (held.count, held.logs))
+
+
+@case(traces=(2,))
+def leaves_an_object_of_tensors(run: Run) -> Job:
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        held.logs = torch.distributions.Normal(loss, loss.abs() + 1)
+        return loss
+
+    return leaving_in(run, keep, lambda: (held.logs.mean, held.logs.stddev))
+
+
+@case(traces=(5,))
+def leaves_a_dict_that_it_reads(run: Run) -> Job:
+    """What is read is a constant of its trace."""
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        held.logs = {"mean": loss if held.logs is None else 0.5 * (held.logs["mean"] + loss)}
+        return loss
+
+    return leaving_in(run, keep, lambda: held.logs["mean"])
+
+
+@case(traces=(5,))
+def leaves_a_dict_that_it_counts_in(run: Run) -> Job:
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        held.logs = {"calls": 1 if held.logs is None else held.logs["calls"] + 1}
+        return loss * held.logs["calls"]
+
+    return leaving_in(run, keep, lambda: held.logs["calls"])
+
+
+@case(traces=(2,))
+def leaves_a_dict_that_others_put_away(run: Run) -> Job:
+    """None again between some calls, which the step sees."""
+    held, module = Holder(), mlp()
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y) * (1 if held.logs is None else 2)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        held.logs = {"loss": loss.detach()}
+        return loss.detach()
+
+    seen: list[Any] = []
+
+    def look() -> Any:
+        found = held.logs["loss"]
+        seen.append(found)
+        if len(seen) % 3 == 0:
+            held.logs = None
+        return found
+
+    return leaving(run, step, look, module, opt)

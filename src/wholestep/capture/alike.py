@@ -20,7 +20,7 @@ from wholestep.program import meta
 def is_alike(plain: Captured, found: Captured) -> bool:
     """Whether both do the same calls on tensors. `found` may have a number of the graph for a constant of `plain`."""
     one, other = plain.ties, found.ties
-    if one.result_spec != other.result_spec or one.handed != other.handed:
+    if one.result_spec != other.result_spec or one.handed != other.handed or one.nests != other.nests:
         return False
     filled = {*one.result_places, *other.result_places}
     pairs = zip(one.results, other.results, strict=True)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from wholestep.capture import tree
 from wholestep.capture.containers import Containers, Written, spelled
 from wholestep.capture.counters import Moving, Place
-from wholestep.errors import CaptureError
+from wholestep.capture.unread import Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ class Arguments:
         """
         leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
         for leaf in self.unread:
-            leaves[leaf] = Unread(leaf)
+            leaves[leaf] = Unread(
+                f"The step looks at argument {leaf}, a text, which is another one in other calls.", str
+            )
         args, kwargs = self._rebuilt(leaves)
         self._containers = Containers((args, kwargs))
         result = step(*args, **kwargs)
@@ -97,33 +99,3 @@ class Arguments:
 
     def _moves(self, leaves: Iterable[int]) -> bool:
         return not self._moving.isdisjoint(leaves)
-
-
-class Unread:
-    """Stands for a text, and nobody may ask it anything. No ``str``: C would read what is in it, and ask nobody."""
-
-    __slots__ = ("_leaf",)
-
-    def __init__(self, leaf: int) -> None:
-        object.__setattr__(self, "_leaf", leaf)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "__class__":
-            return str  # what `isinstance` asks for
-        leaf = object.__getattribute__(self, "_leaf")
-        raise CaptureError(f"The step looks at argument {leaf}, a text, which is another one in other calls.")
-
-
-def _asked(name: str) -> Any:
-    def asked(self: Unread, *args: Any) -> Any:
-        return getattr(self, name)
-
-    return asked
-
-
-for _name in (
-    "__str__", "__repr__", "__format__", "__hash__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
-    "__len__", "__iter__", "__contains__", "__getitem__", "__add__", "__radd__", "__mul__", "__rmul__", "__mod__",
-    "__rmod__", "__int__", "__float__", "__index__", "__bool__",
-):  # fmt: skip
-    setattr(Unread, _name, _asked(_name))

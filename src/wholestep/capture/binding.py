@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from wholestep.capture import quick, tree
 from wholestep.capture.counters import Counter
 from wholestep.capture.hyper import Hyper
-from wholestep.capture.replaced import Mirror, Spot, put
+from wholestep.capture.replaced import Mirror, put
+from wholestep.capture.watch import Spot
 from wholestep.program.program import InputKind, OutputKind, Program
 
 Holder = Callable[[], dict[Any, Any]]

@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.capture import compiled
+from wholestep.capture.alike import is_alike
 from wholestep.capture.binding import output_slices
 from wholestep.capture.counters import Moves, Moving, Place
 from wholestep.capture.draws import check_made, kept_iterators
@@ -18,6 +19,7 @@ from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.guards import looks_for_nan
 from wholestep.capture.left import Left
+from wholestep.capture.nests import Leaves, identities
 from wholestep.capture.outside import environment_read
 from wholestep.capture.overlap import check_writes
 from wholestep.capture.ranks import axes_of, rank_inputs
@@ -62,23 +64,46 @@ def capture(
             "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
             "turn the detection off."
         )
+    look = partial(Scene, step, args, kwargs, moving=moving, moved=moved)
     places: dict[Hashable, Place] = {}
+    leaving: set[Hashable] = set()
     why_not_kept = ""
     while True:
         try:
-            return _settled(partial(Scene, step, args, kwargs, list(places.values()), moving, moved=moved), step)
+            return _unlooked(partial(look, list(places.values()), leaving=leaving), step)
         except Moves as found:
             before, why_not_kept = dict(places), why_not_kept or found.sentence
             places |= {place.identity: place for place in found.places}
             if before == places:
                 raise CaptureError(f"The step moves {found.places[0].path} in another way in every trace.") from None
+        except Leaves as found:
+            if identities(found.spots) <= leaving:
+                raise CaptureError(found.sentence) from None
+            leaving |= identities(found.spots)
+            why_not_kept = why_not_kept or found.sentence
         except CaptureError as error:
             if not why_not_kept:
                 raise
             raise CaptureError(f"{why_not_kept} (It can be no input of the graph either. {error})") from error
 
 
-def _settled(look: Callable[[], Scene], step: Callable[..., Any]) -> Captured:
+def _unlooked(look: Callable[..., Scene], step: Callable[..., Any]) -> Captured:
+    """The capture, and one in which nobody can look at what the step replaces, if that is the same."""
+    captured = _settled(look, step)
+    if not captured.nests:
+        return captured
+    captured.undo()
+    try:
+        hidden = _settled(partial(look, hidden=True), step)
+        if is_alike(captured, hidden):
+            return hidden
+        hidden.undo()
+    except (WholestepError, Moves, Leaves) as error:
+        log.info("what stands in the place of what the step leaves is a constant: %s", error)
+    return _settled(look, step)
+
+
+def _settled(look: Callable[..., Scene], step: Callable[..., Any]) -> Captured:
     """`look` looks for all that the step involves."""
     try:
         return _capture_once(look, step)
@@ -87,14 +112,16 @@ def _settled(look: Callable[[], Scene], step: Callable[..., Any]) -> Captured:
         # the same graph, that was all it was. A counter or a growing list changes again.
         try:
             captured = _capture_once(look, step, expected=first.code)
-        except Moves:
+        except (Moves, Leaves):
             first.effects.restore()
             raise
         except (_Unsettled, WholestepError):
-            moved = first.effects.moved()
+            moved, left = first.effects.moved(), first.effects.left()
             first.effects.restore()
             if moved:
                 raise Moves(moved, first.effects.sentence()) from None
+            if left:
+                raise Leaves(left, first.effects.sentence()) from None
             raise CaptureError(first.effects.sentence()) from None
         return replace(captured, settled=False)
 
@@ -107,7 +134,7 @@ class _Unsettled(Exception):
         self.effects, self.code = effects, code
 
 
-def _capture_once(look: Callable[[], Scene], step: Callable[..., Any], expected: str | None = None) -> Captured:
+def _capture_once(look: Callable[..., Scene], step: Callable[..., Any], expected: str | None = None) -> Captured:
     with look() as scene:
         program, ties = _Job(lambda: scene.arguments.call(step), scene).run(expected)
         compiled.tell(scene.found.compiled)
@@ -174,6 +201,7 @@ class _Job:
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
             environment=self._environment, unread=self._scene.arguments.unread, handed=self._scene.arguments.written,
+            nests=numbered_spots(self._scene.nests.spots, self._scene), hides=self._scene.nests.hides,
         )  # fmt: skip
 
     def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], Way], ...]:

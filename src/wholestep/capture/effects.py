@@ -13,9 +13,10 @@ from torch import Tensor
 from wholestep.capture.counters import Place, moved
 from wholestep.capture.draws import Generators
 from wholestep.capture.left import Left
+from wholestep.capture.nests import can_be_left
 from wholestep.capture.scalers import Notes as ScalerNotes
 from wholestep.capture.scene import Scene
-from wholestep.capture.watch import Watch
+from wholestep.capture.watch import Spot, Watch
 from wholestep.errors import CaptureError, HyperparameterError
 
 TICKS = "_step_count"
@@ -35,6 +36,12 @@ class SideEffects:
         found, state = scene.found, scene.state
         self._found, self._known = found, state.index.keys()
         self._of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
+        self._of_modules = {
+            id(held)
+            for _, top in found.modules.values()
+            for one in top.modules()
+            for held in (one._parameters, one._buffers, one._modules)
+        }
         self._generators, self._scalers = Generators(found.generators), ScalerNotes(found.scalers)
         self._left = left
         self.changed: list[tuple[str, Any, Any]] = []
@@ -88,6 +95,20 @@ class SideEffects:
                 if not places:
                     return []
                 found += places
+        return found
+
+    def left(self) -> list[Spot]:
+        """Where the step leaves things that are results, if all of what it changed is such things and numbers."""
+        found = []
+        for watch in self._watches:
+            for key, path, then, now in watch.changed_items():
+                if path.endswith(_HARMLESS):
+                    continue
+                cannot = id(watch.container) in self._of_tensors or id(watch.container) in self._of_modules
+                ways = [] if cannot else can_be_left(watch, key, path, (then, now))
+                if not ways:
+                    return []
+                found += [one for one in ways if not isinstance(one, Place)]
         return found
 
     def restore(self) -> None:

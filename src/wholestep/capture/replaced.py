@@ -29,12 +29,9 @@ from wholestep.capture.counters import identity
 from wholestep.capture.host import running_tracer
 from wholestep.capture.scene import Scene
 from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
-from wholestep.capture.watch import ABSENT, AnyOf, Watch
+from wholestep.capture.watch import ABSENT, AnyOf, Spot, Watch
 from wholestep.errors import CaptureError
 from wholestep.program.program import InputKind
-
-Spot = tuple[Any, Any]
-"""A container and a key in it."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture import guards as guarding
-from wholestep.capture import tree
+from wholestep.capture import nests, tree
 from wholestep.capture.binding import Binding
 from wholestep.capture.containers import Written, write
 from wholestep.capture.counters import Place, identity
@@ -24,11 +24,11 @@ from wholestep.capture.effects import TICKS
 from wholestep.capture.guards import Guards
 from wholestep.capture.left import Note
 from wholestep.capture.ranks import Rank, ranks
-from wholestep.capture.replaced import Mirror, Spot, Way, loosen
+from wholestep.capture.replaced import Mirror, Way, loosen, put
 from wholestep.capture.scene import Scene
 from wholestep.capture.state import Address
 from wholestep.capture.storage import Sizes
-from wholestep.capture.watch import Watch
+from wholestep.capture.watch import Spot, Watch
 from wholestep.program.program import InputKind, Program
 
 
@@ -75,6 +75,10 @@ class Ties:
     handed: tuple[Written, ...]
     """To which containers among the arguments the step writes. If to any, its result is a pair: what it returns, and a
     list of what is new there."""
+    nests: tuple[tuple[int, Any], ...]
+    """Where things go that it leaves in objects, as in `left`. If any, its result is a pair of all that and a list."""
+    hides: bool
+    """Whether nobody looks at what stood there before."""
     places: tuple[tuple[int, Place], ...]
     """Of numbers that the step moves, each without its container, which is the one with this number in the scene."""
     calls_scheduler: bool
@@ -107,6 +111,8 @@ class Captured:
     binding: Binding
     guards: Guards
     ties: Ties
+    nests: list[Spot]
+    """Where things go that the step leaves in objects."""
     settled: bool = True
     """Whether the step changed nothing in its first run. Else the ties are those of a scene that it had set up."""
     undo: Callable[[], None]
@@ -118,12 +124,20 @@ class Captured:
         return self.source()
 
     def returned(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Behind a call that gave `result`: writes to its arguments what the step writes there. What it returns."""
-        if not self.ties.handed:
-            return result
-        returned, things = result
-        write(self.ties.handed, (args, kwargs), things)
-        return returned
+        """Behind a call that gave `result`: writes to its arguments and to objects what the step leaves there besides
+        tensors. What it returns."""
+        if self.nests:
+            result, left = result
+            put(self.nests, left)
+        if self.ties.handed:
+            result, things = result
+            write(self.ties.handed, (args, kwargs), things)
+        return result
+
+    @property
+    def only_returns(self) -> bool:
+        """Whether there is nothing to do for `returned`."""
+        return not (self.nests or self.ties.handed)
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -167,7 +181,10 @@ def tie(source: Callable[[], Program], ties: Ties, scene: Scene) -> Captured:
     guards = _guards(ties, scene, ranks())
     leaf_of = {ties.kept[index]: leaf for index, leaf in binding.user}
     guards.storages = _sizes(ties, scene, leaf_of)
-    return Captured(source=source, binding=binding, guards=guards, ties=ties, undo=scene.lazy.take_back)
+    return Captured(
+        source=source, binding=binding, guards=guards, ties=ties, nests=_spots(ties.nests, scene),
+        undo=scene.lazy.take_back,
+    )  # fmt: skip
 
 
 def _binding(ties: Ties, scene: Scene) -> Binding:
@@ -251,6 +268,8 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
     written = {id(state.slots[slot].tensor) for slot in ties.written if slot < len(state.slots)}
     loosen(scene.found.watches, free, _like)
     loosen(scene.found.watches, _mirrored(ties, scene), partial(_like, but=written))
+    if ties.hides:
+        nests.loosen(scene.found.watches, _spots(ties.nests, scene))
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
     numbers_given = scene.arguments.numbers
     moving = [leaf for leaf in numbers_given if scene.counters.has(numbers_given, leaf)]

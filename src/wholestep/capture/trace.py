@@ -118,7 +118,7 @@ class Tracer:
         state, lifter, user = scene.state, scene.lifter, scene.user
         self._state, self._lifter, self._user = state, lifter, user
         self._counters, self._left, self._replaced = scene.counters, left, Replaced(scene)
-        self._arguments = scene.arguments
+        self._arguments, self._nests = scene.arguments, scene.nests
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
         self._recorder, self._markers = OriginRecorder(scene.module_names(), owners), Markers()
@@ -281,7 +281,8 @@ class Tracer:
         self._lifter.install()
         self._counters.install()
         places = [place_of(real) for real in self.reals]
-        result = call()
+        self._nests.hide()
+        result = self._nests.take(call())
         self._comm.finish()
         leaves, out.result_spec = results.flatten(result, self._state.index)
         leaves, out.left = self._replaced.take(leaves)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
-SCALARS = (torch.SymFloat, torch.SymInt, bool, int, float, complex, str, bytes, type(None))
+SCALARS = (torch.SymFloat, torch.SymInt, torch.SymBool, bool, int, float, complex, str, bytes, type(None))
 CLOSED = (torch.Tensor, *SCALARS, nn.Module, Optimizer)
 """Kinds of leaves."""
 

@@ -88,8 +88,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
         yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
 
 
-@functools.cache
-def _names_in_library(kind: Any) -> frozenset[str]:
+def _names_in_library(kind: type) -> frozenset[str]:
     """Names in the methods of a class of an installed library, whose code is not looked through otherwise."""
     bases = [base for base in kind.__mro__ if not is_torchs_or_pythons(base) and not is_users(base)]
     methods = [one for base in bases for key, item in vars(base).items() if key not in NOT_IN_A_STEP
@@ -110,6 +109,7 @@ class Walker:
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid while their objects live
         self._names: set[str] = set(CALLED_BY_TORCH)
+        self._of_library: dict[type, frozenset[str]] = {}
         self._later: list[tuple[str, Any]] = []
         self._classes = Classes()
 
@@ -305,7 +305,10 @@ class Walker:
 
     def _names_for(self, thing: Any) -> frozenset[str]:
         """Names of attributes of a plain object that matter."""
-        return _names_in_library(type(thing)) | self._names
+        kind = type(thing)
+        if kind not in self._of_library:
+            self._of_library[kind] = _names_in_library(kind)
+        return self._of_library[kind] | self._names
 
 
 def _is_users_module(thing: Any) -> bool:

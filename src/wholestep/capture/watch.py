@@ -14,6 +14,9 @@ from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of things that are compared by value."""
 
+Spot = tuple[Any, Any]
+"""A container and a key in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:

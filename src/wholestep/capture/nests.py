@@ -1,0 +1,125 @@
+"""Dicts, tuples, objects and plain values that a step puts into objects of the user's: ``self.logs = {"loss": loss}``,
+``self.output = model(x)``, ``self.last = loss.item()`` where None was.
+
+What is no tensor (`capture/replaced.py`) and no number that was one before (`capture/counters.py`) is a result of the
+step like what it returns, and put there anew behind every call. Which places those are a first trace shows; the next
+one takes what stands there. What stood there before a call is a constant of the trace, unless nobody looks at it: a
+trace in which it cannot be looked at says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep.capture import tree
+from wholestep.capture.counters import Place, identity, moved, put
+from wholestep.capture.unread import Unread
+from wholestep.capture.views import ClassView, ContentView
+from wholestep.capture.watch import ABSENT, AnyOf, Spot, Watch
+
+
+class Leaves(Exception):
+    """A step leaves such things in `spots`. `sentence` says so to the user."""
+
+    def __init__(self, spots: Sequence[Spot], sentence: str) -> None:
+        super().__init__()
+        self.spots, self.sentence = spots, sentence
+
+
+def identities(spots: Iterable[Spot]) -> set[Hashable]:
+    """The same for the same place, however it was reached."""
+    return {(identity(container), key) for container, key in spots}
+
+
+def can_be_left(watch: Watch, key: Any, path: str, pair: tuple[Any, Any]) -> list[Spot] | list[Place]:
+    """The spot, or the places of numbers; none for what can be left in no way. `pair`: what was there, and is there."""
+    container, now = watch.container, pair[1]
+    if key is None or isinstance(container, (ClassView, ContentView)) or now is ABSENT:
+        return []
+    if places := moved(container, key, path, pair):
+        return places
+    kinds = (torch.Tensor, *tree.SCALARS)
+    try:
+        leaves = tree.flatten(now)[0]
+    except RecursionError:  # objects that hold each other
+        return []
+    is_new = not isinstance(now, torch.Tensor) and not any(isinstance(one, nn.Parameter) for one in leaves)
+    return [(container, key)] if is_new and all(isinstance(one, kinds) for one in leaves) else []
+
+
+class Nests:
+    """Those that one trace takes."""
+
+    def __init__(self, watches: Sequence[Watch], leaving: Collection[Hashable], hidden: bool) -> None:
+        """`leaving`: `identities` of their spots. `hidden`: what stands there cannot be looked at before."""
+        found = {
+            (identity(watch.container), key): (watch.container, key, one)
+            for watch in (watches if leaving else ())
+            if not isinstance(watch.container, (ClassView, ContentView))
+            for key, one in _of(watch, leaving)
+        }
+        self._found = list(found.values())
+        self.hides = hidden and any(one is not None and one is not ABSENT for _, _, one in self._found)
+        """Whether something is hidden."""
+        self.spots: list[Spot] = []
+        """Where results go, once they are taken."""
+
+    def hide(self) -> None:
+        """At the beginning of the trace."""
+        for container, key, one in self._found if self.hides else ():
+            if one is not None and one is not ABSENT:
+                put(container, key, Unread("The step looks at what it replaces."))
+
+    def take(self, result: Any) -> Any:
+        """At its end: what the step gives, with what it leaves, in the place of which then stands again what did."""
+        values = []
+        for container, key, then in self._found:
+            now = _held(container, key)
+            if now is then or (now is not ABSENT and type(now) is Unread):
+                self._put_back(container, key, then, now)
+                continue
+            self.spots.append((container, key))
+            values.append(_answered(now))
+            self._put_back(container, key, then, now)
+        return (result, values) if self.spots else result
+
+    @staticmethod
+    def _put_back(container: Any, key: Any, then: Any, now: Any) -> None:
+        if then is not ABSENT:
+            put(container, key, then)
+        elif now is not ABSENT:
+            del container[key]
+
+
+def _answered(thing: Any) -> Any:
+    """A nest with a bool in the place of what Python would only now ask of a number: that is asked at every call."""
+    leaves, spec = tree.flatten(thing)
+    if not any(isinstance(leaf, torch.SymBool) for leaf in leaves):
+        return thing
+    return tree.unflatten([bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves], spec)
+
+
+def _of(watch: Watch, leaving: Collection[Hashable]) -> list[tuple[Any, Any]]:
+    number = identity(watch.container)
+    keys = [one[1] for one in leaving if isinstance(one, tuple) and one[0] == number]
+    return [(key, _held(watch.container, key)) for key in keys]
+
+
+def _held(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except (KeyError, IndexError, AttributeError, ValueError):
+        return ABSENT
+
+
+def loosen(watches: Iterable[Watch], spots: Iterable[Spot]) -> None:
+    """Has watches take whatever stands in these spots, if something stood there while tracing."""
+    free = identities(spots)
+    for watch in watches:
+        for key in list(range(len(watch.held)) if isinstance(watch.held, list) else watch.held):
+            if (identity(watch.container), key) in free and watch.held[key] is not None:
+                watch.held[key] = AnyOf(lambda now: now is not None and now is not ABSENT)
