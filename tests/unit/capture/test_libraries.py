@@ -259,6 +259,6 @@ def test_a_dict_that_is_given_twice_is_not_written_to() -> None:
         one["loss"] = model(other["x"]).square().mean().detach()
 
     batch: dict[str, Any] = {"x": batches(1)[0]}
-    with pytest.raises(CaptureError, match="argument 0, which is given to it twice"):
+    with pytest.raises(CaptureError, match="argument 0, which is given to it in two places"):
         step(batch, batch)
     assert list(batch) == ["x"]
