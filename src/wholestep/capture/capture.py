@@ -115,7 +115,7 @@ def _settled(look: Callable[..., Scene], step: Callable[..., Any]) -> Captured:
         except (Moves, Leaves):
             first.effects.restore()
             raise
-        except (_Unsettled, WholestepError):
+        except Exception:  # what the first one left may make any part of it fail
             moved, left = first.effects.moved(), first.effects.left()
             first.effects.restore()
             if moved:

@@ -35,14 +35,15 @@ class Written:
 
 
 class Containers:
-    """Those among the arguments of one call, as they are now."""
+    """Those among the arguments of one call, as they are now. Nobody knows how to write to nodes of pytrees that other
+    classes have registered: these are *foreign*."""
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self._call = call
-        self._leaves, self._spec = tree.flatten(call)
         args, kwargs = call
-        ways = [((0, i), one) for i, one in enumerate(args)] + [((1, key), one) for key, one in kwargs.items()]
-        self._found = [(way, one, _content(one)) for start, thing in ways for way, one in _containers(start, thing)]
+        starts = [((0, i), one) for i, one in enumerate(args)] + [((1, key), one) for key, one in kwargs.items()]
+        found = [pair for start, thing in starts for pair in _containers(start, thing)]
+        self._found = [(way, one, _content(one)) for way, one in found if not _is_foreign(one)]
+        self._foreign = [(way, one, _parts(one)) for way, one in found if _is_foreign(one)]
 
     def written(self) -> tuple[list[Written], list[Any]]:
         """What was written to them since, and the things that are new there, in order.
@@ -68,17 +69,17 @@ class Containers:
         return found, things
 
     def put_back(self) -> None:
-        """All of them hold again what they held. Raises CaptureError if something else was written to, in arguments
-        of a kind that nobody knows how to look into."""
+        """All of them hold again what they held. Raises CaptureError if something else was written to."""
         for _, container, before in self._found:
             if not _is_as_before(before, _content(container)):
                 _fill(container, before)
-        leaves, spec = tree.flatten(self._call)
-        if spec != self._spec or any(one is not other for one, other in zip(self._leaves, leaves, strict=True)):
-            raise CaptureError(
-                "The step writes to an argument whose class says itself how it is taken apart (a pytree node), so that "
-                "it would be written to while capturing and never again. Return what you keep there."
-            )
+        for way, thing, parts in self._foreign:
+            if not same(tuple(parts), tuple(_parts(thing))):
+                raise CaptureError(
+                    f"The step writes to {spelled(way)}, a {type(thing).__name__}, which says itself how it is taken "
+                    f"apart (a pytree node). That would happen once, while capturing, and never again. Return what "
+                    f"you keep there."
+                )
 
 
 def write(found: Iterable[Written], call: Any, things: Sequence[Any]) -> None:
@@ -96,23 +97,33 @@ def spelled(way: Way) -> str:
     return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
 
 
-def _containers(way: Way, thing: Any) -> Iterator[tuple[Way, Any]]:
+def _containers(way: Way, thing: Any, around: frozenset[int] = frozenset()) -> Iterator[tuple[Way, Any]]:
     """What can be written to in an argument; of an object its attributes. As `tree.flatten` takes it apart."""
-    if isinstance(thing, tree.CLOSED):
+    if isinstance(thing, tree.CLOSED) or id(thing) in around:
         return
     if type(thing) in pytree.SUPPORTED_NODES:
-        if not isinstance(thing, (dict, list, deque, tuple)):
+        if _is_foreign(thing):
+            yield way, thing
             return
         if not isinstance(thing, tuple):
             yield way, thing
         parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
     elif (fields := tree.fields_of(thing)) is not None:
-        yield way, _attributes(thing)
+        yield way, thing if isinstance(thing, dict) else _attributes(thing)
         parts = fields.items()
     else:
         return
     for key, part in list(parts):
-        yield from _containers((*way, key), part)
+        yield from _containers((*way, key), part, around | {id(thing)})
+
+
+def _is_foreign(thing: Any) -> bool:
+    """Whether only its class knows what is in it."""
+    return type(thing) in pytree.SUPPORTED_NODES and not isinstance(thing, (dict, list, deque, tuple))
+
+
+def _parts(thing: Any) -> list[Any]:
+    return list(pytree.SUPPORTED_NODES[type(thing)].flatten_fn(thing)[0])
 
 
 def _attributes(thing: Any) -> Any:

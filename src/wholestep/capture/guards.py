@@ -24,6 +24,7 @@ import torch.fx as fx
 
 from wholestep.capture import native, quick, tree
 from wholestep.capture.arguments import leaf_of
+from wholestep.capture.containers import spelled
 from wholestep.capture.counters import Counters, Moving, identity, moved
 from wholestep.capture.state import Slot, State
 from wholestep.capture.storage import Sizes
@@ -183,7 +184,8 @@ class Guards:
 
     def _arguments(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
         if spec is not self.spec and spec != self.spec:
-            return f"the structure of the arguments was {self.spec}, is {spec}"
+            way, then, now = tree.difference(self.spec, spec)
+            return f"{spelled(way) if len(way) > 1 else 'the call'} was {then}, is {now}"
         held = self.leaves
         for number in self._things:
             then, now = held[number], leaves[number]

@@ -21,18 +21,26 @@ CLOSED = (torch.Tensor, *SCALARS, nn.Module, Optimizer)
 
 
 class _Opened:
-    """A plain object (a dataclass, a batch class) taken apart into its fields while it is flat."""
+    """A plain object (a dataclass, a batch class, a dict of a class of its own) taken apart while it is flat."""
 
-    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
-        self.kind, self.fields = kind, fields
+    def __init__(self, thing: Any, fields: dict[Any, Any]) -> None:
+        self.kind, self.fields = type(thing), fields
+        self.is_its_own_dict = getattr(thing, "__dict__", None) is thing
+        """``self.__dict__ = self``, so that keys are attributes, too."""
 
 
 def _flatten_opened(opened: _Opened) -> tuple[list[Any], Any]:
-    return list(opened.fields.values()), (opened.kind, tuple(opened.fields))
+    return list(opened.fields.values()), (opened.kind, tuple(opened.fields), opened.is_its_own_dict)
 
 
 def _unflatten_opened(values: Any, context: Any) -> Any:
-    kind, names = context
+    kind, names, is_its_own_dict = context
+    if issubclass(kind, dict):
+        made = kind.__new__(kind)
+        dict.update(made, zip(names, values, strict=True))
+        if is_its_own_dict:
+            made.__dict__ = made
+        return made
     thing = object.__new__(kind)
     for name, item in zip(names, values, strict=True):
         object.__setattr__(thing, name, item)
@@ -50,38 +58,41 @@ pytree.register_pytree_node(
 _NOT_DATA = (types.FunctionType, types.MethodType, types.ModuleType, functools.partial, torch.Generator)
 
 
-def _fields(thing: Any) -> dict[str, Any]:
+def _fields(thing: Any) -> dict[Any, Any]:
     if isinstance(thing, _NOT_DATA):
         return {}
+    if isinstance(thing, dict):
+        return dict(thing.items())
     declared = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
     found = {field.name: getattr(thing, field.name) for field in declared if hasattr(thing, field.name)}
     return found | getattr(thing, "__dict__", {})
 
 
-def _open(leaf: Any) -> Any:
-    if isinstance(leaf, (*CLOSED, type)):
+def _open(leaf: Any, around: frozenset[int]) -> Any:
+    """`around`: what the leaf lies in, by id, as objects may hold each other."""
+    if isinstance(leaf, (*CLOSED, type)) or id(leaf) in around:
         return leaf
     fields = _fields(leaf)
     if not fields or any(
         isinstance(item, (nn.Module, Optimizer)) for item in pytree.tree_leaves(list(fields.values()))
     ):
         return leaf
-    opened = {name: _open_tree(item) for name, item in fields.items()}
+    opened = {name: _open_tree(item, around | {id(leaf)}) for name, item in fields.items()}
     if not any(isinstance(item, (torch.Tensor, torch.SymFloat)) for item in pytree.tree_leaves(list(opened.values()))):
         return leaf
-    return _Opened(type(leaf), opened)
+    return _Opened(leaf, opened)
 
 
-def fields_of(thing: Any) -> dict[str, Any] | None:
+def fields_of(thing: Any) -> dict[Any, Any] | None:
     """The fields of an object that `flatten` takes apart; None if it is a leaf."""
-    return _fields(thing) if isinstance(_open(thing), _Opened) else None
+    return _fields(thing) if isinstance(_open(thing, frozenset()), _Opened) else None
 
 
-def _open_tree(tree: Any) -> Any:
+def _open_tree(tree: Any, around: frozenset[int] = frozenset()) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
     if all(isinstance(leaf, CLOSED) for leaf in leaves):
         return tree
-    return spec.unflatten([_open(leaf) for leaf in leaves])
+    return spec.unflatten([_open(leaf, around) for leaf in leaves])
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -125,11 +136,40 @@ def paths(spec: TreeSpec) -> Iterator[tuple[Any, ...]]:
 
 def _keys(spec: TreeSpec) -> Sequence[Any]:
     """Under what the children of a node stand. Classes that say themselves how they are taken apart number them."""
+    if spec.type is None:
+        return ()
     if spec.type in (dict, OrderedDict):
         return list(spec.context)
     if spec.type in (defaultdict, _Opened):
         return list(spec.context[1])
     return range(len(spec.children()))
+
+
+def difference(then: TreeSpec, now: TreeSpec, way: tuple[Any, ...] = ()) -> tuple[tuple[Any, ...], str, str]:
+    """The way to the first node in which two structures differ, and what it is in each."""
+    keys, others = list(_keys(then)), list(_keys(now))
+    if _kind(then) is not _kind(now) or keys != others:
+        return way, _described(then), _described(now)
+    parts = zip(keys, then.children(), now.children(), strict=True)
+    different = ((key, one, other) for key, one, other in parts if one != other)
+    found = next(different, None)
+    return (way, _described(then), _described(now)) if found is None else difference(*found[1:], (*way, found[0]))
+
+
+def _kind(spec: TreeSpec) -> Any:
+    return spec.context[0] if spec.type is _Opened else spec.type
+
+
+def _described(spec: TreeSpec) -> str:
+    if spec.type is None:
+        return "one value"
+    what = f"a {_kind(spec).__name__}"
+    keys = _keys(spec)
+    return (
+        f"{what} of {len(keys)}"
+        if isinstance(keys, range)
+        else f"{what} with {', '.join(map(repr, keys)) or 'nothing'}"
+    )
 
 
 def classes(tree: Any) -> Iterator[type]:
