@@ -190,3 +190,53 @@ def counts_in_an_average_it_is_given(run: Run) -> Job:
 
     objects = {"model": module, "opt": opt, "average": lambda: [average.count, average.decay, *average.shadow]}
     return Job(step=lambda x, y: step(average, x, y), batches=class_batches(run, 6), objects=objects)
+
+
+class ByName(dict[str, Any]):
+    """A dict whose keys are attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+@case()
+def takes_out_of_a_dict_of_its_own_class(run: Run) -> Job:
+    def step(update: Any, batch: Any) -> Any:
+        y = batch.pop("y")
+        batch.loss = update(batch.x, y)
+        return batch["loss"]
+
+    return given(run, lambda x, y: ByName(x=x, y=y), step)
+
+
+class Meter:
+    """As training scripts have it."""
+
+    def __init__(self) -> None:
+        self.value = self.sum = self.count = self.average = 0
+
+    def update(self, value: Any, number: int) -> None:
+        self.value = value
+        self.sum += value * number
+        self.count += number
+        self.average = self.sum / self.count  # type: ignore[assignment]
+
+
+@case(traces=(2,))
+def counts_in_a_meter_it_is_given(run: Run) -> Job:
+    """An object without tensors: no data, and looked at like what is reached in other ways."""
+    module, meter = mlp(), Meter()
+    model, opt = run.model(module), sgd(module)
+
+    @run.compile
+    def step(meter: Meter, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        meter.update(loss.item(), len(x))
+        return loss.detach()
+
+    objects = {"model": module, "opt": opt, "meter": lambda: [*vars(meter).values()]}
+    return Job(step=lambda x, y: step(meter, x, y), batches=class_batches(run, 5), objects=objects)

@@ -332,3 +332,20 @@ def leaves_a_dict_that_others_put_away(run: Run) -> Job:
         return found
 
     return leaving(run, step, look, module, opt)
+
+
+@case(traces=(2,))
+def switches_its_module(run: Run) -> Job:
+    """Which eager code would find switched in its next call, too."""
+    module = nn.Sequential(mlp(), nn.Dropout(0.5))
+    model, opt = run.model(module), sgd(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        module.eval()
+        return loss.detach()
+
+    return leaving(run, step, lambda: [part.training for part in module.modules()], module, opt)

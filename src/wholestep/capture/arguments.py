@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from wholestep.capture import tree
-from wholestep.capture.containers import Containers, Written, spelled
+from wholestep.capture.containers import Containers, Written, spelled, ways
 from wholestep.capture.counters import Moving, Place
 from wholestep.capture.unread import Unread
 
@@ -49,6 +49,7 @@ class Arguments:
         """Leaves that are any text, at which the step does not look."""
         self.written: tuple[Written, ...] = ()
         """To which containers among them the step writes."""
+        self._ways = ways(args, kwargs)
         self._containers: Containers | None = None
 
     def move(self, moving: Collection[Moving]) -> list[Place]:
@@ -71,7 +72,7 @@ class Arguments:
                 f"The step looks at argument {leaf}, a text, which is another one in other calls.", str
             )
         args, kwargs = self._rebuilt(leaves)
-        self._containers = Containers((args, kwargs))
+        self._containers = Containers((args, kwargs), self._ways)
         result = step(*args, **kwargs)
         written, things = self._containers.written()
         self.written = tuple(written)

@@ -34,14 +34,18 @@ class Written:
     """(key, the key under which this stood before the call, False); for what is new, (key, None, True)."""
 
 
+def ways(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Way]:
+    """The ways to all that can be written to. Asked before a trace, in which objects that hold numbers hold symbols."""
+    starts = [((0, i), one) for i, one in enumerate(args)] + [((1, key), one) for key, one in kwargs.items()]
+    return [way for start, thing in starts for way in _ways(start, thing)]
+
+
 class Containers:
     """Those among the arguments of one call, as they are now. Nobody knows how to write to nodes of pytrees that other
     classes have registered: these are *foreign*."""
 
-    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        args, kwargs = call
-        starts = [((0, i), one) for i, one in enumerate(args)] + [((1, key), one) for key, one in kwargs.items()]
-        found = [pair for start, thing in starts for pair in _containers(start, thing)]
+    def __init__(self, call: Any, ways: Sequence[Way]) -> None:
+        found = [(way, _at(call, way)) for way in ways]
         self._found = [(way, one, _content(one)) for way, one in found if not _is_foreign(one)]
         self._foreign = [(way, one, _parts(one)) for way, one in found if _is_foreign(one)]
 
@@ -97,24 +101,23 @@ def spelled(way: Way) -> str:
     return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
 
 
-def _containers(way: Way, thing: Any, around: frozenset[int] = frozenset()) -> Iterator[tuple[Way, Any]]:
-    """What can be written to in an argument; of an object its attributes. As `tree.flatten` takes it apart."""
+def _ways(way: Way, thing: Any, around: frozenset[int] = frozenset()) -> Iterator[Way]:
+    """The ways to what can be written to in an argument, as `tree.flatten` takes it apart."""
     if isinstance(thing, tree.CLOSED) or id(thing) in around:
         return
     if type(thing) in pytree.SUPPORTED_NODES:
-        if _is_foreign(thing):
-            yield way, thing
-            return
         if not isinstance(thing, tuple):
-            yield way, thing
+            yield way
+        if _is_foreign(thing):
+            return
         parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
     elif (fields := tree.fields_of(thing)) is not None:
-        yield way, thing if isinstance(thing, dict) else _attributes(thing)
+        yield way
         parts = fields.items()
     else:
         return
     for key, part in list(parts):
-        yield from _containers((*way, key), part, around | {id(thing)})
+        yield from _ways((*way, key), part, around | {id(thing)})
 
 
 def _is_foreign(thing: Any) -> bool:
@@ -135,7 +138,7 @@ def _at(call: Any, way: Way) -> Any:
     thing = call
     for key in way:
         thing = thing[key] if isinstance(thing, (dict, list, deque, tuple)) else getattr(thing, key)
-    return thing if isinstance(thing, (dict, list, deque)) else _attributes(thing)
+    return thing if isinstance(thing, (dict, list, deque)) or _is_foreign(thing) else _attributes(thing)
 
 
 def _behind(container: Any) -> Any:
