@@ -405,7 +405,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Bench], tuple[Any, ...]], str]] = {
     "number": (lambda b: (b.args[0], 2.0), "argument 1 was 1.0, is 2.0"),
     "type_of_a_number": (lambda b: (b.args[0], 1), "argument 1 was 1.0, is 1"),
     "no_tensor": (lambda b: (None, 1.0), "argument 0 was a tensor, is NoneType"),
-    "structure": (lambda b: ((b.args[0],), 1.0), "structure"),
+    "structure": (lambda b: ((b.args[0],), 1.0), "argument 0 was one value, is a tuple of 1"),
 }
 
 
