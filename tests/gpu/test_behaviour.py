@@ -59,9 +59,7 @@ def complaints(name: str, reference: Run, compiled: Compiled) -> list[str]:
     torch.set_default_dtype(torch.float32 if name in SINGLE else torch.float64)
     try:
         case = replace(CASES[name], tolerance=TOLERANCES.get(name, 0.0), tolerance_reason="see TOLERANCES")
-        return compare(case, reference, compiled, rounds=True) + (
-            [] if name in METHODS else graphless(name, compiled)
-        )
+        return compare(case, reference, compiled, rounds=True) + ([] if name in METHODS else graphless(name, compiled))
     except ws.WholestepError as error:
         return [f"{type(error).__name__}: {error}"]
     finally:
