@@ -349,3 +349,16 @@ def switches_its_module(run: Run) -> Job:
         return loss.detach()
 
     return leaving(run, step, lambda: [part.training for part in module.modules()], module, opt)
+
+
+@case(traces=(5,))
+def leaves_a_dict_whose_class_it_asks_for(run: Run) -> Job:
+    """Which nothing that stands in its place can notice, but the program is another one then."""
+    held = Holder()
+
+    def keep(loss: Tensor, x: Tensor) -> Tensor:
+        loss = loss * 2 if type(held.logs) is dict else loss
+        held.logs = {"loss": loss}
+        return loss
+
+    return leaving_in(run, keep, lambda: held.logs["loss"])

@@ -46,7 +46,9 @@ CUT = {
 stands between such calls."""
 ON_THE_HOST = {"counts_in_a_meter_it_is_given"}
 """Cases that add numbers of the GPU on the host, and have no graph at all."""
-TRACED_EVERY_TIME = {"leaves_a_dict_that_it_counts_in", "leaves_a_dict_that_it_reads"}
+TRACED_EVERY_TIME = {
+    "leaves_a_dict_that_it_counts_in", "leaves_a_dict_that_it_reads", "leaves_a_dict_whose_class_it_asks_for"
+}  # fmt: skip
 """Cases in which only so many calls are allowed."""
 METHODS = {"found_in_self", "two_trainers_of_one_class"}
 """Steps that are called by their objects, which have programs of their own."""
