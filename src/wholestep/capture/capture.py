@@ -19,7 +19,7 @@ from wholestep.capture.effects import SideEffects
 from wholestep.capture.functional import Functional, functionalize
 from wholestep.capture.guards import looks_for_nan
 from wholestep.capture.left import Left
-from wholestep.capture.nests import Leaves, identities
+from wholestep.capture.nests import Leaves, identities, stands
 from wholestep.capture.outside import environment_read
 from wholestep.capture.overlap import check_writes
 from wholestep.capture.ranks import axes_of, rank_inputs
@@ -90,7 +90,7 @@ def capture(
 def _unlooked(look: Callable[..., Scene], step: Callable[..., Any]) -> Captured:
     """The capture, and one in which nobody can look at what the step replaces, if that is the same."""
     captured = _settled(look, step)
-    if not captured.nests:
+    if not any(map(stands, captured.nests)):
         return captured
     captured.undo()
     try:

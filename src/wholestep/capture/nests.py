@@ -63,15 +63,15 @@ class Nests:
             for key, one in _of(watch, leaving)
         }
         self._found = list(found.values())
-        self.hides = hidden and any(one is not None and one is not ABSENT for _, _, one in self._found)
+        self.hides = hidden and any(stands((container, key)) for container, key, _ in self._found)
         """Whether something is hidden."""
         self.spots: list[Spot] = []
         """Where results go, once they are taken."""
 
     def hide(self) -> None:
         """At the beginning of the trace."""
-        for container, key, one in self._found if self.hides else ():
-            if one is not None and one is not ABSENT:
+        for container, key, _ in self._found if self.hides else ():
+            if stands((container, key)):
                 put(container, key, Unread("The step looks at what it replaces."))
 
     def take(self, result: Any) -> Any:
@@ -79,11 +79,9 @@ class Nests:
         values = []
         for container, key, then in self._found:
             now = _held(container, key)
-            if now is then or (now is not ABSENT and type(now) is Unread):
-                self._put_back(container, key, then, now)
-                continue
-            self.spots.append((container, key))
-            values.append(_answered(now))
+            if now is not then and type(now) is not Unread:
+                self.spots.append((container, key))
+                values.append(_answered(now))
             self._put_back(container, key, then, now)
         return (result, values) if self.spots else result
 
@@ -114,6 +112,12 @@ def _held(container: Any, key: Any) -> Any:
         return container[key]
     except (KeyError, IndexError, AttributeError, ValueError):
         return ABSENT
+
+
+def stands(spot: Spot) -> bool:
+    """Whether anything but None is there."""
+    held = _held(*spot)
+    return held is not None and held is not ABSENT
 
 
 def loosen(watches: Iterable[Watch], spots: Iterable[Spot]) -> None:

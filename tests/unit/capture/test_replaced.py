@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from wholestep.capture.nests import Nests
 from wholestep.capture.replaced import Mirror, Way
 
 
@@ -98,3 +101,27 @@ def test_a_result_is_the_tensor_that_the_step_has_left():
         assert mean is trainer.mean
         assert torch.equal(before, kept)
         assert mean is not kept
+
+
+def test_nobody_hides_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something stood before, one trace more cannot look at it. `hidden` has one item for each look at the step."""
+    hidden: list[bool] = []
+    original = Nests.__init__
+
+    def noted(self: Nests, *args: Any) -> None:
+        original(self, *args)
+        hidden.append(self.hides)
+
+    monkeypatch.setattr(Nests, "__init__", noted)
+    held = {"logs": None}
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        held["logs"] = {"sum": x.sum()}  # type: ignore[assignment]
+
+    step(torch.ones(2))
+    first = len(hidden)
+    step(torch.ones(2))
+    assert hidden == [False] * 2 * first + [True]
+    step(torch.ones(2))
+    assert len(hidden) == 2 * first + 1
