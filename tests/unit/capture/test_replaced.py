@@ -104,7 +104,7 @@ def test_a_result_is_the_tensor_that_the_step_has_left():
 
 
 def test_nobody_hides_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where something stood before, one trace more cannot look at it. `hidden` has an item for each look at the step."""
+    """Where something stood before, one trace more cannot look at it. `hidden` has an item for each look."""
     hidden: list[bool] = []
     original = Nests.__init__
 
