@@ -49,32 +49,32 @@ from rich.console import Console
 from rich.table import Table
 
 import wholestep as ws
-from wholestep.capture import native
-from wholestep.cli.models import LanguageModelSize, build
-from wholestep.cli.suite.trainings import autocast_step, draw_tokens
-from wholestep.program.program import Stage
-from wholestep.run.world import init
+from wholestep.capture.native import build as native
+from wholestep.cli.suite.workloads import autocast_step, draw_tokens
+from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
+from wholestep.ir.program import Stage
+from wholestep.runtime.distributed.world import init
 
 STAGES = (
     "look", "trace", "functional", "capture", "place", "passes", "lower", "verify", "python", "collector", "agree",
     "run", "other",
 )  # fmt: skip
 WRAPPED = (
-    ("wholestep.warm:Warm.agreed", "look"),
-    ("wholestep.capture.trace:Tracer.run", "trace"),
+    ("wholestep.api.cache.warm_start:Warm.agreed", "look"),
+    ("wholestep.capture.tracing.tracer:Tracer.run", "trace"),
     ("wholestep.capture.capture:functionalize", "functional"),
-    ("wholestep.step:capture", "capture"),
-    ("wholestep.step:place", "place"),
-    ("wholestep.step:run_passes", "passes"),
-    ("wholestep.step:CompiledStep._lower", "lower"),
+    ("wholestep.api.compiled_step:capture", "capture"),
+    ("wholestep.api.compiled_step:place", "place"),
+    ("wholestep.api.compiled_step:run_passes", "passes"),
+    ("wholestep.api.compiled_step:CompiledStep._lower", "lower"),
     ("wholestep.capture.capture:verify", "verify"),
     ("wholestep.place.strategies:verify", "verify"),
-    ("wholestep.passes.pipeline:verify", "verify"),
+    ("wholestep.passes.pass_manager:verify", "verify"),
     ("torch.fx:GraphModule.recompile", "python"),
-    ("wholestep.run.meetings:Meetings.objection", "agree"),
-    ("wholestep.run.meetings:Meetings.agree", "agree"),
-    ("wholestep.step:CompiledStep._meet", "agree"),
-    ("wholestep.step:CompiledStep._run", "run"),
+    ("wholestep.runtime.distributed.rendezvous:Meetings.objection", "agree"),
+    ("wholestep.runtime.distributed.rendezvous:Meetings.agree", "agree"),
+    ("wholestep.api.compiled_step:CompiledStep._meet", "agree"),
+    ("wholestep.api.compiled_step:CompiledStep._run", "run"),
 )
 """Functions by where they are looked up, and the stage that their time belongs to."""
 

@@ -48,8 +48,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import native
-from wholestep.step import CompiledStep
+from wholestep.api.compiled_step import CompiledStep
+from wholestep.capture.native import build as native
 
 TARGET_US = 100.0
 """What a call should cost at most beyond the generated code, at 1,000 parameters."""

@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from benchmarks.zoo import CASES
-from wholestep.cli.options import choose_nproc, threads_per_rank
+from wholestep.api.cache.warm_start import CACHE
+from wholestep.cli.common.options import choose_nproc, threads_per_rank
 from wholestep.errors import ConfigError
-from wholestep.warm import CACHE
 
 LANES = ("eager", "compile", "ours")
 FIRST_STEPS, BLOCK_STEPS, ROUNDS = 9, 10, 7

@@ -15,7 +15,7 @@ Variants, which differ in nothing but the buckets, but for the last one:
   as placed   neither buckets nor a schedule: one reduction per gradient, waited for at once
 
   compiled    ours, planned for and lowered to segments of which a compiler makes kernels, as the backend for GPUs
-              does it; each kernel's time is reckoned from what it reads and writes (`wholestep.cost.fusion`). On
+              does it; each kernel's time is reckoned from what it reads and writes (`wholestep.cost.fusion_model`). On
               NVLink, up to 8 ranks, large reductions go by copies, as they would among the GPUs of a host
 
 Exit status 1 if ours exposes more than one of the others; if ours takes longer by more than the schedule's own
@@ -37,34 +37,34 @@ import torch.fx as fx
 from rich.console import Console
 from rich.table import Table
 
+from wholestep.api.report.prediction import predict
 from wholestep.capture.capture import capture
-from wholestep.cli.models import REFERENCE, LanguageModel, LanguageModelSize
-from wholestep.cli.suite.trainings import autocast_step
+from wholestep.cli.suite.workloads import autocast_step
+from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModel, LanguageModelSize
 from wholestep.config import DDP
-from wholestep.cost.links import with_copies
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.lower.backend import forms_segments, way_by_copies
-from wholestep.passes.activations import fuse_activations
-from wholestep.passes.assignment import Cuts, fixed_cuts
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.bucket import DDP_LIMITS_BYTES
-from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.cross_entropy import lean_cross_entropy
-from wholestep.passes.default import passes_of
-from wholestep.passes.narrow import narrow_messages
-from wholestep.passes.order import ABOUT_AS_FAST
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.rows import Way, as_it_is
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.waits import delay_waits
-from wholestep.passes.wide import widen_products
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.link_model import with_copies
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import forms_segments, way_by_copies
+from wholestep.passes.comm.bucket_planner import Cuts, fixed_cuts
+from wholestep.passes.comm.bucketing import DDP_LIMITS_BYTES
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.use_copy_engine import MIN_BYTES, reduce_by_copies
+from wholestep.passes.comm.wire_dtype import narrow_messages
+from wholestep.passes.comm.wire_format import Way, as_it_is
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.fuse_cross_entropy import lean_cross_entropy
+from wholestep.passes.rewrites.fuse_gelu import fuse_activations
+from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST
+from wholestep.passes.schedule.pack_scalars import pack_scalars
+from wholestep.passes.schedule.sink_waits import delay_waits
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops
-from wholestep.program.program import MeshAxis, Program
-from wholestep.report.prediction import predict
 
 LINKS = ("nvlink", "pcie", "ethernet25")
 RANKS = (2, 4, 8, 64)
@@ -105,9 +105,9 @@ def lowering(*, by_copies: bool) -> list[Pass]:
         partial(reduce_by_copies, why_not=lambda group, device: why_not),
         partial(narrow_messages, makes=can),
         partial(widen_products, widens=can),
-        partial(pack_scalars, reads=inductor.reads_packed),
+        partial(pack_scalars, reads=segment_compiler.reads_packed),
         delay_waits,
-        partial(forms_segments("cuda"), compiles=inductor.compiles),  # of a program on a CPU
+        partial(forms_segments("cuda"), compiles=segment_compiler.compiles),  # of a program on a CPU
     ]
 
 
@@ -118,15 +118,17 @@ def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel
         return way_by_copies(grad, ranks, makes=can) if by_copies else as_it_is(grad, group)
 
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
-    cost = replace(cost, compiles=inductor.may_compile, links=links)
+    cost = replace(cost, compiles=segment_compiler.may_compile, links=links)
     return cost, passes_of(cost=cost, travels_as=travels_as, lowering=lowering(by_copies=by_copies))
 
 
 def variants(placed: Program, cost: CostModel, *, by_copies: bool) -> dict[str, tuple[CostModel, list[Pass]]]:
     """The costs and the passes of each variant, by its name."""
-    reductions = [node for node in placed.graph.nodes if ops.is_collective(node) and meta.bucket(node) is not None]
-    dtypes = [meta.tensor(node).dtype for node in reductions]
-    ddp = fixed_cuts(list(map(meta.num_bytes, reductions)), dtypes, DDP_LIMITS_BYTES)
+    reductions = [
+        node for node in placed.graph.nodes if op_info.is_collective(node) and node_meta.bucket(node) is not None
+    ]
+    dtypes = [node_meta.tensor(node).dtype for node in reductions]
+    ddp = fixed_cuts(list(map(node_meta.num_bytes, reductions)), dtypes, DDP_LIMITS_BYTES)
 
     def with_cuts(cuts: Cuts) -> tuple[CostModel, list[Pass]]:
         return cost, passes_of(cost=cost, choose=lambda gradients, plan: cuts)

@@ -44,10 +44,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from wholestep.cli.options import choose_nproc, threads_per_rank
-from wholestep.cli.suite.trainings import SUITES, training
+from wholestep.api.cache.warm_start import CACHE
+from wholestep.cli.common.options import choose_nproc, threads_per_rank
+from wholestep.cli.suite.workloads import SUITES, training
 from wholestep.errors import ConfigError
-from wholestep.warm import CACHE
 
 BLOCK_STEPS = 10
 FIRST_STEPS = 20

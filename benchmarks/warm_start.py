@@ -83,7 +83,7 @@ def start(options: argparse.Namespace) -> tuple[Start, int]:
     with made.part("wholestep"):
         ws: Any = importlib.import_module("wholestep")
     with made.part("trainings"):
-        trainings: Any = importlib.import_module("wholestep.cli.suite.trainings")
+        trainings: Any = importlib.import_module("wholestep.cli.suite.workloads")
     with made.part("world"):
         torch.set_num_threads(options.threads)
         world = ws.init()

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from wholestep.capture import native
+from wholestep.capture.native import build
 
-pytest_plugins = ["tests.pools"]
+pytest_plugins = ["tests.harness.rank_pools"]
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("wholestep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     look is kept."""
     if hasattr(config, "workerinput"):
         return  # a worker inherits those of the process that started it: what one has compiled, all have
-    built = native.folder()
+    built = build.folder()
     built.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache = tempfile.TemporaryDirectory(prefix="wholestep-tests-")
     config.add_cleanup(cache.cleanup)

@@ -31,8 +31,10 @@ TESTS_FAILED = 1
 
 RANKS = "tests/ranks/test_behaviour_ddp.py::test_equals_eager_ddp"
 OPTIM = "tests/behaviour/test_optim.py::test_equals_eager"
-CLASSES = "tests/unit/capture/test_classes.py::test_a_change_is_one_retrace_and_none_when_it_is_set_back"
-GUARDS = "tests/unit/capture/test_guards.py::test_a_change_is_seen_and_named"
+CLASSES = (
+    "tests/unit/capture/python/test_class_attributes.py::test_a_change_is_one_retrace_and_none_when_it_is_set_back"
+)
+GUARDS = "tests/unit/capture/guards/test_guards.py::test_a_change_is_seen_and_named"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
 
 
@@ -63,7 +65,7 @@ MUTATIONS = (
     Mutation(
         name="hyper_parameters_baked",
         what="numbers of parameter groups enter the graph as constants",
-        file="capture/hyper.py",
+        file="capture/scalars/hyperparameters.py",
         old="symbol = hyper.box.item()",
         new="symbol = hyper.read()",
         tests=(f"{OPTIM}[sgd_momentum_single]", f"{OPTIM}[adamw_foreach]", f"{OPTIM}[schedule_cosine_sgd]"),
@@ -71,7 +73,7 @@ MUTATIONS = (
     Mutation(
         name="counters_frozen",
         what="numbers that a step moves stay in Python as they were",
-        file="capture/binding.py",
+        file="capture/bind/binding.py",
         old="            counter.tell()\n",
         new="            pass\n",
         tests=(f"{STEPS}[an_optimizer_counts]", f"{STEPS}[a_trainer_counts]", f"{RANKS}[an_optimizer_counts]"),
@@ -79,7 +81,7 @@ MUTATIONS = (
     Mutation(
         name="guards_off",
         what="every call uses the first trace",
-        file="capture/guards.py",
+        file="capture/guards/guards.py",
         old="return self._arguments(leaves, spec) or self._state_why_not(leaves, moved)",
         new="return None",
         tests=(f"{STEPS}[train_and_eval_flips]", f"{STEPS}[module_number_changed]", f"{STEPS}[last_batch_is_smaller]"),
@@ -99,15 +101,15 @@ MUTATIONS = (
     Mutation(
         name="agreement_skipped",
         what="ranks never compare their plans",
-        file="run/agree.py",
+        file="runtime/distributed/consensus.py",
         old="    if size == 1:\n        return\n    meeting",
         new="    if size > 0:\n        return\n    meeting",
-        tests=("tests/ranks/test_agree.py::test_a_mismatch_is_the_same_on_every_rank",),
+        tests=("tests/ranks/test_consensus.py::test_a_mismatch_is_the_same_on_every_rank",),
     ),
     Mutation(
         name="tensors_not_looked_at",
         what="dtype, shape and requires_grad of the state are taken for unchanged",
-        file="capture/guards.py",
+        file="capture/guards/guards.py",
         old="return self._tensors() if quick.TENSORS in moved else None",
         new="return None",
         tests=(f"{GUARDS}[native-parameter_dtype]", f"{GUARDS}[plain-state_dtype]"),
@@ -115,7 +117,7 @@ MUTATIONS = (
     Mutation(
         name="dicts_not_looked_at",
         what="attributes, groups and optimizer state are taken for unchanged",
-        file="capture/guards.py",
+        file="capture/guards/guards.py",
         old="if not _untouched(watch):",
         new="if False:",
         tests=(f"{GUARDS}[native-module_attribute]", f"{GUARDS}[plain-state_cleared]"),
@@ -123,7 +125,7 @@ MUTATIONS = (
     Mutation(
         name="classes_not_looked_at",
         what="methods and attributes of classes are taken for unchanged",
-        file="capture/classes.py",
+        file="capture/python/class_attributes.py",
         old="if not is_torchs_or_pythons(kind):",
         new="if False:",
         tests=(f"{CLASSES}[native-number of a base]", f"{CLASSES}[plain-method]"),
@@ -131,34 +133,37 @@ MUTATIONS = (
     Mutation(
         name="gradients_at_entry_not_looked_at",
         what="a gradient that the caller left is taken for none",
-        file="capture/guards.py",
+        file="capture/guards/guards.py",
         old="if before is not None and before != now:",
         new="if False:",
-        tests=(f"{STEPS}[gradients_preset]", "tests/unit/capture/test_guards.py::test_a_single_gradient_that_is_zero"),
+        tests=(
+            f"{STEPS}[gradients_preset]",
+            "tests/unit/capture/guards/test_guards.py::test_a_single_gradient_that_is_zero",
+        ),
     ),
     Mutation(
         name="ranks_choose_rows_alone",
         what="every rank decides by its own batch whether the table of an embedding travels as rows",
-        file="passes/bucket.py",
+        file="passes/comm/bucketing.py",
         old='return choose(f"as rows:\\n{_text(reductions)}", plan) if',
         new="return plan() if",
-        tests=("tests/unit/passes/test_rows.py::test_ranks_with_other_batches_do_as_rank_0_said",),
+        tests=("tests/unit/passes/comm/test_wire_format.py::test_ranks_with_other_batches_do_as_rank_0_said",),
     ),
     Mutation(
         name="native_look_without_dicts",
         what="the native look takes every dict for unchanged; its test keeps it from being used",
-        file="capture/native/dicts.h",
+        file="capture/native/dict_versions.h",
         old="for (const size_t index : written_) {",
         new="return;\n    for (const size_t index : written_) {",
-        tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
+        tests=("tests/unit/capture/guards/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
     Mutation(
         name="native_look_without_traits",
         what="the native look takes type, device and flags for unchanged; its test keeps it from being used",
-        file="capture/native/tensor.h",
+        file="capture/native/tensor_desc.h",
         old="(Traits::of(impl) == traits_) & ",
         new="",
-        tests=("tests/unit/capture/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
+        tests=("tests/unit/capture/guards/test_guards.py::test_the_native_look_takes_over_when_it_comes",),
     ),
 )
 

@@ -9,8 +9,9 @@ import ast
 import inspect
 import re
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -19,11 +20,25 @@ import wholestep
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "wholestep"
 
-LAYERS = (
-    "errors config program cost capture place passes run lower report options warm step compiling spmd __init__ cli "
-    "__main__"
-).split()
-"""A file may import from its own layer and from those to its left. `__init__` is the public surface, which cli uses."""
+ROOMS = """
+    errors config util
+    ir/ops ir cost cost/calibration
+    capture/python capture/scalars capture/native capture/reach capture/effects capture/functionalize capture/tracing
+    capture/guards capture/bind capture
+    place
+    passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes
+    runtime/distributed runtime runtime/verify
+    lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
+    lower/inductor lower
+    api/report api/cache api spmd __init__
+    cli/common cli/workloads cli/suite cli __main__
+""".split()
+"""Folders below src/wholestep, and the files beside them: a file may import from its own room and from those before it.
+`__init__` is the public surface, which the command line uses."""
+
+DOOR_PLATES = {"__init__.py", "__main__.py", "py.typed"}
+MAX_ENTRIES = 12
+"""Files, and sub-folders, that a folder may hold; those that Python asks for do not count."""
 
 OPTIONAL_PACKAGES = {"cloudpickle", "transformers"}
 """The only packages that may be imported inside a function: they are not dependencies."""
@@ -37,87 +52,103 @@ RAISED_BUDGETS: dict[str, str] = {}
 
 DOORS: dict[str, dict[str, str]] = {
     # file below src/wholestep -> {private part of torch: why it is opened there}
-    "capture/blame.py": {"torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"},
-    "capture/comm_rules.py": {"torch._check": "a promise about a size that is data"},
-    "capture/compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
-    "capture/conversion.py": {"torch.nn.Module._apply": "what every move and conversion of a module goes through"},
-    "capture/functional.py": {"torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"},
-    "capture/host.py": {
+    "capture/python/user_frame.py": {
+        "torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"
+    },
+    "capture/tracing/process_group_rules.py": {"torch._check": "a promise about a size that is data"},
+    "capture/reach/unwrap_compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
+    "capture/tracing/module_to.py": {
+        "torch.nn.Module._apply": "what every move and conversion of a module goes through"
+    },
+    "capture/functionalize/functionalize.py": {
+        "torch.fx.experimental.proxy_tensor": "make_fx, for the second, functional trace"
+    },
+    "capture/scalars/host_scalars.py": {
         "torch._C._PreserveDispatchKeyGuard": "to leave a fake kernel that branches on a number",
         "torch._C._set_meta_in_tls_dispatch_include": "likewise",
         "torch._prims_common": "the conversion of numbers to complex inside fake kernels",
         "torch.fx.experimental.proxy_tensor": "the node behind a host scalar",
         "torch.utils._python_dispatch": "to compute with no tracing mode active",
     },
-    "capture/layouts.py": {"torch._prims_common": "whether strides look channels-last, as kernels ask it"},
-    "capture/origin.py": {
+    "capture/tracing/fake_kernels.py": {"torch._prims_common": "whether strides look channels-last, as kernels ask it"},
+    "capture/python/node_origin.py": {
         "torch._C._current_autograd_node": "which forward operation a backward one belongs to",
         "torch.autograd._get_sequence_nr": "the number that ties the two",
         "torch.fx.experimental.proxy_tensor": "the tracer that notes where each node came from",
     },
-    "capture/ranks.py": {
+    "capture/scalars/rank_symbols.py": {
         "torch._dynamo": "ConstantSource: where a symbol comes from",
         "torch.distributed.distributed_c10d._world": "the groups of this process, in the order in which they were made",
         "torch.fx.experimental.symbolic_shapes": "a rank is a symbol of a ShapeEnv",
     },
-    "capture/recurrent.py": {"torch._VF": "recurrent layers, which choose cuDNN by themselves"},
-    "capture/swap.py": {
+    "capture/tracing/rnn_unroll.py": {"torch._VF": "recurrent layers, which choose cuDNN by themselves"},
+    "capture/tracing/tensor_swap.py": {
         "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
     },
-    "capture/trace.py": {
+    "capture/tracing/tracer.py": {
         "torch.utils._foreach_utils": "which tensor types count as plain when torch chooses foreach kernels",
         "torch.autograd._engine_run_backward": "to see every backward as it runs",
         "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",
         "torch.fx.experimental.symbolic_shapes": "host scalars are symbols of a ShapeEnv",
     },
-    "capture/version.py": {
+    "capture/functionalize/version_counters.py": {
         "torch._C._autograd": "sets version counters; replaced while a step is traced",
         "torch._C.TensorBase": "the counter itself, where the attribute is replaced",
     },
-    "lower/ahead.py": {"torch._inductor": "the digests that its keys and Triton's are made of, found out in threads"},
-    "lower/copies.py": {
+    "lower/codecache/toolchain_hash.py": {
+        "torch._inductor": "the digests that its keys and Triton's are made of, found out in threads"
+    },
+    "lower/kernels/copy_all_reduce.py": {
         "torch.distributed._symmetric_memory": "memory of a GPU that its peers have mapped, and meetings in it",
     },
-    "lower/compiler.py": {
+    "lower/inductor/compile_fx.py": {
         "torch._guards": "what Inductor's cache on disk asks while it compiles",
         "torch._inductor": "the compiler of segments: its entry, its options and the operators it lowers",
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
-    "lower/behind.py": {"torch._inductor": "its place for passes of others"},
-    "lower/host_products.py": {"torch._inductor": "calls that write where it says"},
-    "lower/inductor.py": {"torch._inductor": "its options and its C++ compiler, and the type of what it has compiled"},
-    "lower/instructions.py": {"torch._inductor": "what it asks about a CPU, which another process may have answered"},
-    "lower/kernels.py": {
+    "lower/inductor/post_grad_passes.py": {"torch._inductor": "its place for passes of others"},
+    "lower/gemm/cpu_matmul.py": {"torch._inductor": "calls that write where it says"},
+    "lower/inductor/segment_compiler.py": {
+        "torch._inductor": "its options and its C++ compiler, and the type of what it has compiled"
+    },
+    "lower/inductor/cpu_isa.py": {
+        "torch._inductor": "what it asks about a CPU, which another process may have answered"
+    },
+    "lower/codecache/segment_cache.py": {
         "torch._inductor": "how it writes what it has compiled, with the binaries of Triton, and takes it up again",
     },
-    "lower/launches.py": {
+    "lower/inductor/dependent_launch.py": {
         "torch._inductor": "where the kernels that it writes wait for the ones in front of them, and that they may",
     },
-    "lower/lent.py": {"torch._C._storage_Use_Count": "who else has the memory of a gradient"},
-    "lower/memsets.py": {
+    "lower/cudagraph/grad_ownership.py": {"torch._C._storage_Use_Count": "who else has the memory of a gradient"},
+    "lower/cudagraph/memset_nodes.py": {
         "torch._C._construct_storage_from_data_pointer": "memory of a captured graph as a tensor, to be filled",
     },
-    "lower/resampling.py": {"torch._decomp": "linear interpolation in the operators that Inductor lowers"},
-    "lower/rows.py": {
+    "lower/decompositions/interpolate.py": {
+        "torch._decomp": "linear interpolation in the operators that Inductor lowers"
+    },
+    "lower/foreach/kernel_plan.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write one index of a list out in operators on one tensor",
     },
-    "lower/onednn.py": {"torch._inductor": "the cache of libraries that it has the C++ compiler build"},
-    "lower/kept_order.py": {"torch._inductor": "what it forgets of an order where it fits loops to each other"},
-    "lower/patient.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
-    "lower/pool.py": {
+    "lower/gemm/onednn.py": {"torch._inductor": "the cache of libraries that it has the C++ compiler build"},
+    "lower/inductor/war_order.py": {"torch._inductor": "what it forgets of an order where it fits loops to each other"},
+    "lower/inductor/config_fallback.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
+    "lower/cudagraph/graph_pool.py": {
         "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
         "torch._C._cuda_releasePool": "likewise",
     },
-    "lower/postponed.py": {"torch._inductor": "its waits for workers, which are put off, and what it does behind them"},
-    "lower/wrapper.py": {"torch._inductor": "the lines that it writes around kernels"},
-    "program/portable.py": {
+    "lower/inductor/deferred_wait.py": {
+        "torch._inductor": "its waits for workers, which are put off, and what it does behind them"
+    },
+    "lower/inductor/wrapper_patch.py": {"torch._inductor": "the lines that it writes around kernels"},
+    "ir/serializer.py": {
         "torch.fx.experimental.symbolic_shapes": "numbers of the host are symbols of a ShapeEnv, in a read program too",
     },
-    "program/modules.py": {"torch.fx._lazy_graph_module": "modules that write their Python when it is needed"},
-    "program/plain.py": {"torch._C._DisableAutocast": "a graph holds all casts that are wanted"},
-    "program/ops.py": {"torch._C._autograd": "what the operator set_version does"},
-    "program/collectives.py": {
+    "ir/lazy_graph_module.py": {"torch.fx._lazy_graph_module": "modules that write their Python when it is needed"},
+    "ir/ops/dispatch_guard.py": {"torch._C._DisableAutocast": "a graph holds all casts that are wanted"},
+    "ir/op_info.py": {"torch._C._autograd": "what the operator set_version does"},
+    "ir/ops/collectives.py": {
         "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",
         "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
     },
@@ -127,7 +158,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch._C._distributed_c10d": "a work handle that calls back, which traced code may await",
         "torch.fx.experimental.proxy_tensor": "whether a trace by make_fx is running",
     },
-    "run/store.py": {"torch._C._distributed_c10d": "the stores, which torch.distributed gives without types"},
+    "runtime/distributed/store.py": {
+        "torch._C._distributed_c10d": "the stores, which torch.distributed gives without types"
+    },
 }
 """torch's private modules are opened in one file each, so that a new version of torch is met in one place."""
 
@@ -151,8 +184,10 @@ def relative(path: Path) -> str:
     return path.relative_to(SRC).as_posix()
 
 
-def layer_of(path: Path) -> str:
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+def room_of(path: Path) -> str:
+    """The folder of a file; the file itself where it stands beside the rooms."""
+    name = path.relative_to(SRC).parent.as_posix()
+    return path.stem if name == "." else name
 
 
 def parsed(path: Path) -> ast.Module:
@@ -174,17 +209,38 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def layer_faults(layer: str, tree: ast.AST) -> list[str]:
+def named_room(module: str) -> str:
+    """The room of a module, or of a name that is imported from one: the longest that its path begins with."""
+    parts = module.split(".")[1:]
+    prefixes = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in ROOMS), "__init__")
+
+
+def layer_faults(room: str, tree: ast.AST) -> list[str]:
     faults = []
     for line, module in imported_modules(tree):
         if module.startswith("."):
             faults.append(f"line {line}: {module}: imports are absolute here")
-        elif module.split(".")[0] == "wholestep":
-            name = module.split(".")[1] if "." in module else "__init__"
-            other = name if name in LAYERS else "__init__"  # `from wholestep import compile`: the public surface
-            if LAYERS.index(other) > LAYERS.index(layer):
-                faults.append(f"line {line}: {layer} may not import {module}: it lies to the right")
+        elif module.split(".")[0] == "wholestep" and ROOMS.index(named_room(module)) > ROOMS.index(room):
+            faults.append(f"line {line}: {room} may not import {module}: its room comes later")
     return faults
+
+
+def crowded_folders(names: Iterable[str]) -> list[str]:
+    """Folders of more files, or of more sub-folders, than one looks over."""
+    files: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
+    for name in names:
+        path = PurePosixPath(name)
+        files.setdefault(path.parent.as_posix(), set()).update({path.name} - DOOR_PLATES)
+        for inner, outer in pairwise((path.parent, *path.parent.parents)):
+            folders.setdefault(outer.as_posix(), set()).add(inner.name)
+    found = [
+        (folder, kind, len(inside))
+        for kind in ("files", "folders")
+        for folder, inside in (files if kind == "files" else folders).items()
+    ]
+    return [f"{folder}: {count} {kind}" for folder, kind, count in found if count > MAX_ENTRIES]
 
 
 def hidden_imports(tree: ast.AST) -> list[str]:
@@ -271,9 +327,27 @@ def tracked_files() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_imports_point_left(path: Path) -> None:
-    assert layer_of(path) in LAYERS, f"{relative(path)} belongs to no layer; the layers are {LAYERS}"
-    assert layer_faults(layer_of(path), parsed(path)) == []
+def test_imports_point_one_way(path: Path) -> None:
+    assert room_of(path) in ROOMS, f"{relative(path)} is in no room; the rooms are {ROOMS}"
+    assert layer_faults(room_of(path), parsed(path)) == []
+
+
+def test_no_room_is_listed_that_is_not_there() -> None:
+    assert [room for room in ROOMS if not (SRC / room).is_dir() and not (SRC / f"{room}.py").is_file()] == []
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if (SRC / room).is_dir()])
+def test_every_room_has_a_charter(room: str) -> None:
+    """One line: what enters, what leaves, what does not belong."""
+    charter = ast.get_docstring(parsed(SRC / room / "__init__.py")) or ""
+    assert charter.splitlines()[1:] == []
+    assert len(charter) > 40
+
+
+def test_no_folder_is_crowded() -> None:
+    watched = ("src", "tests", "benchmarks")
+    names = [path.relative_to(ROOT).as_posix() for path in tracked_files()]
+    assert crowded_folders(name for name in names if name.startswith(watched)) == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -327,10 +401,19 @@ def test_no_tracked_file_names_a_machine() -> None:
 
 
 def test_a_wrong_arrow_is_found() -> None:
-    assert layer_faults("program", ast.parse("from wholestep.passes.bucket import bucket"))
-    assert layer_faults("step", ast.parse("import wholestep as ws"))
-    assert layer_faults("step", ast.parse("from .config import DDP"))
-    assert layer_faults("passes", ast.parse("from wholestep.program.edit import copy\nimport torch")) == []
+    assert layer_faults("ir", ast.parse("from wholestep.passes.comm.bucketing import bucket"))
+    assert layer_faults("api", ast.parse("import wholestep as ws"))
+    assert layer_faults("api", ast.parse("from .config import DDP"))
+    assert layer_faults("passes/comm", ast.parse("from wholestep.passes import default_passes"))
+    assert layer_faults("passes", ast.parse("from wholestep.ir.graph_edit import copy\nimport torch")) == []
+
+
+def test_a_crowded_folder_is_found() -> None:
+    files = [f"src/room/file_{number}.py" for number in range(MAX_ENTRIES)]
+    assert crowded_folders([*files, "src/room/__init__.py"]) == []
+    assert crowded_folders([*files, "src/room/more.py"]) == ["src/room: 13 files"]
+    rooms = [f"src/room_{number}/inner/file.py" for number in range(MAX_ENTRIES + 1)]
+    assert crowded_folders(rooms) == ["src: 13 folders"]
 
 
 def test_a_hidden_import_is_found() -> None:

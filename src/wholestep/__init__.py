@@ -5,7 +5,8 @@
 ... def train_step(model, opt, x, y): ...
 """
 
-from wholestep.compiling import compile, load
+from wholestep.api.compiled_step import CompiledStep
+from wholestep.api.entry_points import compile, load
 from wholestep.config import DDP, CastCompress, Compressor, Inductor, PowerSGD
 from wholestep.errors import (
     ArtifactError,
@@ -20,10 +21,9 @@ from wholestep.errors import (
     VerificationError,
     WholestepError,
 )
-from wholestep.passes.default import default_passes
-from wholestep.run.virtual_ranks.verdict import Verification
-from wholestep.run.world import World, init, run
-from wholestep.step import CompiledStep
+from wholestep.passes.default_passes import default_passes
+from wholestep.runtime.distributed.world import World, init, run
+from wholestep.runtime.verify.verification import Verification
 
 __all__ = [
     "DDP",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.behaviour.parts import FEATURES, loss_of, sgd
+from tests.behaviour.small_models import FEATURES, loss_of, sgd
 from tests.behaviour.untouched import assert_untouched, batch, everything, finish, net, place_of, warm_up
 
 HERE = Path(__file__).name

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.behaviour.harness import Case, Job, Run, differences, observe, play, same
-from tests.behaviour.parts import class_batches, mlp, usual_job
+from tests.behaviour.small_models import class_batches, mlp, usual_job
 
 
 class Spoiled(Run):

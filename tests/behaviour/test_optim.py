@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.behaviour.cases import OPTIM_CASES
-from tests.behaviour.cases_optim import OPTIMIZERS, SCHEDULES
+from tests.behaviour.cases.optimizers import OPTIMIZERS, SCHEDULES
 from tests.behaviour.harness import Run, check
 
 REFUSED = {torch.optim.LBFGS, torch.optim.SparseAdam}

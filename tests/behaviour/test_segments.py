@@ -9,18 +9,19 @@ from functools import partial
 
 import pytest
 
-import wholestep.step
+import wholestep.api.compiled_step
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
-from wholestep.lower import eager, inductor
-from wholestep.lower.backend import Eager
-from wholestep.lower.eager import Wait
-from wholestep.passes.pipeline import Pass
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
-from wholestep.program.show import Step
+from wholestep.ir.printer import Step
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.base import eager_backend
+from wholestep.lower.base.eager_backend import Wait
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import Eager
+from wholestep.passes.pass_manager import Pass
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 CASES = {name: (STEP_CASES | OPTIM_CASES)[name] for name in (
     "backward_and_step", "zero_grad_to_zeros_at_end", "gradients_never_zeroed", "accumulation", "gradient_penalty",
@@ -45,18 +46,18 @@ class Segmented(Eager):
         self.num_segments = 0
 
     def passes(self, placed: Program) -> list[Pass]:
-        pack = partial(pack_scalars, reads=inductor.reads_packed)
-        return [pack, partial(form_segments, compiles=inductor.compiles)]
+        pack = partial(pack_scalars, reads=segment_compiler.reads_packed)
+        return [pack, partial(form_segments, compiles=segment_compiler.compiles)]
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
         self.num_segments += sum(isinstance(node.target, Segment) for node in program.graph.nodes)
-        return eager.lower(program, wait=wait)
+        return eager_backend.lower(program, wait=wait)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Segmented()
-    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
+    monkeypatch.setattr(wholestep.api.compiled_step, "backend_for", lambda *chosen: backend)
     complaints = check(CASES[name], Run())
     assert not complaints, "\n".join(complaints)
     assert backend.num_segments

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.behaviour.harness import Record
-from tests.behaviour.parts import loss_of, sgd
+from tests.behaviour.small_models import loss_of, sgd
 from tests.behaviour.untouched import assert_untouched, batch, everything, finish, net, place_of
 
 HERE = Path(__file__).name

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import wholestep as ws
-from tests.behaviour.cases_hf import ARCHITECTURES, registry
 from tests.behaviour.harness import Run, check
+from tests.behaviour.transformers_cases import ARCHITECTURES, registry
 from tests.behaviour.untouched import assert_untouched, everything
 
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-import wholestep.step
-from wholestep.capture.trace import Tracer
+import wholestep.api.compiled_step
+from wholestep.api.cache import artifact
+from wholestep.capture.tracing.tracer import Tracer
 from wholestep.errors import ArtifactError
-from wholestep.lower import artifact
-from wholestep.lower.backend import Inductor
-from wholestep.run import connect
-from wholestep.run.meetings import Meetings
-from wholestep.run.world import init
+from wholestep.lower.inductor_backend import Inductor
+from wholestep.runtime.distributed import nccl_connect
+from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.world import init
 
 SCALE = 1.0
 
@@ -453,9 +453,9 @@ SCRIPT = """
 import sys, torch
 from tests.behaviour import test_warm as t
 import wholestep as ws
-from wholestep.capture.trace import Tracer
+from wholestep.capture.tracing.tracer import Tracer
 from wholestep.lower import lists
-from wholestep.program.segment import Segment
+from wholestep.ir.segment import Segment
 read = Segment.module
 def fail(*_): raise AssertionError("it was traced, or nodes of a segment were asked for")
 if sys.argv[1] == "warm":
@@ -554,8 +554,8 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
     """What a first call does once there is a plan, in order: of a step that is captured, and of one that is loaded."""
     done: list[tuple[Any, ...]] = []
     watched = [
-        (connect, "begin"), (connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Meetings, "agree"),
-        (wholestep.step, "make_equal"),
+        (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Meetings, "agree"),
+        (wholestep.api.compiled_step, "make_equal"),
     ]  # fmt: skip
 
     def noted(owner: Any, name: str) -> Any:

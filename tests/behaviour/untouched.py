@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.behaviour.harness import Record, observe, same
-from tests.behaviour.parts import FEATURES, loss_of
+from tests.behaviour.small_models import FEATURES, loss_of
 
 MARK = "# <- here"
 """Ends the line of a step that an error or a warning must name."""

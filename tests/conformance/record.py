@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pools import FIXTURES
+from tests.harness.rank_pools import FIXTURES
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
-from wholestep.run.world import init
+from wholestep.runtime.distributed.world import init
 from wholestep.spmd import CommTensor, _wait_comm
 
 row = pytest.mark.row

@@ -19,12 +19,12 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.conformance.equal import equal
-from tests.pools import Pool
+from tests.harness.equality import equal
+from tests.harness.rank_pools import Pool
 from tests.unit.builders import live_bytes
 from wholestep.errors import CaptureError
-from wholestep.program import ops
-from wholestep.program.program import Stage
+from wholestep.ir import op_info
+from wholestep.ir.program import Stage
 
 HERE = Path(__file__).name
 CALLS = 4
@@ -976,7 +976,7 @@ class TrainedFSDP(HandWrittenFSDP):
 def test_fake_distributed(layers: int, device: str) -> None:
     step = check(lambda: HandWrittenFSDP(layers, device=device), traces=2)
     # A weight that comes without memory and leaves without it has none in between: its values go from hand to hand.
-    assert ops.RESIZE_STORAGE_ not in lines(step)
+    assert op_info.RESIZE_STORAGE_ not in lines(step)
     assert not [o for o in step.program().outputs if o.name.endswith("full_weight")]
 
 
@@ -1016,6 +1016,6 @@ def test_a_captured_program_says_what_is_freed() -> None:
     step = ws.compile(lambda x: (x.sin(), x.untyped_storage().resize_(0))[0].cos())
     step(torch.randn(3))
     captured = step.program(Stage.CAPTURED)
-    assert [n.target for n in captured.graph.nodes if n.op == "call_function"].count(ops.RESIZE_STORAGE) == 1
+    assert [n.target for n in captured.graph.nodes if n.op == "call_function"].count(op_info.RESIZE_STORAGE) == 1
     targets = lines(step)
-    assert targets.index(ops.RESIZE_STORAGE_) == 1 + targets.index(torch.ops.aten.sin.default)
+    assert targets.index(op_info.RESIZE_STORAGE_) == 1 + targets.index(torch.ops.aten.sin.default)

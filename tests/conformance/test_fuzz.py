@@ -12,35 +12,37 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.conformance import fuzz
-from wholestep.program import ops
-from wholestep.program.program import Stage
+from tests.fuzz import random_collectives
+from wholestep.ir import op_info
+from wholestep.ir.program import Stage
 
 STEPS, CHUNK, CALLS = 200, 20, 3
 
 
-def groups() -> fuzz.Groups:
+def groups() -> random_collectives.Groups:
     """Groups of this rank; every rank makes all of them, as torch.distributed asks."""
-    alone = [dist.new_group([rank]) for rank in range(fuzz.SIZE)]
-    pair = dist.new_group(list(range(fuzz.SIZE)))
+    alone = [dist.new_group([rank]) for rank in range(random_collectives.SIZE)]
+    pair = dist.new_group(list(range(random_collectives.SIZE)))
     return {"default": None, "world": dist.group.WORLD, "pair": pair, "alone": alone[dist.get_rank()]}
 
 
 def inputs(number: int, call: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10_000 * number + 10 * call + dist.get_rank())
-    return tuple(torch.randn(fuzz.ROWS, fuzz.COLUMNS, generator=generator) for _ in range(2))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(random_collectives.ROWS, random_collectives.COLUMNS, generator=generator) for _ in range(2)
+    )  # type: ignore[return-value]
 
 
-def step_of(number: int, groups_of_rank: fuzz.Groups) -> Any:
+def step_of(number: int, groups_of_rank: random_collectives.Groups) -> Any:
     """The step of that number; each second one also trains a model, whose gradients the strategy reduces."""
-    lines = fuzz.draw(number)
+    lines = random_collectives.draw(number)
 
     def plain(first: Tensor, second: Tensor) -> list[Tensor]:
-        return fuzz.run(lines, groups_of_rank, first, second)
+        return random_collectives.run(lines, groups_of_rank, first, second)
 
     def training(model: nn.Module, opt: torch.optim.Optimizer, first: Tensor, second: Tensor) -> list[Tensor]:
         out = model(first)
-        values = fuzz.run(lines, groups_of_rank, out.detach() + first, second)
+        values = random_collectives.run(lines, groups_of_rank, out.detach() + first, second)
         loss = (out * values[-1].detach()).square().mean()
         loss.backward()
         opt.step()
@@ -50,10 +52,10 @@ def step_of(number: int, groups_of_rank: fuzz.Groups) -> Any:
     return training if number % 2 else plain
 
 
-def run_both(number: int, groups_of_rank: fuzz.Groups) -> str | None:
+def run_both(number: int, groups_of_rank: random_collectives.Groups) -> str | None:
     """What differs between eager and compiled calls of one step; None if nothing does."""
     torch.manual_seed(number)
-    models = [nn.Linear(fuzz.COLUMNS, fuzz.COLUMNS)]
+    models = [nn.Linear(random_collectives.COLUMNS, random_collectives.COLUMNS)]
     models.append(copy.deepcopy(models[0]))
     opts = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     eager = step_of(number, groups_of_rank)
@@ -68,10 +70,13 @@ def run_both(number: int, groups_of_rank: fuzz.Groups) -> str | None:
         pairs += zip(models[0].parameters(), models[1].parameters(), strict=True)
         for position, (a, b) in enumerate(pairs):
             if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                text = "\n  ".join(map(str, fuzz.draw(number)))
+                text = "\n  ".join(map(str, random_collectives.draw(number)))
                 return f"step {number}, call {call}, value {position} differs by {(a - b).abs().max()}:\n  {text}"
     nodes = compiled.program(Stage.CAPTURED).module.graph.nodes
-    found, drawn = sum(map(ops.is_collective, nodes)), sum(map(fuzz.communicates, fuzz.draw(number)))
+    found, drawn = (
+        sum(map(op_info.is_collective, nodes)),
+        sum(map(random_collectives.communicates, random_collectives.draw(number))),
+    )
     if compiled.cache_info().traces != 1 or found != drawn:
         return f"step {number}: {compiled.cache_info().traces} traces, {found} collectives in the graph, {drawn} drawn"
     return None
@@ -92,10 +97,10 @@ def test_random_steps_equal_eager(pool2: Any, first: int) -> None:
 
 def test_the_steps_are_varied() -> None:
     """All collectives, both ways of calling them and all groups are drawn, and as many as the suite promises."""
-    steps = [fuzz.draw(number) for number in range(STEPS)]
+    steps = [random_collectives.draw(number) for number in range(STEPS)]
     lines = [line for step in steps for line in step]
-    counts = [sum(map(fuzz.communicates, step)) for step in steps]
-    assert {line.name for line in lines} == {*fuzz.COLLECTIVES, *fuzz.COMPUTE, "wait"}
+    counts = [sum(map(random_collectives.communicates, step)) for step in steps]
+    assert {line.name for line in lines} == {*random_collectives.COLLECTIVES, *random_collectives.COMPUTE, "wait"}
     assert {line.group for line in lines} == {"default", "world", "pair", "alone"}
     assert set(counts) == {1, 2, 3, 4, 5, 6}
     waits = sum(line.name == "wait" for line in lines)

@@ -19,9 +19,9 @@ from torch.distributed import all_reduce as imported_early
 from torch.distributed import distributed_c10d
 
 import wholestep as ws
-from tests.conformance.equal import equal
-from wholestep.program.program import Program
-from wholestep.program.show import source
+from tests.harness.equality import equal
+from wholestep.ir.printer import source
+from wholestep.ir.program import Program
 
 c10d = torch.ops._c10d_functional
 row = pytest.mark.row

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from tests import shared_gpu
-from tests.conformance.store_group import BACKEND, StoreGroup, register
-from wholestep.run.world import close_current, init
+from tests.harness import shared_gpu
+from tests.harness.store_group import BACKEND, StoreGroup, register
+from wholestep.runtime.distributed.world import close_current, init
 
 row = pytest.mark.row
 on_gpu = pytest.mark.gpu

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests import forks
-from tests.conformance.store_group import BACKEND, StoreGroup, register
+from tests.harness import fork_server
+from tests.harness.store_group import BACKEND, StoreGroup, register
 from wholestep.errors import ConfigError, RankMissingError
-from wholestep.run.world import close_current, init, run
+from wholestep.runtime.distributed.world import close_current, init, run
 
 row = pytest.mark.row
 
@@ -100,7 +100,7 @@ def never_comes() -> str:
 
 @row("S8", "barrier_names_the_missing", ranks=2)
 def test_the_rendezvous_names_who_never_came() -> None:
-    with forks.instead_of_spawning():
+    with fork_server.instead_of_spawning():
         message = run(never_comes, 2, backend="gloo")[0]
     assert re.search(r"^Rank 1 of 2 did not come to the rendezvous in \d+\.\d s; rank 0 \(\S+:\d+\) waits\.", message)
 
@@ -139,7 +139,7 @@ def changes_alone(rank_that_changes: int, folder: Path) -> None:
 @row("S8", "pulse_ends_a_meeting", ranks=2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_plans_alone_is_not_left_waiting(rank: int, tmp_path: Path) -> None:
-    with forks.instead_of_spawning(), pytest.raises(RankMissingError, match="ended with exit status 8"):
+    with fork_server.instead_of_spawning(), pytest.raises(RankMissingError, match="ended with exit status 8"):
         run(changes_alone, 2, rank, tmp_path, backend="gloo", timeout_s=100.0, grace_s=40.0)
     found = [(tmp_path / str(number)).read_text().partition(" ") for number in range(2)]
     alone, other = found[rank][2], found[1 - rank][2]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
-from wholestep.run.world import init
+from wholestep.runtime.distributed.world import init
 from wholestep.spmd import COMPILED_OBJECT_KEY, CommTensor, GraphModuleTransformation, Override, compile
 
 row = pytest.mark.row

@@ -11,30 +11,30 @@ from torch.optim.adamw import adamw
 
 from tests.unit import builders
 from tests.unit.builders import c10d, gradient
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.passes.bucket import bucket
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.cross_entropy import lean_cross_entropy
-from wholestep.passes.dedupe import dedupe
-from wholestep.passes.default import passes_of
-from wholestep.passes.generators import settle_generators
-from wholestep.passes.pad_products import pad_products
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.schedule import schedule
-from wholestep.passes.segments import form_segments
-from wholestep.passes.update import split_updates
-from wholestep.passes.whole_rows import write_whole_rows
-from wholestep.program import ops, show
-from wholestep.program.program import Program, Stage
-from wholestep.program.spec import verify
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import op_info, printer
+from wholestep.ir.program import Program, Stage
+from wholestep.ir.verifier import verify
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.split_optimizer import split_updates
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.cse import dedupe
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.fuse_cross_entropy import lean_cross_entropy
+from wholestep.passes.rewrites.pad_matmul import pad_products
+from wholestep.passes.rewrites.padded_cross_entropy import write_whole_rows
+from wholestep.passes.rewrites.rng_cleanup import settle_generators
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.overlap import schedule
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 CAP_BYTES = 100
 COST = CostModel.default("cpu+gloo")
-PACK: Pass = partial(pack_scalars, reads=inductor.reads_packed)
-SEGMENTS: Pass = partial(form_segments, compiles=inductor.compiles)
+PACK: Pass = partial(pack_scalars, reads=segment_compiler.reads_packed)
+SEGMENTS: Pass = partial(form_segments, compiles=segment_compiler.compiles)
 PASSES: dict[str, list[Pass]] = {
     "cleanup": [cleanup],
     "generators": [settle_generators],
@@ -87,8 +87,8 @@ def statistics(mean: torch.Tensor, count: torch.Tensor, x: torch.Tensor) -> tupl
     group = builders.world_group()
     mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
     count.add_(1)
-    one = ops.WAIT(c10d.all_reduce.default(x, "sum", group))
-    two = ops.WAIT(c10d.all_reduce.default(x, "sum", group))
+    one = op_info.WAIT(c10d.all_reduce.default(x, "sum", group))
+    two = op_info.WAIT(c10d.all_reduce.default(x, "sum", group))
     return one.t().t() + torch.rand(3), gradient(two * 2, "x")
 
 
@@ -139,21 +139,21 @@ def test_the_bits_stay_the_same(name, placed):
 @pytest.mark.parametrize("name", sorted(PASSES.keys() - WHOLE_LISTS))
 def test_a_second_time_changes_nothing(name, placed):
     once = run_passes(placed[0], PASSES[name])
-    assert show.diff(once, run_passes(once, PASSES[name])) == ""
+    assert printer.diff(once, run_passes(once, PASSES[name])) == ""
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_collectives_do_not_get_lost_or_more(name, step, placed):
     expected = NUM_COLLECTIVES[step]
-    assert builders.count(placed[0], *ops.COLLECTIVES) == expected["placed"]
+    assert builders.count(placed[0], *op_info.COLLECTIVES) == expected["placed"]
     after = run_passes(placed[0], PASSES[name])
-    assert builders.count(after, *ops.COLLECTIVES) == expected.get(name, expected["placed"])
-    assert builders.count(after, ops.WAIT) == builders.count(after, *ops.COLLECTIVES)
+    assert builders.count(after, *op_info.COLLECTIVES) == expected.get(name, expected["placed"])
+    assert builders.count(after, op_info.WAIT) == builders.count(after, *op_info.COLLECTIVES)
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_every_gradient_is_reduced_once(name, placed):
-    plans = [show.plan_text(one) for one in (placed[0], run_passes(placed[0], PASSES[name]))]
+    plans = [printer.plan_text(one) for one in (placed[0], run_passes(placed[0], PASSES[name]))]
     members = [
         sorted(
             name for line in plan.splitlines() if "members: " in line for name in line.split("members: ")[1].split(", ")
@@ -165,15 +165,15 @@ def test_every_gradient_is_reduced_once(name, placed):
 
 @pytest.mark.parametrize("name", PASSES)
 def test_the_program_that_went_in_is_not_touched(name, placed):
-    text = show.source(placed[0])
+    text = printer.source(placed[0])
     run_passes(placed[0], PASSES[name])
-    assert show.source(placed[0]) == text
+    assert printer.source(placed[0]) == text
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_the_same_program_gives_the_same_text(name, placed):
     """Ranks compare plans by text, and run passes on their own: nothing may depend on the order of a set."""
-    assert show.diff(run_passes(placed[0], PASSES[name]), run_passes(placed[0], PASSES[name])) == ""
+    assert printer.diff(run_passes(placed[0], PASSES[name]), run_passes(placed[0], PASSES[name])) == ""
 
 
 def test_the_default_list_ends_scheduled(placed):

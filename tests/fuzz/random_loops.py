@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.random_steps import WIDTH, Net
+from tests.fuzz.random_steps import WIDTH, Net
 
 Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

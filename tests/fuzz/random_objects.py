@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture import tree
+from wholestep.capture.python import tree_util
 
 PLACES = (
     "self.a", "self.b", "self.c", "self.dict['x']", "self.dict['y']", "self.list[0]", "self.list[1]", "self.net.p",
@@ -97,7 +97,7 @@ class RandomObjects:
         step, kept, found = compile(lambda x: made(objects, x)), list[Tensor](), []
         for call in range(NUM_CALLS):
             x = torch.randn(2, 3, generator=torch.Generator().manual_seed(call), dtype=torch.float64).to(device)
-            kept += [*tree.flatten(step(x))[0], *objects.seen()]
+            kept += [*tree_util.flatten(step(x))[0], *objects.seen()]
             exec(self._between[call], {"torch": torch, "self": objects})
             found.append(torch.stack(kept).cpu())
         return found

@@ -22,35 +22,36 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.random_steps import RandomStep, random_step
+from tests.fuzz.random_steps import RandomStep, random_step
 from tests.unit import builders
 from tests.unit.capture.steps import captured
 from wholestep.config import DDP
-from wholestep.cost.memory import peak_bytes
-from wholestep.cost.model import CostModel
-from wholestep.lower import eager, inductor
-from wholestep.passes import traffic
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, pass_name, run_passes
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.schedule import SLACK
-from wholestep.passes.segments import form_segments
-from wholestep.passes.tasks import tasks_of
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.liveness import peak_bytes
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.program import MeshAxis, OutputKind, Program, Stage
+from wholestep.ir.verifier import verify
+from wholestep.lower.base import eager_backend
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.analysis.task_graph import tasks_of
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, pass_name, run_passes
+from wholestep.passes.schedule import segment_recompute
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.overlap import SLACK
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops, show
-from wholestep.program.program import MeshAxis, OutputKind, Program, Stage
-from wholestep.program.spec import verify
 
 SEGMENTS = [
-    partial(pack_scalars, reads=inductor.reads_packed),
+    partial(pack_scalars, reads=segment_compiler.reads_packed),
     partial(
-        form_segments, compiles=inductor.compiles, by_library=inductor.by_library, cuts_repeats=True,
-        goes_by_number=inductor.goes_by_number,
+        form_segments, compiles=segment_compiler.compiles, by_library=segment_compiler.by_library, cuts_repeats=True,
+        goes_by_number=segment_compiler.goes_by_number,
     ),
 ]  # fmt: skip
 """Passes of a backend that compiles, as far as they keep the bits; the segments run node by node here."""
 CALLS = [CostModel.default(name) for name in ("cpu+gloo", "h200+nvlink", "gpu+ethernet25")]
-COSTS = CALLS + [replace(cost, compiles=inductor.may_compile) for cost in CALLS]
+COSTS = CALLS + [replace(cost, compiles=segment_compiler.may_compile) for cost in CALLS]
 """Of calls as they are, and of a backend that makes kernels of them."""
 PARTS = 4
 """Of one property, so that several workers can have a part: those seeds that leave the part's number as a remainder."""
@@ -61,7 +62,7 @@ many = settings(max_examples=64 // PARTS, derandomize=True, suppress_health_chec
 @pytest.fixture(autouse=True, scope="module")
 def _little_counts() -> Iterator[None]:
     """What is computed again in the place of being carried is small in these steps."""
-    with patch.object(traffic, "LEAST_BYTES", 1):
+    with patch.object(segment_recompute, "LEAST_BYTES", 1):
         yield
 
 
@@ -78,7 +79,7 @@ def results(program: Program, inputs: list[Any]) -> list[Any]:
     torch.manual_seed(0)
     own = [one.detach().clone() if isinstance(one, Tensor) else one for one in inputs]
     with torch.no_grad():
-        found = list(zip_longest(eager.lower(program)(list(own)), program.outputs))
+        found = list(zip_longest(eager_backend.lower(program)(list(own)), program.outputs))
         returned = [one.clone() for one, end in found if end.kind is not OutputKind.WRITE and isinstance(one, Tensor)]
         for one, end in found:
             if end.kind is OutputKind.WRITE and one is not None:
@@ -101,23 +102,23 @@ def test_every_pass_keeps_the_bits_and_its_promises(
         before = program
         program = run_passes(before, [one])  # verifies the stage: among others, nothing is read before its wait
         assert builders.same(results(program, inputs), wanted), pass_name(one)
-        assert show.diff(run_passes(program, [one]), program) == "", f"{pass_name(one)} is not idempotent"
+        assert printer.diff(run_passes(program, [one]), program) == "", f"{pass_name(one)} is not idempotent"
         assert_collectives(one, before, program)
         if pass_name(one) == "schedule":
             assert_bound(cost, before, program, hold_updates=hold_updates)
     assert program.stage is Stage.SCHEDULED
     # Ranks plan on their own: nothing may depend on the order of a set, on addresses or on time.
-    assert show.diff(run_passes(before_all, passes), program) == ""
+    assert printer.diff(run_passes(before_all, passes), program) == ""
     assert sorted(names_reduced(program)) == gradients
     verify(program)
 
 
 def starts(program: Program) -> list[torch.fx.Node]:
-    return [node for node in program.graph.nodes if ops.is_collective(node)]
+    return [node for node in program.graph.nodes if op_info.is_collective(node)]
 
 
 def names_reduced(program: Program) -> list[str]:
-    return [name for node in starts(program) if (record := meta.bucket(node)) for name in record.members]
+    return [name for node in starts(program) if (record := node_meta.bucket(node)) for name in record.members]
 
 
 def assert_collectives(one: Pass, before: Program, after: Program) -> None:
@@ -131,7 +132,7 @@ def assert_collectives(one: Pass, before: Program, after: Program) -> None:
 
 
 def moved(program: Program) -> int:
-    return sum(meta.num_bytes(node) for node in starts(program) if meta.bucket(node) is not None)
+    return sum(node_meta.num_bytes(node) for node in starts(program) if node_meta.bucket(node) is not None)
 
 
 def assert_bound(cost: CostModel, before: Program, after: Program, *, hold_updates: bool) -> None:

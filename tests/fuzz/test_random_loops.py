@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.random_loops import RandomLoop, difference
+from tests.fuzz.random_loops import RandomLoop, difference
 
 
 def compare(seed: int, device: torch.device, backend: ws.config.Backend) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wholestep as ws
-from tests.random_objects import RandomObjects
+from tests.fuzz.random_objects import RandomObjects
 
 SEEDS = 240
 PER_TEST = 30

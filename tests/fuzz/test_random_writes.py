@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wholestep as ws
-from tests.random_writes import RandomCalls, RandomWrites
+from tests.fuzz.random_writes import RandomCalls, RandomWrites
 
 ROUNDING = 1e-12
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.behaviour.cases_counters import SCHEDULES, Adamlike, numbers
+from tests.behaviour.cases.counters import SCHEDULES, Adamlike, numbers
 from tests.gpu.switches import deterministic
-from tests.pools import needs_gpus
+from tests.harness.rank_pools import needs_gpus
 
 pytestmark = pytest.mark.gpu
 

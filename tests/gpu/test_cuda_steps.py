@@ -14,8 +14,8 @@ from torch.optim import swa_utils
 
 import wholestep as ws
 from tests.gpu.switches import deterministic
-from tests.pools import needs_gpus
-from wholestep.program.program import InputKind
+from tests.harness.rank_pools import needs_gpus
+from wholestep.ir.program import InputKind
 
 pytestmark = pytest.mark.gpu
 

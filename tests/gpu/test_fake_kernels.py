@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 import wholestep as ws
-from tests.unit.capture.test_layouts import IMAGES, PAIRS, Experts
-from wholestep.capture.layouts import Fakes
+from tests.unit.capture.tracing.test_fake_kernels import IMAGES, PAIRS, Experts
+from wholestep.capture.tracing.fake_kernels import Fakes
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
-from tests.unit.lower.test_inductor import TOLERANCE, train_step
+from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE, train_step
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests import shared_gpu
-from tests.pools import needs_gpus
+from tests.harness import shared_gpu
+from tests.harness.rank_pools import needs_gpus
 
 pytestmark = pytest.mark.gpu
 

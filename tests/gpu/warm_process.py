@@ -1,5 +1,5 @@
 """A process that trains a few steps and says what it took: ``python -m tests.gpu.warm_process RANKS [ALONE]``, JSON in
-the last line, an entry per rank. Run by `tests.gpu.test_warm`; on a machine without GPUs it trains on the CPU.
+the last line, an entry per rank. Run by `tests.gpu.test_warm_start`; on a machine without GPUs it trains on the CPU.
 
 Every rank has caches of Inductor and Triton of its own, below those that the environment names, so that none finds
 there what another one has made. With ALONE none finds it in the store either, and every rank compiles.
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests import shared_gpu  # noqa: F401  its ranks share a GPU where that is asked for
-from wholestep.lower import compiler
-from wholestep.run.shelf import Shelf
+from tests.harness import shared_gpu  # noqa: F401  its ranks share a GPU where that is asked for
+from wholestep.lower.inductor import compile_fx
+from wholestep.runtime.distributed.blob_store import Shelf
 
 STEPS = 5  # the third call is captured as a CUDA graph
 
@@ -58,13 +58,13 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tenso
 def count_compilations() -> tuple[dict[str, int], list[str]]:
     """How often Inductor and Triton compile in this process from now on, and the names of the kernels."""
     found, names = {"inductor": 0, "triton": 0}, list[str]()
-    compile_segment = compiler.compile_fx_inner
+    compile_segment = compile_fx.compile_fx_inner
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found["inductor"] += 1
         return compile_segment(*args, **kwargs)
 
-    compiler.compile_fx_inner = counted
+    compile_fx.compile_fx_inner = counted
     if torch.cuda.is_available():
         from triton.compiler.compiler import ASTSource
 

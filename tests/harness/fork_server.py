@@ -18,8 +18,8 @@ from unittest.mock import patch
 import pytest  # noqa: F401
 
 import tests.behaviour.cases  # noqa: F401  what most ranks run
-import wholestep.lower.compiler
-import wholestep.lower.inductor  # noqa: F401
+import wholestep.lower.inductor.compile_fx
+import wholestep.lower.inductor.segment_compiler  # noqa: F401
 
 gc.freeze()  # what all ranks share is not looked through, and so not copied, in each of them
 

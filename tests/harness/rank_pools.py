@@ -1,9 +1,8 @@
 """Pools of worker processes, so that a test on several ranks costs milliseconds and not the import of torch.
 
     def check(scale):                       # at the top level of the test module
-        world = wholestep.run.world.init()  # world.device: the CPU under gloo, this rank's GPU under NCCL
-        ...
-        return plain_data_or_tensors
+        world = wholestep.runtime.distributed.world.init()  # world.device: the CPU under gloo, this rank's GPU under
+        NCCL ... return plain_data_or_tensors
 
     def test_on_the_cpu(pool2):             # also pool4 and pool8: gloo
         first, second = pool2.run(check, 3.0)
@@ -31,9 +30,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import forks, shared_gpu
-from wholestep.run.launch import Workers
-from wholestep.run.world import close_current, enter
+from tests.harness import fork_server, shared_gpu
+from wholestep.runtime.distributed.launch import Workers
+from wholestep.runtime.distributed.world import close_current, enter
 
 COLLECTIVE_TIMEOUT_S = 200.0
 """Longer than rank 0 compiles anything on a machine that is busy with other tests: the headers of torch, for the first
@@ -56,7 +55,8 @@ class Pool:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = COLLECTIVE_TIMEOUT_S + 20, grace_s: float = 5.0
     ) -> list[Any]:
-        """``fn(*args)`` on every rank; the results in rank order. Errors as in `wholestep.run.world.run`."""
+        """``fn(*args)`` on every rank; the results in rank order. Errors as in
+        `wholestep.runtime.distributed.world.run`."""
         self.begin()
         assert self._workers is not None
         try:
@@ -84,7 +84,7 @@ class Pool:
     def _start(self) -> Workers:
         if self.backend == "nccl":
             needs_gpus(self.nproc)
-        quickly = forks.instead_of_spawning() if self.backend == "gloo" else nullcontext()
+        quickly = fork_server.instead_of_spawning() if self.backend == "gloo" else nullcontext()
         with patch.dict(os.environ, self._environment, clear=True), quickly:
             return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
 

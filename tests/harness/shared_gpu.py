@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from wholestep.run import launch
+from wholestep.runtime.distributed import launch
 
 ASKED = os.environ.get("WHOLESTEP_SHARED_GPU") == "1"
 _of_a_rank = launch._rank_environment

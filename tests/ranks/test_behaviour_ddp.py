@@ -11,7 +11,7 @@ from torch import Tensor
 import wholestep as ws
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Compiled, EagerDDP, check
-from tests.behaviour.parts import class_batches, loss_of, mlp
+from tests.behaviour.small_models import class_batches, loss_of, mlp
 
 CASES = {**STEP_CASES, **OPTIM_CASES}
 

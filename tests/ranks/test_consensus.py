@@ -6,8 +6,8 @@ import time
 import pytest
 
 from wholestep.errors import RankMismatchError, RankMissingError
-from wholestep.run.agree import abandon, agree, default_store
-from wholestep.run.world import init
+from wholestep.runtime.distributed.consensus import abandon, agree, default_store
+from wholestep.runtime.distributed.world import init
 
 PLAN = "\n".join(f"#{i} all_reduce float32[{i}] mean" for i in range(200))
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.behaviour.parts import FEATURES, batch_norm_net, loss_of, mlp, sgd
+from tests.behaviour.small_models import FEATURES, batch_norm_net, loss_of, mlp, sgd
 from tests.behaviour.untouched import assert_untouched, batch, everything, finish
-from wholestep.program.program import Stage
-from wholestep.program.show import source
-from wholestep.run import pulse
+from wholestep.ir.printer import source
+from wholestep.ir.program import Stage
+from wholestep.runtime.distributed import heartbeat
 
 pytestmark = pytest.mark.ranks
 
@@ -219,7 +219,7 @@ def exits_before_the_first_step(how: str) -> None:
             os._exit(4)
         ws.init().close()
         return
-    pulse.SILENT_AFTER_S = 4.0  # here only: this rank's process ends with the test that changes it
+    heartbeat.SILENT_AFTER_S = 4.0  # here only: this rank's process ends with the test that changes it
     kind, text, call, _ = outcome(step, [batch()], module=module, opt=opt)
     assert kind is ws.RankMissingError
     assert call == 0

@@ -13,18 +13,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.unit.lower.test_inductor import TOLERANCE, train, train_step
-from wholestep.cost.model import CostModel
-from wholestep.lower import compiler, inductor
-from wholestep.program.segment import Segment
-from wholestep.run.shelf import Shelf
+from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE, train, train_step
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import compile_fx, segment_compiler
+from wholestep.runtime.distributed.blob_store import Shelf
 
 
 def _train() -> tuple[torch.Tensor, str, int]:
     """Losses, plan, and how often Inductor was called."""
     world = ws.init()
     step = ws.compile(train_step, backend="inductor", strategy=ws.DDP(bucket_bytes=800))
-    with patch.object(compiler, "compile_fx_inner", wraps=compiler.compile_fx_inner) as called:
+    with patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called:
         losses, model, _ = train(step, rank=world.rank)
     wanted, eager, _ = train(train_step, rank=world.rank, wrap=DistributedDataParallel)
     torch.testing.assert_close(losses, wanted, rtol=TOLERANCE, atol=TOLERANCE)
@@ -49,7 +49,7 @@ def _alone() -> tuple[int, int, str]:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        with patch.object(compiler, "compile_fx_inner", wraps=compiler.compile_fx_inner) as called:
+        with patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called:
             step(torch.ones(8, 5))
             together = called.call_count
             step(torch.ones(8 + world.rank, 6))
@@ -77,7 +77,7 @@ def _with_a_shelf_that(fails: str) -> tuple[int, str]:
     log.setLevel(logging.INFO)
     try:
         with (
-            patch.object(compiler, "compile_fx_inner", wraps=compiler.compile_fx_inner) as called,
+            patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called,
             patch.object(Shelf, fails, side_effect=OSError("the shelf is broken")),
         ):
             step(torch.ones(4, 3))
@@ -100,8 +100,8 @@ def _one_cannot_compile() -> tuple[str, int]:
     costs = replace(CostModel.default("cpu+gloo"), source="calibrated on this host")
     no_compiler = "there is no C++ compiler" if world.rank == 1 else ""
     with (
-        patch("wholestep.step.agreed_costs", lambda *_: costs),
-        patch.object(inductor, "why_not", lambda _: no_compiler),
+        patch("wholestep.api.compiled_step.agreed_costs", lambda *_: costs),
+        patch.object(segment_compiler, "why_not", lambda _: no_compiler),
     ):
         step = ws.compile(train_step, strategy=ws.DDP())
         step(*small())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.program import meta
-from wholestep.program.meta import Region
+from wholestep.ir import node_meta
+from wholestep.ir.node_meta import Region
 
 BUDGET, CALLS = 0.6, 3
 
@@ -48,11 +48,11 @@ def trained(passes: Any) -> tuple[list[Tensor], ws.CompiledStep]:
 def besides_inputs(step: ws.CompiledStep) -> int:
     """The predicted peak without the bytes of the inputs."""
     program = step.program()
-    return step.explain().peak.num_bytes - sum(map(meta.num_bytes, program.placeholders))
+    return step.explain().peak.num_bytes - sum(map(node_meta.num_bytes, program.placeholders))
 
 
 def repeated(step: ws.CompiledStep) -> int:
-    return sum(meta.origin(node).region is Region.RECOMPUTE for node in step.graph.graph.nodes)
+    return sum(node_meta.origin(node).region is Region.RECOMPUTE for node in step.graph.graph.nodes)
 
 
 def check() -> tuple[int, int]:

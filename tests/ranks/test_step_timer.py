@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.report.explanation import Explanation
+from wholestep.api.report.records import Explanation
 
 pytestmark = pytest.mark.ranks
 

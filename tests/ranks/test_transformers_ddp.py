@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import wholestep as ws
-from tests.behaviour.cases_hf import registry
 from tests.behaviour.harness import EagerDDP, check
+from tests.behaviour.transformers_cases import registry
 
 pytestmark = pytest.mark.ranks
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import forks
+from tests.harness import fork_server
 from wholestep.errors import CaptureError, ConfigError, RankMissingError
-from wholestep.run.launch import RemoteTraceback
-from wholestep.run.watch import named_failures
-from wholestep.run.world import init, run
+from wholestep.runtime.distributed.failure_report import named_failures
+from wholestep.runtime.distributed.launch import RemoteTraceback
+from wholestep.runtime.distributed.world import init, run
 
 pytestmark = pytest.mark.ranks
 
@@ -67,7 +67,7 @@ def test_four_ranks_find_each_other(pool4):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_run_starts_and_ends_processes_of_its_own(nproc):
     """Forked here; a script, below, spawns them."""
-    with forks.instead_of_spawning():
+    with fork_server.instead_of_spawning():
         check_described(run(describe, nproc, 0.5, backend="gloo"), nproc)
 
 
@@ -230,7 +230,7 @@ def returns_what_cannot_travel():
 
 
 def test_what_cannot_travel_is_refused_with_a_reason(pool2):
-    with forks.instead_of_spawning(), pytest.raises(ConfigError, match="top level of a module"):
+    with fork_server.instead_of_spawning(), pytest.raises(ConfigError, match="top level of a module"):
         run(lambda: None, 2)
     with pytest.raises(ConfigError, match="cannot be sent back"):
         pool2.run(returns_what_cannot_travel)
@@ -332,7 +332,7 @@ def program(body, tmp_path, *arguments):
 def test_under_torchrun(tmp_path):
     body = """
         import torch, torch.distributed as dist
-        from wholestep.run.world import init
+        from wholestep.runtime.distributed.world import init
         world = init("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -348,7 +348,7 @@ def test_under_torchrun(tmp_path):
 def test_a_script_may_run_its_own_functions_and_ends_cleanly(tmp_path):
     body = """
         import os, torch, torch.distributed as dist
-        from wholestep.run.world import init, run
+        from wholestep.runtime.distributed.world import init, run
         def rank():
             world, total = init("gloo"), torch.ones(1)
             dist.all_reduce(total)
@@ -364,7 +364,7 @@ def test_a_script_may_run_its_own_functions_and_ends_cleanly(tmp_path):
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     body = """
-        from wholestep.run.world import init, run
+        from wholestep.runtime.distributed.world import init, run
         def rank():
             return init().rank
         print(run(rank, 2))
@@ -375,7 +375,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
 
 
 def test_a_function_typed_into_a_console_is_told_to_move():
-    typed = "from wholestep.run.world import run\ndef f(): return 1\nrun(f, 1)\n"
+    typed = "from wholestep.runtime.distributed.world import run\ndef f(): return 1\nrun(f, 1)\n"
     for command, words in (([sys.executable, "-c", typed], "%%writefile"), ([sys.executable, "-"], "standard input")):
         result = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, check=False)
         assert result.returncode != 0

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import library_optimizers as measured
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
 
 
 class Counting(torch.optim.SGD):

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import models
 from benchmarks.zoo import CASES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHECKED = ("gpt_scaler", "table")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import overlap_model
 from benchmarks.overlap_model import AS_PLACED, COMPILED, OURS, WORKLOADS, Row
-from wholestep.cli.models import LanguageModel, LanguageModelSize
+from wholestep.cli.workloads.reference_lm import LanguageModel, LanguageModelSize
 
 TINY = LanguageModelSize(num_layers=1, width=64, num_heads=2, vocabulary=8192, length=32, rows=2)
 GATED = replace(TINY, gated=96, vocabulary=128)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import support_table
 from benchmarks.support_table import Case
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "support.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 TABLE = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
 
 ROWS: dict[str, list[Case]] = {

@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholestep.lower import eager
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Input, InputKind, MeshAxis, Output, OutputKind, Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Input, InputKind, MeshAxis, Output, OutputKind, Program, Stage
+from wholestep.lower.base import eager_backend
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -60,12 +60,12 @@ def capture(
 def _unfuse_writes(graph: fx.Graph) -> None:
     """``_fused_adamw_(...)`` -> ``_fused_adamw(...)`` and copies; torch refuses the empty lists of the former."""
     for node in list(graph.nodes):
-        if not str(node.target).startswith("aten._fused_") or not ops.mutated_args(node.target):
+        if not str(node.target).startswith("aten._fused_") or not op_info.mutated_args(node.target):
             continue
         functional = getattr(getattr(aten, node.target._schema.name.split("::")[1][:-1]), node.target._overloadname)
         with graph.inserting_before(node):
             call = graph.call_function(functional, node.args, node.kwargs)
-            for group in ops.written_by(node.target, node.kwargs):
+            for group in op_info.written_by(node.target, node.kwargs):
                 values = graph.call_function(operator.getitem, (call, group))
                 for index, old in enumerate(node.args[group]):
                     new = graph.call_function(operator.getitem, (values, index))
@@ -85,13 +85,13 @@ def _with_outputs(module: fx.GraphModule, inputs: tuple[Input, ...]) -> Program:
             results.append(node.args[1])
             outputs.append(Output(kind=OutputKind.WRITE, name=inputs[target].name, target=target))
             graph.erase_node(node)
-    edit.set_results(graph, results)
+    graph_edit.set_results(graph, results)
     return Program(module=module, inputs=inputs, outputs=tuple(outputs), stage=Stage.CAPTURED)
 
 
 def gradient(grad: torch.Tensor, name: str) -> torch.Tensor:
     """Marks a gradient, as the hook of capture does."""
-    return ops.GRADIENT(grad, name)
+    return op_info.GRADIENT(grad, name)
 
 
 def place(program: Program, *, size: int = 2, mean: bool = True, group: str = "") -> Program:
@@ -99,25 +99,27 @@ def place(program: Program, *, size: int = 2, mean: bool = True, group: str = ""
 
     The group that runs has this process alone; the size says what the program believes.
     """
-    program = edit.copy(program)
+    program = graph_edit.copy(program)
     group = group or world_group()
-    for index, node in enumerate(program.graph.find_nodes(op="call_function", target=ops.GRADIENT)):
+    for index, node in enumerate(program.graph.find_nodes(op="call_function", target=op_info.GRADIENT)):
         grad, name = node.args
         with program.graph.inserting_before(node):
-            scaled = edit.emit(program.graph, aten.mul.Tensor, grad, 1 / size, like=node) if mean else grad
-            reduced = edit.emit(program.graph, c10d.all_reduce.default, scaled, "sum", group, like=node)
-            meta.set_bucket(reduced, meta.Bucket(index, (name,), meta.num_bytes(reduced), meta.UNBUCKETED))
-            waited = edit.emit(program.graph, ops.WAIT, reduced, like=node)
-        edit.replace_node(node, waited)
+            scaled = graph_edit.emit(program.graph, aten.mul.Tensor, grad, 1 / size, like=node) if mean else grad
+            reduced = graph_edit.emit(program.graph, c10d.all_reduce.default, scaled, "sum", group, like=node)
+            node_meta.set_bucket(
+                reduced, node_meta.Bucket(index, (name,), node_meta.num_bytes(reduced), node_meta.UNBUCKETED)
+            )
+            waited = graph_edit.emit(program.graph, op_info.WAIT, reduced, like=node)
+        graph_edit.replace_node(node, waited)
     axis = MeshAxis(name="data", size=size, group=group)
     return replace(program, stage=Stage.PLACED, mesh=(axis,))
 
 
 def without_gradients(program: Program) -> Program:
     """The placed program of a step on one process: no mesh, no marker."""
-    program = edit.copy(program)
-    for node in program.graph.find_nodes(op="call_function", target=ops.GRADIENT):
-        edit.replace_node(node, node.args[0])
+    program = graph_edit.copy(program)
+    for node in program.graph.find_nodes(op="call_function", target=op_info.GRADIENT):
+        graph_edit.replace_node(node, node.args[0])
     return replace(program, stage=Stage.PLACED)
 
 
@@ -132,7 +134,7 @@ def execute(program: Program, tensors: Sequence[Any]) -> tuple[list[Any], list[A
     """Runs the program on copies of `tensors`: what it returns, and the inputs as it leaves them."""
     inputs = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in tensors]
     with torch.no_grad():
-        results = eager.lower(program)(list(inputs))
+        results = eager_backend.lower(program)(list(inputs))
         pairs = list(zip_longest(results, program.outputs))  # writes that are done stand last and are left out
         returned = [one for one, output in pairs if output.kind is not OutputKind.WRITE]
         returned = [one.clone() if isinstance(one, torch.Tensor) else one for one in returned]
@@ -165,7 +167,7 @@ def count(program: Program, *targets: Any) -> int:
 def calls(program: Program) -> list[str]:
     """What the program calls, in order: ``aten.mul.Tensor``; ``getitem`` for what is no operator."""
     return [
-        str(node.target) if ops.is_op(node) else node.target.__name__
+        str(node.target) if op_info.is_op(node) else node.target.__name__
         for node in program.graph.nodes
         if node.op == "call_function" and node.target is not operator.getitem
     ]
@@ -177,8 +179,8 @@ class Layouts(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         found = super().run_node(node)
         if node.op == "call_function":
-            said = [(one.shape, one.stride(), one.dtype) for one in meta.tensors(node)]
-            given = [(one.shape, one.stride(), one.dtype) for one in meta.tensors_in(found)]
+            said = [(one.shape, one.stride(), one.dtype) for one in node_meta.tensors(node)]
+            given = [(one.shape, one.stride(), one.dtype) for one in node_meta.tensors_in(found)]
             assert given == said, node.format_node()
         return found
 
@@ -205,7 +207,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in meta.tensors_in(out):
+        for tensor in node_meta.tensors_in(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
                 self._seen.add(storage._cdata)

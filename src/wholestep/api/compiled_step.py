@@ -17,42 +17,42 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx as fx
 
-from wholestep.capture import tree
-from wholestep.capture.binding import Binding
-from wholestep.capture.blame import naming
+from wholestep.api.cache.warm_start import Look, Ready, Saved, Setting, Warm
+from wholestep.api.report.explain import explain
+from wholestep.api.report.records import CacheInfo, Explanation
+from wholestep.capture.bind.binding import Binding
+from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
-from wholestep.capture.quick import Shortcut
-from wholestep.capture.retraces import Retraces
-from wholestep.capture.storage import is_freed
-from wholestep.capture.ties import Captured
-from wholestep.capture.trace import is_capturing
+from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.capture.guards.fast_guards import Shortcut
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.user_frame import naming
+from wholestep.capture.retrace_policy import Retraces
+from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.lower.auto import Backend as Lowering
-from wholestep.lower.auto import backend_for
-from wholestep.options import Options, data_axis
-from wholestep.passes.assignment import Cuts
-from wholestep.passes.bucket import Choose
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
+from wholestep.ir.printer import plan_text
+from wholestep.ir.program import MeshAxis, Program, Stage
+from wholestep.lower.auto_backend import Backend as Lowering
+from wholestep.lower.auto_backend import backend_for
+from wholestep.passes.comm.bucket_planner import Cuts
+from wholestep.passes.comm.bucketing import Choose
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.strategies import place
-from wholestep.program.program import MeshAxis, Program, Stage
-from wholestep.program.show import plan_text
-from wholestep.report.explain import explain
-from wholestep.report.explanation import CacheInfo, Explanation
-from wholestep.run import connect
-from wholestep.run.collector import uncollected
-from wholestep.run.comm_state import CommState, Held
-from wholestep.run.costs import agreed_costs
-from wholestep.run.executable import Buffers, Executable, describe_state, make_equal
-from wholestep.run.meetings import Meetings
-from wholestep.run.progress import shown, tell
-from wholestep.run.virtual_ranks.verdict import Verification
-from wholestep.run.virtual_ranks.verify import Subject, Trial, verify
-from wholestep.run.watch import named_failures
-from wholestep.run.world import World, init
-from wholestep.warm import Look, Ready, Saved, Setting, Warm
+from wholestep.runtime.compression_state import CommState, Held
+from wholestep.runtime.distributed import nccl_connect
+from wholestep.runtime.distributed.failure_report import named_failures
+from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.world import World, init
+from wholestep.runtime.executable import Buffers, Executable, describe_state, make_equal
+from wholestep.runtime.options import Options, data_axis
+from wholestep.runtime.shared_costs import agreed_costs
+from wholestep.runtime.verify.verification import Verification
+from wholestep.runtime.verify.verify import Subject, Trial, verify
+from wholestep.util.gc_pause import uncollected
+from wholestep.util.progress import shown, tell
 
 log = logging.getLogger("wholestep")
 
@@ -104,7 +104,7 @@ class CompiledStep:
         if is_capturing():  # one compiled step inside another: part of the outer graph
             return self._step(*args, **kwargs)
         self._calls += 1
-        leaves, spec = tree.flatten((args, kwargs))
+        leaves, spec = tree_util.flatten((args, kwargs))
         reason = None
         for position, entry in enumerate(self._entries):
             why_not = entry.captured.guards.why_not(leaves, spec)
@@ -158,7 +158,7 @@ class CompiledStep:
             self._meetings.abandon(error, world)
             raise
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
-        connect.begin(axis, world.device)
+        nccl_connect.begin(axis, world.device)
         return self._lower(captured, programs, look, world)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:
@@ -170,7 +170,7 @@ class CompiledStep:
     def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
         """What follows capture and plan, for a step that was saved."""
         self._meetings.recall(ready.choices)
-        connect.begin(data_axis(world, self._options.mesh), world.device)
+        nccl_connect.begin(data_axis(world, self._options.mesh), world.device)
         self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
         log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
         return self._lower(ready.captured, ready.programs, look.given(), world)
@@ -235,7 +235,7 @@ class CompiledStep:
         axis, strategy = data_axis(world, self._options.mesh), self._strategy(world)
         if strategy is None or axis is None or axis.size == 1:
             return None
-        connect.wait()
+        nccl_connect.wait()
         if strategy.sync_at_start:
             fresh = [t for t in binding.synced(program) if id(t) not in self._equal and not is_freed(t)]
             with named_failures(world, lambda: f"the first broadcast of {self._name}"):

@@ -10,12 +10,12 @@ from typing import Any, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from wholestep import warm
+from wholestep.api.cache import warm_start
+from wholestep.api.compiled_step import CompiledStep
 from wholestep.config import Strategy
 from wholestep.errors import ArtifactError, ConfigError
-from wholestep.options import Backend, Passes, checked_options
-from wholestep.run.world import init
-from wholestep.step import CompiledStep
+from wholestep.runtime.distributed.world import init
+from wholestep.runtime.options import Backend, Passes, checked_options
 
 
 @overload
@@ -94,8 +94,8 @@ def load(
             the first call for anything the step depends on that is not as it was when it was saved. It says what. Calls
             with other signatures after the first are captured as usual.
     """
-    saved = warm.of_rank(Path(path), init())
-    options, name = warm.options_of(saved, trusted=trusted)
+    saved = warm_start.of_rank(Path(path), init())
+    options, name = warm_start.options_of(saved, trusted=trusted)
     step = _function_named(name, saved) if fn is None else fn
     step = step._step if isinstance(step, CompiledStep) else step
     checked = checked_options(options.strategy, mesh, options.backend, options.passes, options.max_retraces)

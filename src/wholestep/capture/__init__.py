@@ -1,1 +1,1 @@
-"""User code -> Program: the step is run once on fake tensors and written down."""
+"""In: a step and its arguments. Out: `Captured`, a program tied to live objects. No strategy, no collective of ours."""

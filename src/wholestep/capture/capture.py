@@ -10,31 +10,32 @@ from typing import Any
 
 import torch.fx as fx
 
-from wholestep.capture import compiled
-from wholestep.capture.alike import is_alike
-from wholestep.capture.binding import output_slices
-from wholestep.capture.counters import Moves, Moving, Place
-from wholestep.capture.draws import check_made, kept_iterators
-from wholestep.capture.effects import SideEffects
-from wholestep.capture.functional import Functional, functionalize
-from wholestep.capture.guards import looks_for_nan
-from wholestep.capture.left import Left
-from wholestep.capture.nests import Leaves, identities, stands
-from wholestep.capture.outside import environment_read
-from wholestep.capture.overlap import check_writes
-from wholestep.capture.ranks import axes_of, rank_inputs
-from wholestep.capture.replaced import Way
-from wholestep.capture.scene import Scene
-from wholestep.capture.state import Slot
-from wholestep.capture.storage import Storages
-from wholestep.capture.ties import Captured, Held, Ties, numbered, numbered_spots, tie
-from wholestep.capture.trace import Trace, Tracer, settle
-from wholestep.capture.version import keep_versions
-from wholestep.capture.views import ContentView
+from wholestep.capture.bind.binding import output_slices
+from wholestep.capture.bind.captured import Captured, Held, Ties, numbered, numbered_spots, tie
+from wholestep.capture.effects.argument_effects import ArgumentEffects
+from wholestep.capture.effects.object_effects import Leaves, Nests, identities, stands
+from wholestep.capture.effects.optimizer_effects import Left
+from wholestep.capture.effects.side_effects import SideEffects
+from wholestep.capture.effects.tensor_effects import Way
+from wholestep.capture.equivalence import is_alike
+from wholestep.capture.functionalize.alias_checks import check_writes
+from wholestep.capture.functionalize.functionalize import Functional, functionalize
+from wholestep.capture.functionalize.storage_resize import Storages
+from wholestep.capture.functionalize.version_counters import keep_versions
+from wholestep.capture.guards.environment import environment_read
+from wholestep.capture.guards.guards import looks_for_nan
+from wholestep.capture.python.container_views import ContentView
+from wholestep.capture.reach import unwrap_compiled
+from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.train_state import Slot
+from wholestep.capture.scalars.counters import Moves, Moving, Place
+from wholestep.capture.scalars.rank_symbols import axes_of, rank_inputs
+from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError, WholestepError
-from wholestep.program import edit, meta
-from wholestep.program.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
-from wholestep.program.spec import verify
+from wholestep.ir import graph_edit, node_meta
+from wholestep.ir.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
+from wholestep.ir.verifier import verify
 
 log = logging.getLogger("wholestep.capture")
 
@@ -70,7 +71,7 @@ def capture(
     why_not_kept = ""
     while True:
         try:
-            return _unlooked(partial(look, list(places.values()), leaving=leaving), step)
+            return _unlooked(partial(look, list(places.values())), step, leaving)
         except Moves as found:
             before, why_not_kept = dict(places), why_not_kept or found.sentence
             places |= {place.identity: place for place in found.places}
@@ -87,31 +88,34 @@ def capture(
             raise CaptureError(f"{why_not_kept} (It can be no input of the graph either. {error})") from error
 
 
-def _unlooked(look: Callable[..., Scene], step: Callable[..., Any]) -> Captured:
+def _unlooked(look: Callable[[], Scene], step: Callable[..., Any], leaving: Collection[Hashable]) -> Captured:
     """The capture, and one in which nobody can look at what the step replaces, if that is the same."""
-    captured = _settled(look, step)
+    captured = _settled(look, step, leaving)
     if not any(map(stands, captured.nests)):
         return captured
     captured.undo()
     try:
-        hidden = _settled(partial(look, hidden=True), step)
+        hidden = _settled(look, step, leaving, hidden=True)
         if is_alike(captured, hidden):
             return hidden
         hidden.undo()
     except (WholestepError, Moves, Leaves) as error:
         log.info("what stands in the place of what the step leaves is a constant: %s", error)
-    return _settled(look, step)
+    return _settled(look, step, leaving)
 
 
-def _settled(look: Callable[..., Scene], step: Callable[..., Any]) -> Captured:
+def _settled(
+    look: Callable[[], Scene], step: Callable[..., Any], leaving: Collection[Hashable], *, hidden: bool = False
+) -> Captured:
     """`look` looks for all that the step involves."""
+    once = partial(_capture_once, look, step, leaving, hidden)
     try:
-        return _capture_once(look, step)
+        return once()
     except _Unsettled as first:
         # Libraries set things up in their first forward (hooks, caches). If a second trace changes nothing and is
         # the same graph, that was all it was. A counter or a growing list changes again.
         try:
-            captured = _capture_once(look, step, expected=first.code)
+            captured = once(expected=first.code)
         except (Moves, Leaves):
             first.effects.restore()
             raise
@@ -134,18 +138,26 @@ class _Unsettled(Exception):
         self.effects, self.code = effects, code
 
 
-def _capture_once(look: Callable[..., Scene], step: Callable[..., Any], expected: str | None = None) -> Captured:
+def _capture_once(
+    look: Callable[[], Scene],
+    step: Callable[..., Any],
+    leaving: Collection[Hashable],
+    hidden: bool,
+    expected: str | None = None,
+) -> Captured:
     with look() as scene:
-        program, ties = _Job(lambda: scene.arguments.call(step), scene).run(expected)
-        compiled.tell(scene.found.compiled)
+        objects = Nests(scene.found.watches, leaving, hidden)
+        program, ties = _Job(step, scene, objects).run(expected)
+        unwrap_compiled.tell(scene.found.compiled)
         return tie(lambda: program, ties, scene)
 
 
 class _Job:
     """One capture under way."""
 
-    def __init__(self, call: Callable[[], Any], scene: Scene) -> None:
-        self._call, self._scene, self._state = call, scene, scene.state
+    def __init__(self, step: Callable[..., Any], scene: Scene, objects: Nests) -> None:
+        self._step, self._scene, self._state, self._objects = step, scene, scene.state, objects
+        self._arguments = ArgumentEffects(scene.arguments)
         self.trace: Trace
         self._storages: Storages
 
@@ -153,12 +165,12 @@ class _Job:
         """Traces, makes functional, and describes inputs and outputs."""
         scene = self._scene
         left = Left(scene)
-        tracer = Tracer(scene, left)
+        tracer = Tracer(scene, left, self._objects, self._arguments)
         self._storages = tracer.storages
         settle()
         effects, iterators = SideEffects(scene, left), kept_iterators(scene.found.iterators)
         with environment_read() as self._environment, effects, iterators:
-            self.trace = tracer.run(self._call)
+            self.trace = tracer.run(partial(self._arguments.call, self._step))
         check_made(self.trace.module, scene.found.generators)
         _check_sizes(self.trace.module.graph, scene)
         if left.places:
@@ -200,8 +212,8 @@ class _Job:
             mirrored=self._mirrored(), written=self._writes,
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
-            environment=self._environment, unread=self._scene.arguments.unread, handed=self._scene.arguments.written,
-            nests=numbered_spots(self._scene.nests.spots, self._scene), hides=self._scene.nests.hides,
+            environment=self._environment, unread=self._scene.arguments.unread, handed=self._arguments.written,
+            nests=numbered_spots(self._objects.spots, self._scene), hides=self._objects.hides,
         )  # fmt: skip
 
     def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], Way], ...]:
@@ -243,9 +255,9 @@ class _Job:
         rest = results[trace.num_results : end]
         writes = {k: v for k, v in functional.writes.items() if v is not placeholders[k]}
         outputs += [Output(kind=OutputKind.WRITE, name=records[k].name, target=k) for k in writes]
-        edit.set_results(graph, [*user_nodes, *rest, *writes.values()])
+        graph_edit.set_results(graph, [*user_nodes, *rest, *writes.values()])
         keep_versions(graph, list(zip(trace.versions, results[end:], strict=True)), writes.keys())
-        edit.remove_dead_code(graph)
+        graph_edit.remove_dead_code(graph)
         targets = {o.target for o in outputs if o.target is not None}
         kept = [i for i, n in enumerate(placeholders) if n.users or i in targets or records[i].kind is InputKind.PARAM]
         for index, node in enumerate(placeholders):
@@ -269,15 +281,15 @@ def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> Non
     for node, record in zip(placeholders, records, strict=True):
         if record.kind is InputKind.HYPER:
             for user in node.users:
-                meta.set_value(node, meta.value(user))
+                node_meta.set_value(node, node_meta.value(user))
                 replaced[user] = node
-    edit.replace_nodes(replaced)
+    graph_edit.replace_nodes(replaced)
 
 
 def _check_sizes(graph: fx.Graph, scene: Scene) -> None:
     """Raises CaptureError where a number that moves between calls may decide about a shape or a place in memory."""
     for node in graph.nodes if scene.outside else ():
-        for one in meta.tensors(node):
+        for one in node_meta.tensors(node):
             if not all(isinstance(size, int) for size in (*one.shape, *one.stride(), one.storage_offset())):
                 raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")
 

@@ -12,9 +12,9 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from wholestep.capture.ties import Captured
-from wholestep.capture.watch import same
-from wholestep.program import meta
+from wholestep.capture.bind.captured import Captured
+from wholestep.capture.python.snapshot import same
+from wholestep.ir import node_meta
 
 
 def is_alike(plain: Captured, found: Captured) -> bool:
@@ -57,11 +57,11 @@ def _host(captured: Captured) -> set[fx.Node]:
 
 
 def _is_number(node: fx.Node) -> bool:
-    return isinstance(meta.value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(node_meta.value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _is_small(node: fx.Node) -> bool:
-    value = meta.value(node)
+    value = node_meta.value(node)
     return _is_number(node) or (isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu")
 
 

@@ -3,17 +3,18 @@
 [Note: numbers that move between calls]
 ``step(x, y, beta)``, ``step(batch, number)``, ``model.temperature = ...``. The first trace takes numbers for constants:
 most are the same for ever, and code may do with a constant what it likes. One that is another number in a later call is
-an input of the graph from then on (`capture/counters.py`), and what Python asks of it is asked again at every call
-(`capture/host.py`). Where that cannot be, since a shape or an index of a list depends on it, each of its numbers is a
-trace of its own.
+an input of the graph from then on (`capture/scalars/counters.py`), and what Python asks of it is asked again at every
+call (`capture/scalars/host_scalars.py`). Where that cannot be, since a shape or an index of a list depends on it, each
+of its numbers is a trace of its own.
 
 [Note: text among the arguments]
 Names of files that come with a batch. Text can be no input, but mostly nobody looks at it: then it may be any. A trace
-in which it cannot be looked at says so (`capture/arguments.py`), if it gives the program that the text itself gives.
+in which it cannot be looked at says so (`capture/reach/arguments.py`), if it gives the program that the text itself
+gives.
 
 [Note: tensors that move between calls]
 ``trainer.batch = next(loader)``, or what another step puts there. A place in which another tensor stands, of the same
-kind, is read at every call from then on (`capture/replaced.py`).
+kind, is read at every call from then on (`capture/effects/tensor_effects.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from wholestep.capture.alike import is_alike
-from wholestep.capture.arguments import Leaf
-from wholestep.capture.blame import place_of
-from wholestep.capture.counters import Moving, Place
-from wholestep.capture.guards import Guards
-from wholestep.capture.ties import Captured
+from wholestep.capture.bind.captured import Captured
+from wholestep.capture.equivalence import is_alike
+from wholestep.capture.guards.guards import Guards
+from wholestep.capture.python.user_frame import place_of
+from wholestep.capture.reach.arguments import Leaf
+from wholestep.capture.scalars.counters import Moving, Place
 from wholestep.errors import CaptureError, RetraceLimitError
 
 log = logging.getLogger("wholestep")

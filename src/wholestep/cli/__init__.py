@@ -1,4 +1,4 @@
-"""The command line: one file per command, wired in `app`. It uses the public names of wholestep and nothing else."""
+"""The command line: one file per command, wired in `app`. It uses the public names of wholestep."""
 
 from wholestep.cli.app import main
 

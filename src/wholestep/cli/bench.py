@@ -22,7 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 import wholestep as ws
-from wholestep.cli.lanes import (
+from wholestep.api.report.prediction import Prediction
+from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, num_cores, threads_per_rank
+from wholestep.cli.suite.contenders import Kind
+from wholestep.cli.suite.results import as_json as suite_as_json
+from wholestep.cli.suite.runner import SuiteSettings, kinds_named, run_suite, trainings_named
+from wholestep.cli.workloads.interleaved import (
     Batch,
     Lane,
     LaneKind,
@@ -35,13 +40,8 @@ from wholestep.cli.lanes import (
     ratio,
     timing,
 )
-from wholestep.cli.options import AsJson, Nproc, choose_nproc, num_cores, threads_per_rank
-from wholestep.cli.small import WORKLOADS, WorkloadName
-from wholestep.cli.suite.kinds import Kind
-from wholestep.cli.suite.records import as_json as suite_as_json
-from wholestep.cli.suite.run import SuiteSettings, kinds_named, run_suite, trainings_named
+from wholestep.cli.workloads.small_models import WORKLOADS, WorkloadName
 from wholestep.errors import ConfigError
-from wholestep.report.prediction import Prediction
 
 BLOCK_STEPS = 10
 """Steps of one lane before the next takes over."""

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 import wholestep as ws
-from wholestep.cli.options import AsJson, Nproc, choose_nproc, threads_per_rank
-from wholestep.cost import calibrate
+from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, threads_per_rank
+from wholestep.cost.calibration import calibrate
+from wholestep.cost.calibration.device_probe import Sizes
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.cost.model import CostModel
-from wholestep.cost.probe_device import Sizes
 from wholestep.errors import ConfigError
-from wholestep.lower import onednn
-from wholestep.program.show import bytes_text
-from wholestep.run.costs import marks_of
+from wholestep.ir.printer import bytes_text
+from wholestep.lower.gemm import onednn
+from wholestep.runtime.shared_costs import marks_of
 
 PLOT_SIZE = (64, 14)
 """Columns and rows of characters."""

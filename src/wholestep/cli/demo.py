@@ -6,8 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import islice
 from statistics import fmean
 from typing import Annotated, Any
@@ -17,15 +16,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import wholestep as ws
-from wholestep.cli.gpt import GPT, GPTConfig, next_byte_loss, sample, train_step
-from wholestep.cli.lanes import (
-    Batch,
+from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, threads_per_rank
+from wholestep.cli.workloads.gpt import GPT, next_byte_loss, sample
+from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches, demo_recipe
+from wholestep.cli.workloads.interleaved import (
     Lane,
     LaneKind,
-    Recipe,
     Timing,
     compiled_step,
     largest_difference,
@@ -33,37 +32,10 @@ from wholestep.cli.lanes import (
     race,
     timing,
 )
-from wholestep.cli.options import AsJson, Nproc, choose_nproc, threads_per_rank
-from wholestep.cli.text import Text, batch, standard_library
-from wholestep.errors import ConfigError
+from wholestep.cli.workloads.text_data import Text, standard_library
 
 FINAL_STEPS = 10
 """The training loss is the mean over this many last steps: a single batch is noisy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoSettings:
-    """Everything that decides the numbers of a demo, except the number of ranks."""
-
-    model: GPTConfig = field(default_factory=partial(GPTConfig, width=128, context=64))
-    """Small, so that a step is more than its matrix products: those are the same in both lanes."""
-    steps: int = 300
-    seed: int = 0
-    rows: int = 4
-    """Windows of text per rank and step."""
-    learning_rate: float = 2e-3
-    block_steps: int = 10
-    """Steps of one lane before the other takes over."""
-    text_bytes: int = 4 * 2**20
-    held_out_batches: int = 16
-    sample_bytes: int = 300
-    temperature: float = 0.8
-    quiet: bool = False
-    """No progress bar."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise ConfigError(f"--steps wants at least 2 (the first one compiles and is not timed), got {self.steps}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,24 +187,6 @@ def train_on_rank(settings: DemoSettings, nproc: int) -> RankResult:
         traces=compiled_step(compiled).cache_info().traces,
         explain=compiled_step(compiled).explain(),
     )
-
-
-def demo_recipe(settings: DemoSettings) -> Recipe:
-    """The training of the demo, for `open_lane`."""
-    return Recipe(
-        build=partial(GPT, settings.model),
-        step=train_step,
-        num_steps=settings.steps,
-        learning_rate=settings.learning_rate,
-        seed=settings.seed,
-    )
-
-
-def demo_batches(text: Tensor, settings: DemoSettings, *, rank: int, num_batches: int) -> Iterator[Batch]:
-    """Batches of one rank, decided by the seed, the rank and the place in the order alone."""
-    draw = torch.Generator().manual_seed(1_000_003 * settings.seed + rank)
-    for _ in range(num_batches):
-        yield batch(text, rows=settings.rows, context=settings.model.context, draw=draw)
 
 
 def _lane_result(lane: Lane, text: Text, settings: DemoSettings, world: ws.World) -> LaneResult:

@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.cli.demo import DemoSettings, demo_batches, demo_recipe
-from wholestep.cli.lanes import LaneKind, compiled_step, open_lane
-from wholestep.cli.options import AsJson, Nproc, choose_nproc, threads_per_rank
-from wholestep.cli.text import standard_library
+from wholestep.api.report.records import Explanation
+from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, threads_per_rank
+from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches, demo_recipe
+from wholestep.cli.workloads.interleaved import LaneKind, compiled_step, open_lane
+from wholestep.cli.workloads.text_data import standard_library
 from wholestep.errors import ConfigError
-from wholestep.report.explanation import Explanation
 
 Target = Callable[[], Any]
 

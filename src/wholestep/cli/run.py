@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from wholestep.cli.options import Nproc, choose_nproc, threads_per_rank
+from wholestep.cli.common.options import Nproc, choose_nproc, threads_per_rank
 from wholestep.errors import ConfigError
 
 

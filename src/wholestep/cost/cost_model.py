@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from wholestep.cost import defaults
-from wholestep.cost.compute import Kind, num_listed
-from wholestep.cost.device import Device
-from wholestep.cost.fusion import fused, is_of_host, kernels
-from wholestep.cost.links import Links
+from wholestep.cost import default_ceilings
+from wholestep.cost.device_model import Device
+from wholestep.cost.flops import Kind, num_listed
+from wholestep.cost.fusion_model import fused, is_of_host, kernels
+from wholestep.cost.link_model import Links
 from wholestep.errors import ConfigError
-from wholestep.program.segment import Segment
+from wholestep.ir.segment import Segment
 
 _NOT_MEASURED = "not calibrated"
 
@@ -119,10 +119,10 @@ class CostModel:
         Compute is one of `defaults.DEVICES`, the link one of `defaults.LINKS`. Raises ConfigError for unknown ones.
         """
         compute, _, link = device_class.partition("+")
-        if compute not in defaults.DEVICES or link not in defaults.LINKS:
+        if compute not in default_ceilings.DEVICES or link not in default_ceilings.LINKS:
             raise ConfigError(
-                f"CostModel.default wants COMPUTE+LINK, one of {', '.join(defaults.DEVICES)} and one of "
-                f"{', '.join(defaults.LINKS)}; got {device_class!r}."
+                f"CostModel.default wants COMPUTE+LINK, one of {', '.join(default_ceilings.DEVICES)} and one of "
+                f"{', '.join(default_ceilings.LINKS)}; got {device_class!r}."
             )
         source = f"defaults for {compute} + {link}, {_NOT_MEASURED}"
-        return cls(source=source, device=defaults.DEVICES[compute], links=defaults.LINKS[link])
+        return cls(source=source, device=default_ceilings.DEVICES[compute], links=default_ceilings.LINKS[link])

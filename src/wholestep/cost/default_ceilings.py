@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from wholestep.cost.curve import Curve, straight
-from wholestep.cost.device import Device
-from wholestep.cost.links import Links, uniform
+from wholestep.cost.device_model import Device
+from wholestep.cost.link_model import Links, uniform
 
 _PRODUCT_US = ((0.001, 2.0), (1.3, 4.0), (50.0, 57.0), (340.0, 368.0), (1400.0, 1400.0))
 """(time of a product at the rate of very large ones, time it takes), us: how a GPU gets up to its rate."""

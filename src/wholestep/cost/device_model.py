@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from wholestep.cost.compute import Kind, Work
 from wholestep.cost.curve import Curve
+from wholestep.cost.flops import Kind, Work
 
 TUNED = "tuned_"
 """In front of the name of a curve: of kernels for which a compiler may choose among libraries."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import meta, ops
+from wholestep.ir import node_meta, op_info
 
 Shape = Sequence[int]
 
@@ -144,14 +144,14 @@ def works(node: fx.Node) -> tuple[Work, ...]:
     An operator on lists of tensors gives one for every index of the lists. A collective, a wait, and what is no call
     give none. A tensor whose size is data counts as empty.
     """
-    if node.op != "call_function" or ops.is_collective(node) or node.target is ops.WAIT:
+    if node.op != "call_function" or op_info.is_collective(node) or node.target is op_info.WAIT:
         return ()
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return (Work(kind=Kind.NUMBER),)
     name = base_name(node.target)
     if name == "_local_scalar_dense":
         return (Work(kind=Kind.NUMBER),)
-    if name in _ALLOCATIONS or (ops.viewed_args(node.target) and not ops.mutated_args(node.target)):
+    if name in _ALLOCATIONS or (op_info.viewed_args(node.target) and not op_info.mutated_args(node.target)):
         return (Work(kind=Kind.VIEW),)
     if name in _PRODUCTS:
         return (_product(node, _PRODUCTS[name]),)
@@ -167,8 +167,8 @@ def works(node: fx.Node) -> tuple[Work, ...]:
 def num_listed(node: fx.Node) -> int:
     """How many tensors there are in the longest list that a node is given, or gives as its only result; 0 without."""
     lists = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (list, tuple))]
-    if ops.is_op(node) and [str(one.type) for one in node.target._schema.returns] == ["List[Tensor]"]:  # type: ignore[union-attr]
-        lists.append(meta.value(node))
+    if op_info.is_op(node) and [str(one.type) for one in node.target._schema.returns] == ["List[Tensor]"]:  # type: ignore[union-attr]
+        lists.append(node_meta.value(node))
     return max((sum(isinstance(_values(one), torch.Tensor) for one in items) for items in lists), default=0)
 
 
@@ -189,7 +189,7 @@ def base_name(op: Any) -> str:
 
 
 def _product(node: fx.Node, left: int) -> Work:
-    a, (out, *_) = _values(node.args[left]), meta.tensors(node)
+    a, (out, *_) = _values(node.args[left]), node_meta.tensors(node)
     return Work(
         kind=Kind.MATMUL, amount=matmul_flops(_sizes(out), _sizes(a)[-1]), num_bytes=_moved_bytes(node), dtype=a.dtype
     )
@@ -197,7 +197,7 @@ def _product(node: fx.Node, left: int) -> Work:
 
 def _convolution(node: fx.Node) -> Work:
     data, weight = (_values(node.args[position]) for position in (0, 1))
-    at = data if _argument(node, "transposed") else next(meta.tensors(node))
+    at = data if _argument(node, "transposed") else next(node_meta.tensors(node))
     return Work(
         kind=Kind.CONVOLUTION,
         amount=convolution_flops(_sizes(weight), _sizes(at)),
@@ -242,7 +242,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _streamed(node: fx.Node, name: str) -> Iterator[Work]:
     """What is bound by memory, or counts elements."""
-    usual = Kind.IN_PLACE if ops.mutated_args(node.target) else Kind.POINTWISE
+    usual = Kind.IN_PLACE if op_info.mutated_args(node.target) else Kind.POINTWISE
     kind = _ELEMENTWISE.get(name, Kind.REDUCTION if name in _REDUCTIONS else usual)
     for read, written in _pieces(node, name):
         num_bytes = _unique_bytes(read) + _unique_bytes(written)
@@ -261,29 +261,29 @@ def _pieces(node: fx.Node, name: str) -> Iterator[tuple[_Tensors, _Tensors]]:
     """(tensors read, tensors written) of every kernel, where a device takes the lists of an operator one by one."""
     read, written = _traffic(node, name)
     if not name.startswith(("_foreach_", "_fused_")):
-        yield list(meta.tensors_in(read)), list(meta.tensors_in(written))
+        yield list(node_meta.tensors_in(read)), list(node_meta.tensors_in(written))
         return
     alone = [one for one in read if isinstance(one, torch.Tensor)]
     lists = [[one for one in group if isinstance(one, list)] for group in (read, written)]
     for index in range(max((len(one) for group in lists for one in group), default=0)):
         mine, made = ([one[index] for one in group if index < len(one)] for group in lists)
-        yield list(meta.tensors_in([*mine, *alone])), list(meta.tensors_in(made))
+        yield list(node_meta.tensors_in([*mine, *alone])), list(node_meta.tensors_in(made))
 
 
 def _traffic(node: fx.Node, name: str) -> tuple[list[Any], list[Any]]:
     """Tensors and lists of tensors that a call reads, and those that it writes."""
-    mutated = ops.written_by(node.target, node.kwargs)
+    mutated = op_info.written_by(node.target, node.kwargs)
     given = [_values(arg) for arg in (*node.args, *node.kwargs.values())]
     overwrites = name.removeprefix("_foreach_") in _OVERWRITES
     read = [one for position, one in enumerate(given) if not (overwrites and position in mutated)]
     written = [one for position, one in enumerate(given) if position in mutated]
-    return read, written or _lists(meta.value(node))
+    return read, written or _lists(node_meta.value(node))
 
 
 def _values(arg: Any) -> Any:
     """An argument with the fake value in place of every node."""
     if isinstance(arg, fx.Node):
-        return _values(meta.value(arg))
+        return _values(node_meta.value(arg))
     return [_values(one) for one in arg] if isinstance(arg, (list, tuple)) else arg
 
 
@@ -297,7 +297,7 @@ def _lists(value: Any) -> list[Any]:
 
 def _moved_bytes(node: fx.Node) -> int:
     read, written = _traffic(node, "")
-    return _unique_bytes(meta.tensors_in(read)) + _unique_bytes(meta.tensors_in(written))
+    return _unique_bytes(node_meta.tensors_in(read)) + _unique_bytes(node_meta.tensors_in(written))
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

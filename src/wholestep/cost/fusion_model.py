@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from wholestep.cost.compute import ROWS, Kind, Work, base_name, memory_bytes, works
-from wholestep.program import meta, ops
-from wholestep.program.segment import Segment
+from wholestep.cost.flops import ROWS, Kind, Work, base_name, memory_bytes, works
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.segment import Segment
 
 OF_LIBRARIES = frozenset({
     Kind.MATMUL, Kind.CONVOLUTION, Kind.CONVOLUTION_BACKWARD, Kind.ATTENTION, Kind.ATTENTION_BACKWARD
@@ -39,7 +39,7 @@ class Fused:
 
 
 def kernels(node: fx.Node) -> tuple[Work, ...]:
-    """The kernels of a node: those of a segment as a compiler makes them, else as `wholestep.cost.compute.works`."""
+    """The kernels of a node: those of a segment as a compiler makes them, else as `wholestep.cost.flops.works`."""
     return tuple(_of_segment(node.target)) if isinstance(node.target, Segment) else works(node)
 
 
@@ -65,7 +65,7 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_seen(node: fx.Node) -> bool:
-    return ops.is_view(node) or node.target is operator.getitem
+    return op_info.is_view(node) or node.target is operator.getitem
 
 
 def _of_segment(segment: Segment) -> Iterator[Work]:
@@ -137,15 +137,15 @@ def _kernel(members: Mapping[fx.Node, tuple[Work, ...]], stored: Set[fx.Node]) -
     read: dict[fx.Node, int] = {}
     written = {node for node in members if any(reader not in members for reader in readers_of(node))}
     for node in members:
-        whole = sum(map(memory_bytes, meta.tensors(node)))
+        whole = sum(map(memory_bytes, node_meta.tensors(node)))
         for arg in node.all_input_nodes:
             if source_of(arg) not in members:
-                num_bytes = sum(map(memory_bytes, meta.tensors(arg)))
+                num_bytes = sum(map(memory_bytes, node_meta.tensors(arg)))
                 if _picks_rows(node) and arg is node.args[0]:
                     num_bytes = min(num_bytes, whole)
                 value = _unviewed(arg)
                 read[value] = max(num_bytes, read.get(value, 0))
-    num_bytes = sum(read.values()) + sum(sum(map(memory_bytes, meta.tensors(node))) for node in written)
+    num_bytes = sum(read.values()) + sum(sum(map(memory_bytes, node_meta.tensors(node))) for node in written)
     return Work(
         kind=Kind.IN_PLACE if written and written <= stored else Kind.POINTWISE,
         amount=num_bytes,
@@ -161,10 +161,10 @@ def _kernel(members: Mapping[fx.Node, tuple[Work, ...]], stored: Set[fx.Node]) -
 
 def _unviewed(node: fx.Node) -> fx.Node:
     """What a view is seen of; items of a list are different values."""
-    while ops.is_op(node) and ops.is_view(node):
+    while op_info.is_op(node) and op_info.is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _picks_rows(node: fx.Node) -> bool:
-    return ops.is_op(node) and base_name(node.target) in ROWS
+    return op_info.is_op(node) and base_name(node.target) in ROWS

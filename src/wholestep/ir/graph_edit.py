@@ -11,9 +11,9 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from wholestep.program import meta, ops
-from wholestep.program.modules import module_of
-from wholestep.program.program import Program
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.lazy_graph_module import module_of
+from wholestep.ir.program import Program
 
 
 def copy(program: Program) -> Program:
@@ -23,7 +23,7 @@ def copy(program: Program) -> Program:
     graph.output(graph.graph_copy(program.graph, memo))
     new = module_of(program.module, graph)
     for old_node, new_node in memo.items():
-        meta.copy_meta(old_node, new_node)
+        node_meta.copy_meta(old_node, new_node)
     return replace(program, module=new)
 
 
@@ -33,7 +33,7 @@ def remove_dead_code(graph: fx.Graph) -> int:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node.op == "call_function" and (ops.has_effect(node.target) or _takes_part(node)):
+        if node.op == "call_function" and (op_info.has_effect(node.target) or _takes_part(node)):
             continue
         graph.erase_node(node)
         removed += 1
@@ -46,10 +46,10 @@ def _takes_part(node: fx.Node) -> bool:
     A metric may be reduced on all ranks and read on one. Reductions of gradients are ours: each of them is read
     until a pass has replaced it on every rank.
     """
-    start = ops.waited_for(node) if node.target is ops.WAIT else node
-    if not ops.is_collective(start):
-        return node.target is ops.WAIT  # for a collective that was started before the step
-    return meta.bucket(start) is None or bool(ops.mutated_args(start.target))
+    start = op_info.waited_for(node) if node.target is op_info.WAIT else node
+    if not op_info.is_collective(start):
+        return node.target is op_info.WAIT  # for a collective that was started before the step
+    return node_meta.bucket(start) is None or bool(op_info.mutated_args(start.target))
 
 
 def emit(
@@ -62,18 +62,20 @@ def emit(
     node = graph.call_function(target, args, kwargs)
     evaluate(node)
     if like is not None:
-        meta.set_origin(node, meta.origin(like))
+        node_meta.set_origin(node, node_meta.origin(like))
     return node
 
 
 def evaluate(node: fx.Node) -> None:
     """Computes the value of a call with the fake values of its arguments, and records it."""
-    args, kwargs = pytree.tree_map(lambda a: meta.value(a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+    args, kwargs = pytree.tree_map(
+        lambda a: node_meta.value(a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
+    )
     if node.target is operator.getitem:
-        meta.set_value(node, args[0][args[1]])
+        node_meta.set_value(node, args[0][args[1]])
     else:
-        with meta.fake_mode(node.graph), torch.no_grad():
-            meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
+        with node_meta.fake_mode(node.graph), torch.no_grad():
+            node_meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:
@@ -104,7 +106,7 @@ def replace_nodes(replaced: Mapping[fx.Node, fx.Node]) -> None:
 def renew_views(node: fx.Node) -> None:
     """Lets the values of views be views of the node's value, so that one sees whose memory they are."""
     for user in node.users:
-        if ops.is_view(user):
+        if op_info.is_view(user):
             evaluate(user)
             renew_views(user)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program.collectives import (
+from wholestep.ir.ops.collectives import (
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
     ALL_REDUCE_ROWS,
@@ -23,12 +23,12 @@ from wholestep.program.collectives import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from wholestep.program.numbers import element
-from wholestep.program.segment import Segment
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.ir.segment import Segment
 
 c10d = torch.ops._c10d_functional
 
-LIBRARY = torch.library.Library("wholestep", "DEF")
 LIBRARY.define("gradient(Tensor grad, str name) -> Tensor")
 LIBRARY.impl("gradient", lambda grad, name: grad.clone(), "CompositeExplicitAutograd")
 

@@ -32,10 +32,10 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from wholestep.errors import InternalError
-from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import BARRIER, EXCHANGE, SCATTER, group_named
-from wholestep.program.program import Input, MeshAxis, Program
-from wholestep.program.segment import Segment
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.ops.collectives import BARRIER, EXCHANGE, SCATTER, group_named
+from wholestep.ir.program import Input, MeshAxis, Program
+from wholestep.ir.segment import Segment
 
 _INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -106,7 +106,7 @@ def plan_text(program: Program, *, by_rank: bool = False) -> str:
     for node in program.graph.nodes:
         if node.target is EXCHANGE:
             lines += _message_lines(node, axes)
-        elif ops.is_collective(node) or node.target is BARRIER:
+        elif op_info.is_collective(node) or node.target is BARRIER:
             axis = axes.get(str(node.args[-1]))
             where = f"axis={axis.name} size={axis.size}" if axis else f"group={node.args[-1]}"
             text = f"{_collective_text(node)} {where}{_members_text(node)}"
@@ -121,7 +121,7 @@ def plan_text(program: Program, *, by_rank: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SPLITS: dict[Any, tuple[int, int]] = {ops.c10d.all_to_all_single.default: (1, 2)}
+_SPLITS: dict[Any, tuple[int, int]] = {op_info.c10d.all_to_all_single.default: (1, 2)}
 """Arguments that say how much this rank sends and receives."""
 
 
@@ -131,17 +131,17 @@ def _collective_text(node: fx.Node) -> str:
     if node.target is SCATTER:
         carried = _carried_text(node.args[1])
     elif own:
-        tensor = meta.tensor(node.args[0])  # type: ignore[arg-type]
+        tensor = node_meta.tensor(node.args[0])  # type: ignore[arg-type]
         carried = f"{_dtype(tensor.dtype)} rows of {list(tensor.shape[1:])}"
     elif node.target is not BARRIER:
-        carried = "+".join(map(_carried_text, edit.nodes_of(node.args[0])))
+        carried = "+".join(map(_carried_text, graph_edit.nodes_of(node.args[0])))
     options = (str(arg) for index, arg in enumerate(node.args[:-1]) if index and index not in own)
     words = [name, carried, *([str(node.args[2])] if node.target is SCATTER else options)]
     return " ".join(word for word in words if word)
 
 
 def _carried_text(arg: Any) -> str:
-    tensor = meta.tensor(arg)
+    tensor = node_meta.tensor(arg)
     return f"{_dtype(tensor.dtype)}[{tensor.numel()}]"
 
 
@@ -152,13 +152,13 @@ def _message_lines(node: fx.Node, axes: Mapping[str, MeshAxis]) -> Iterator[str]
     ranks = dist.get_process_group_ranks(group)
     own = ranks[group.rank()]
     for tensor, send, peer, tag in zip(tensors, sends, peers, tags, strict=True):  # type: ignore[arg-type]
-        other = ranks[int(meta.value(peer)) if isinstance(peer, fx.Node) else peer]
+        other = ranks[int(node_meta.value(peer)) if isinstance(peer, fx.Node) else peer]
         way = f"{own}>{other}" if send else f"{other}>{own}"
         yield f"[{way} {axis.name if axis else name} tag {tag}] {_carried_text(tensor)}"
 
 
 def _members_text(node: fx.Node) -> str:
-    bucket = meta.bucket(node)
+    bucket = node_meta.bucket(node)
     return f" members: {', '.join(bucket.members)}" if bucket else ""
 
 
@@ -331,8 +331,8 @@ def _input_text(record: Input) -> str:
 
 
 def _comment(node: fx.Node) -> str:
-    origin = meta.origin(node)
-    parts = [_value_text(meta.value(node)), origin.region.value, origin.module, origin.source]
+    origin = node_meta.origin(node)
+    parts = [_value_text(node_meta.value(node)), origin.region.value, origin.module, origin.source]
     return ", ".join(part for part in parts if part)
 
 
@@ -340,7 +340,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{_dtype(value.dtype)}{list(value.shape)} {bytes_text(value.numel() * value.element_size())}"
     if isinstance(value, (list, tuple)):
-        tensors = list(meta.tensors_in(value))
+        tensors = list(node_meta.tensors_in(value))
         return f"{len(tensors)} tensors {bytes_text(sum(one.numel() * one.element_size() for one in tensors))}"
     return "" if value is None else "number"
 

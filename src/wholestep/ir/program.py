@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import meta
+from wholestep.ir import node_meta
 
 
 class Stage(enum.Enum):
-    """How far a program has come. `wholestep.program.spec` holds the rules of each stage."""
+    """How far a program has come. `wholestep.ir.verifier` holds the rules of each stage."""
 
     CAPTURED = "captured"  # functional, one rank's view, gradients carry markers, knows no strategy
     PLACED = "placed"  # every collective that the strategy needs is a node; no marker is left
@@ -136,11 +136,11 @@ class Program:
         No communication between GPUs reaches them.
         """
         kinds = [(record.kind, node) for record, node in zip(self.inputs, self.placeholders, strict=True)]
-        at_home = {meta.tensor(node).device.type for kind, node in kinds if kind is InputKind.PARAM} - {"cpu"}
+        at_home = {node_meta.tensor(node).device.type for kind, node in kinds if kind is InputKind.PARAM} - {"cpu"}
         return frozenset(
             index
             for index, (kind, node) in enumerate(kinds)
-            if kind is InputKind.BUFFER and at_home and meta.tensor(node).device.type == "cpu"
+            if kind is InputKind.BUFFER and at_home and node_meta.tensor(node).device.type == "cpu"
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from wholestep.program import meta
+from wholestep.ir import node_meta
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +83,7 @@ def _line(node: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: _Name(f"%{numbers[arg]}"))
     target = "" if node.op in ("placeholder", "output") else _told(node.target)
     layouts = [
-        (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in meta.tensors(node)
+        (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in node_meta.tensors(node)
     ]
     return f"{node.op} {target} {args} {kwargs} {layouts}"
 

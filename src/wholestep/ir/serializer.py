@@ -20,13 +20,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from wholestep.errors import ArtifactError
-from wholestep.program import (
-    checks,  # noqa: F401  # an operator that programs call
-    meta,
-)
-from wholestep.program.modules import module_of
-from wholestep.program.segment import Segment
-from wholestep.program.show import attribute
+from wholestep.ir import node_meta
+from wholestep.ir.lazy_graph_module import module_of
+from wholestep.ir.printer import attribute
+from wholestep.ir.segment import Segment
 
 _namespaces: dict[str, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {}
 
@@ -134,9 +131,10 @@ class _Writer(pickle.Pickler):
 
     def _facts_of(self, node: fx.Node) -> dict[str, Any]:
         """Metadata, in which equal origins are one object: pickle writes and reads it once."""
-        facts = meta.portable(node)
+        facts = node_meta.portable(node)
         return {
-            key: self._facts.setdefault(one, one) if isinstance(one, meta.Origin) else one for key, one in facts.items()
+            key: self._facts.setdefault(one, one) if isinstance(one, node_meta.Origin) else one
+            for key, one in facts.items()
         }
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.fx as fx
 
 from wholestep.errors import InternalError
-from wholestep.program import meta, ops
-from wholestep.program.program import OutputKind, Program, Stage
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import OutputKind, Program, Stage
 
 Rule = Callable[[Program], Iterator[str]]
 """Yields a sentence per violation, with the node's name in it."""
@@ -24,7 +24,7 @@ def _records_match_the_graph(program: Program) -> Iterator[str]:
     if len(program.results) != len(program.outputs):
         yield f"{len(program.results)} results for {len(program.outputs)} outputs"
     for node, record in zip(placeholders, program.inputs, strict=True):
-        found = meta.value(node)
+        found = node_meta.value(node)
         if isinstance(found, torch.Tensor) and (tuple(found.shape) != record.shape or found.dtype != record.dtype):
             said = f"{record.dtype}{list(record.shape)}"
             yield f"{node.name} is {found.dtype}{list(found.shape)}, its record {record.name} says {said}"
@@ -45,7 +45,7 @@ def _targets_exist(program: Program) -> Iterator[str]:
 def _writes_keep_shape_and_dtype(program: Program) -> Iterator[str]:
     for output, result in zip(program.outputs, program.results, strict=True):
         if output.kind is OutputKind.WRITE and output.target is not None and isinstance(result, fx.Node):
-            record, new = program.inputs[output.target], meta.value(result)
+            record, new = program.inputs[output.target], node_meta.value(result)
             if isinstance(new, torch.Tensor) and (tuple(new.shape) != record.shape or new.dtype != record.dtype):
                 said = f"{record.dtype}{list(record.shape)}"
                 yield f"{result.name} writes {new.dtype}{list(new.shape)} to {record.name}, a {said}"
@@ -53,7 +53,7 @@ def _writes_keep_shape_and_dtype(program: Program) -> Iterator[str]:
 
 def _every_node_has_a_value(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
-        if node.op == "call_function" and meta.value(node) is None and not _gives_nothing(node):
+        if node.op == "call_function" and node_meta.value(node) is None and not _gives_nothing(node):
             yield f"{node.name} ({node.target}) has no recorded value"
 
 
@@ -69,30 +69,30 @@ def _known_node_kinds(program: Program) -> Iterator[str]:
 
 def _no_raw_collectives(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
-        if ops.is_op(node) and node.target.namespace == "c10d":
+        if op_info.is_op(node) and node.target.namespace == "c10d":
             yield f"{node.name} is {node.target}, whose wait is not in the graph"
 
 
 def _functional(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
-        if node.op == "call_function" and ops.mutated_args(node.target):
+        if node.op == "call_function" and op_info.mutated_args(node.target):
             yield f"{node.name} ({node.target}) writes in place"
 
 
 def _no_markers(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
-        if node.target is ops.GRADIENT:
+        if node.target is op_info.GRADIENT:
             yield f"{node.name} is a gradient marker"
 
 
 def _collectives_are_waited_for(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
-        if not ops.is_collective(node):
+        if not op_info.is_collective(node):
             continue
-        several = isinstance(meta.value(node), (list, tuple))
+        several = isinstance(node_meta.value(node), (list, tuple))
         items = [user for user in node.users if user.target is operator.getitem] if several else [node]
         # What the step returns may be under way: the caller waits.
-        ends = [[user for user in item.users if user.target is ops.WAIT or user.op == "output"] for item in items]
+        ends = [[user for user in item.users if user.target is op_info.WAIT or user.op == "output"] for item in items]
         if not all(ends) or not ends:
             yield f"{node.name} ({node.target}) is never waited for"
         if any(len(found) != len(item.users) for found, item in zip(ends, items, strict=True)) or (
@@ -104,7 +104,7 @@ def _collectives_are_waited_for(program: Program) -> Iterator[str]:
 def _collectives_use_the_mesh(program: Program) -> Iterator[str]:
     groups = {axis.group for axis in program.mesh}
     for node in program.graph.nodes:
-        if ops.is_collective(node) and node.args[-1] not in groups:
+        if op_info.is_collective(node) and node.args[-1] not in groups:
             yield f"{node.name} uses the group {node.args[-1]!r}, which is no axis of the mesh"
 
 
@@ -114,7 +114,7 @@ def _writes_only_to_temporaries_and_targets(program: Program) -> Iterator[str]:
         if index in targets:
             continue
         for user in node.users:
-            mutated = user.op == "call_function" and ops.written_by(user.target, user.kwargs)
+            mutated = user.op == "call_function" and op_info.written_by(user.target, user.kwargs)
             if mutated and any(node in _flat(user.args[i]) for i in mutated if i < len(user.args)):
                 name = program.inputs[index].name
                 yield f"{user.name} ({user.target}) writes to the input {name}, which has no write output"
@@ -130,8 +130,10 @@ def _writes_are_done(program: Program) -> Iterator[str]:
 def _freed_inputs_are_not_read(program: Program) -> Iterator[str]:
     for node, record in zip(program.placeholders, program.inputs, strict=True):
         for user in node.users if record.freed else ():
-            filled = user.op == "call_function" and node not in _flat(user.args[1:]) and ops.written_by(user.target, {})
-            if not filled and not ops.reads_no_values(user.target):
+            filled = (
+                user.op == "call_function" and node not in _flat(user.args[1:]) and op_info.written_by(user.target, {})
+            )
+            if not filled and not op_info.reads_no_values(user.target):
                 yield f"{user.name} ({user.target}) reads {record.name}, which has no memory"
 
 

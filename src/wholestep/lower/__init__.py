@@ -1,1 +1,1 @@
-"""From a scheduled program to something that runs."""
+"""In: a scheduled program. Out: a function that runs it. The program is not planned again here."""

@@ -12,21 +12,23 @@ import torch
 import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import ahead, choice, eager
-from wholestep.lower.backend import Eager, Form, Inductor, finds
-from wholestep.passes.pipeline import Pass
-from wholestep.passes.rows import Way
-from wholestep.program.later import later
-from wholestep.program.program import Program
-from wholestep.program.show import Step
-from wholestep.run.shelf import Shelf
+from wholestep.ir.printer import Step
+from wholestep.ir.program import Program
+from wholestep.lower.base import eager_backend, profitability
+from wholestep.lower.codecache import toolchain_hash
+from wholestep.lower.inductor_backend import Eager, Form, Inductor, finds
+from wholestep.passes.comm.wire_format import Way
+from wholestep.passes.pass_manager import Pass
+from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
-    from wholestep.lower import compiler, inductor
+    from wholestep.lower.inductor import compile_fx, segment_compiler
 else:
-    compiler, inductor = later("wholestep.lower.compiler"), later("wholestep.lower.inductor")
+    compile_fx = later("wholestep.lower.inductor.compile_fx")
+    segment_compiler = later("wholestep.lower.inductor.segment_compiler")
 
 log = logging.getLogger("wholestep")
 
@@ -37,7 +39,7 @@ class Auto:
     """Inductor where it can run and pays, else the eager backend. Decided once, at the first plan, alike on all ranks.
 
     On a GPU it pays: kernels are few there, and one CUDA graph launches all of them. On a CPU the calibration of the
-    host says so (`wholestep.lower.choice`); without one the step runs as it is.
+    host says so (`wholestep.lower.base.profitability`); without one the step runs as it is.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Auto:
     def prepare(self) -> None:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
         if self._device.type == "cuda" and not finds(self._shelf):
-            compiler.start_workers()
+            compile_fx.start_workers()
         elif self._chosen is not None:
             self._chosen.prepare()
 
@@ -86,7 +88,7 @@ class Auto:
         """See `Eager.travels_as`."""
         return (self._chosen or Eager()).travels_as(grad, group)
 
-    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+    def lower(self, program: Program, wait: eager_backend.Wait | None = None) -> Step:
         """See `Eager.lower`."""
         return self._backend.lower(program, wait)
 
@@ -100,10 +102,12 @@ class Auto:
         if on_cpu and not self._cost().is_calibrated:
             self._why = "this host is not calibrated; `wholestep calibrate` shows whether compiled kernels pay"
             return Eager()
-        cannot = inductor.why_not(self._device)
-        share = choice.saved_share(placed, self._cost(), compiles=inductor.may_compile) if on_cpu else 1.0
+        cannot = segment_compiler.why_not(self._device)
+        share = (
+            profitability.saved_share(placed, self._cost(), compiles=segment_compiler.may_compile) if on_cpu else 1.0
+        )
         gain = f"compiled kernels would take {share:.0%} off the computation"
-        objection = self._objection(cannot or ("" if share >= choice.ENOUGH else gain))
+        objection = self._objection(cannot or ("" if share >= profitability.ENOUGH else gain))
         if objection:
             self._why = objection
             log.log(logging.WARNING if cannot else logging.INFO, "the step runs uncompiled: %s", objection)
@@ -113,7 +117,10 @@ class Auto:
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return [("what speaks against compiling", inductor.why_not(self._device)), *inductor.marks(self._device)]
+        return [
+            ("what speaks against compiling", segment_compiler.why_not(self._device)),
+            *segment_compiler.marks(self._device),
+        ]
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry says what was chosen."""
@@ -143,8 +150,8 @@ def backend_for(
     """The backend that `compile` was asked for, on this device. `cost`, `objection` and `shelf` as for `Auto`."""
     if chosen != "eager" and device.type == "cuda":
         # Before threads import parts of it: modules that import each other cannot be imported from two sides at once.
-        importlib.import_module("wholestep.lower.inductor")
-        ahead.begun()
+        importlib.import_module("wholestep.lower.inductor.segment_compiler")
+        toolchain_hash.begun()
     if isinstance(chosen, InductorOptions):
         return Inductor(chosen, device, shelf)
     if chosen == "inductor":

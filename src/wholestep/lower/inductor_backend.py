@@ -17,55 +17,48 @@ import torch
 import torch.fx as fx
 
 from wholestep.config import Inductor as InductorOptions
-from wholestep.cost.links import with_copies
-from wholestep.cost.model import CostModel
-from wholestep.lower import (
-    ahead,
-    binaries,
-    column_sums,
-    copies,
-    cross_entropy,
-    cudagraph,
-    eager,
-    lists,
-    pool,
-    products,
-    row_sums,
-    table_rows,
-)
-from wholestep.lower.pieces import split
-from wholestep.passes.activations import fuse_activations
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.batch_norm import plain_batch_norms
-from wholestep.passes.by_copies import MIN_BYTES, reduce_by_copies
-from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
-from wholestep.passes.host_reads import delay_host_reads
-from wholestep.passes.narrow import Makes, narrow_messages, narrow_type
-from wholestep.passes.pad_products import pad_products
-from wholestep.passes.pipeline import Pass
-from wholestep.passes.rounds import read_in_rounds
-from wholestep.passes.rows import Way, as_it_is
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.passes.waits import delay_waits
-from wholestep.passes.whole_rows import write_whole_rows
-from wholestep.passes.wide import widen_products
-from wholestep.program import meta
-from wholestep.program.collectives import averages
-from wholestep.program.later import later
-from wholestep.program.plain import plainly
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
-from wholestep.program.show import Step
-from wholestep.run import beside
-from wholestep.run.progress import tell
-from wholestep.run.shelf import Shelf
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.link_model import with_copies
+from wholestep.ir import node_meta
+from wholestep.ir.ops.collectives import averages
+from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.printer import Step
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.base import eager_backend
+from wholestep.lower.codecache import toolchain_hash, triton_cache
+from wholestep.lower.cudagraph import graph_pool, graph_runner
+from wholestep.lower.cudagraph.partition import split
+from wholestep.lower.foreach import multi_tensor
+from wholestep.lower.gemm import matmul_autotune
+from wholestep.lower.kernels import column_sum, copy_all_reduce, cross_entropy, row_sum, sparse_all_reduce
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.use_copy_engine import MIN_BYTES, reduce_by_copies
+from wholestep.passes.comm.wire_dtype import Makes, narrow_messages, narrow_type
+from wholestep.passes.comm.wire_format import Way, as_it_is
+from wholestep.passes.pass_manager import Pass
+from wholestep.passes.rewrites.decompose_batch_norm import plain_batch_norms
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.rewrites.fuse_gelu import fuse_activations
+from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.rewrites.pad_matmul import pad_products
+from wholestep.passes.rewrites.padded_cross_entropy import write_whole_rows
+from wholestep.passes.schedule.batch_host_reads import read_in_rounds
+from wholestep.passes.schedule.defer_host_reads import delay_host_reads
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
+from wholestep.passes.schedule.sink_waits import delay_waits
+from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.util import background
+from wholestep.util.lazy_import import later
+from wholestep.util.progress import tell
 
 if TYPE_CHECKING:
-    from wholestep.lower import compiler, inductor
-    from wholestep.lower.compiler import Compiled
+    from wholestep.lower.inductor import compile_fx, segment_compiler
+    from wholestep.lower.inductor.compile_fx import Compiled
 else:
-    compiler, inductor = later("wholestep.lower.compiler"), later("wholestep.lower.inductor")
+    compile_fx = later("wholestep.lower.inductor.compile_fx")
+    segment_compiler = later("wholestep.lower.inductor.segment_compiler")
 
 log = logging.getLogger("wholestep")
 
@@ -115,9 +108,9 @@ class Eager:
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """Has what another process has compiled of a program used when it is lowered."""
 
-    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+    def lower(self, program: Program, wait: eager_backend.Wait | None = None) -> Step:
         """A function from flat inputs to flat results. `wait` stands in for ``wait_tensor``."""
-        return eager.lower(program, wait=wait)
+        return eager_backend.lower(program, wait=wait)
 
     def form(self, step: Step) -> Form:
         """How something runs that `lower` has given."""
@@ -139,11 +132,13 @@ class Inductor:
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._copying: dict[str, int] = {}
         """See `_groups_that_copy`, of the last program."""
-        self._tunes = options.tune_products and inductor.may_measure()
-        self._instead = products.operators() if self._tunes and self._on_gpu else None
-        self._inductor = inductor.Inductor(device, early_launches=options.early_launches, tune_products=self._tunes)
-        self._lists = lists.Plans()
-        self._pool = pool.Pool(device)
+        self._tunes = options.tune_products and segment_compiler.may_measure()
+        self._instead = matmul_autotune.operators() if self._tunes and self._on_gpu else None
+        self._inductor = segment_compiler.Inductor(
+            device, early_launches=options.early_launches, tune_products=self._tunes
+        )
+        self._lists = multi_tensor.Plans()
+        self._pool = graph_pool.Pool(device)
         self._reasons: WeakKeyDictionary[Step, str] = WeakKeyDictionary()
         """Why nothing of a lowered program is a CUDA graph."""
         self._refused: dict[Any, str] = {}
@@ -154,10 +149,10 @@ class Inductor:
         if finds(self._shelf):
             if self._on_gpu:
                 # Who measures block sizes imports it, and the others would wait for this rank in the first run.
-                beside.begun(partial(importlib.import_module, "wholestep.lower.compiler"))
+                background.begun(partial(importlib.import_module, "wholestep.lower.inductor.compile_fx"))
             return
         if self._on_gpu:
-            compiler.start_workers()
+            compile_fx.start_workers()
         else:
             self._inductor.prepare()
 
@@ -168,17 +163,19 @@ class Inductor:
             plain_batch_norms,
             partial(lean_cross_entropy, fuses=_fuses),
             # Behind the pass that says by whom logits are read, before those that look for products as they will be.
-            partial(pad_products, pads=inductor.widens),
+            partial(pad_products, pads=segment_compiler.widens),
             write_whole_rows,
-            *([partial(fuse_activations, fuses=products.activates)] if self._instead else []),
+            *([partial(fuse_activations, fuses=matmul_autotune.activates)] if self._instead else []),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
             partial(average_on_the_way, averages=averages),
-            *([partial(reduce_by_copies, why_not=copies.why_not)] if self._by_copies else []),
-            partial(narrow_messages, makes=inductor.widens),
-            partial(widen_products, widens=inductor.widens),
+            *([partial(reduce_by_copies, why_not=copy_all_reduce.why_not)] if self._by_copies else []),
+            partial(narrow_messages, makes=segment_compiler.widens),
+            partial(widen_products, widens=segment_compiler.widens),
             *([read_in_rounds] if self._on_gpu else []),
             # Before segments are formed, whose calls read packed numbers.
-            partial(pack_scalars, reads=partial(inductor.only_on, self._device.type, inductor.reads_packed)),
+            partial(
+                pack_scalars, reads=partial(segment_compiler.only_on, self._device.type, segment_compiler.reads_packed)
+            ),
             *([delay_host_reads] if self._on_gpu else []),
             # A segment ends where a wait stands.
             delay_waits,
@@ -192,20 +189,22 @@ class Inductor:
         for ranks in {*self._copying.values()}:
             links = with_copies(links, ranks=ranks, least_bytes=MIN_BYTES)
         device = cost.device.tuned() if self._tunes else cost.device
-        return replace(cost, compiles=inductor.may_compile, at_once=lists.loops, links=links, device=device)
+        return replace(
+            cost, compiles=segment_compiler.may_compile, at_once=multi_tensor.loops, links=links, device=device
+        )
 
     def travels_as(self, grad: fx.Node, group: str) -> Way:
         """See `Eager.travels_as`. Copies leave gradients as their products are, and take rows of tables."""
         size = self._copying.get(group, 0)
-        return way_by_copies(grad, size, makes=inductor.widens) if size else as_it_is(grad, group)
+        return way_by_copies(grad, size, makes=segment_compiler.widens) if size else as_it_is(grad, group)
 
     @plainly()
-    def lower(self, program: Program, wait: eager.Wait | None = None) -> Step:
+    def lower(self, program: Program, wait: eager_backend.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
         self._copying = self._groups_that_copy(program)  # a step that was saved has been planned elsewhere
         if self._shelf is None:
             return self._lowered(program, wait)
-        key = inductor.key_of(segments_of(program), self._device)
+        key = segment_compiler.key_of(segments_of(program), self._device)
         is_new = key not in self._had
         self._had.add(key)
         if is_new and not self._shelf.is_filled_here:
@@ -219,7 +218,9 @@ class Inductor:
         """The groups of a program whose large reductions go by copies, with their sizes."""
         axes = program.mesh if self._by_copies else ()
         return {
-            axis.group: axis.size for axis in axes if axis.size > 1 and not copies.why_not(axis.group, self._device)
+            axis.group: axis.size
+            for axis in axes
+            if axis.size > 1 and not copy_all_reduce.why_not(axis.group, self._device)
         }
 
     def _put(self, program: Program, shelf: Shelf, key: str) -> None:
@@ -240,9 +241,9 @@ class Inductor:
             why = f"{type(error).__name__}: {error}"
         log.info("this rank compiles for itself: %s", why)
 
-    def _lowered(self, program: Program, wait: eager.Wait | None) -> Step:
+    def _lowered(self, program: Program, wait: eager_backend.Wait | None) -> Step:
         self._compile(program)
-        lower = partial(eager.lower, wait=wait, compile_segment=self._compiled, instead=self._instead)
+        lower = partial(eager_backend.lower, wait=wait, compile_segment=self._compiled, instead=self._instead)
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._lists.as_it_arrives(program)
@@ -252,18 +253,18 @@ class Inductor:
             step = lower(program)
             self._reasons[step] = parts
             return step
-        return cudagraph.Graphed(program, parts, lower, self._pool, refused=self._refused)
+        return graph_runner.Graphed(program, parts, lower, self._pool, refused=self._refused)
 
     def form(self, step: Step) -> Form:
         """See `Eager.form`."""
-        if isinstance(step, cudagraph.Graphed) and not step.why_none:
+        if isinstance(step, graph_runner.Graphed) and not step.why_none:
             return Form(f"inductor, {step.told}", is_one_launch=True)
-        reason = step.why_none if isinstance(step, cudagraph.Graphed) else self._reasons.get(step, "there is no GPU")
+        reason = step.why_none if isinstance(step, graph_runner.Graphed) else self._reasons.get(step, "there is no GPU")
         return Form(f"inductor, no CUDA graph: {reason}")
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
-        return inductor.marks(self._device)
+        return segment_compiler.marks(self._device)
 
     def kernels(self, program: Program) -> tuple[bytes | None, ...]:
         """See `Eager.kernels`. The first entry is what all segments have in common; those of segments that are alike
@@ -284,9 +285,9 @@ class Inductor:
         """See `Eager.give`."""
         segments = segments_of(program)
         if self._shelf is not None:
-            self._had.add(inductor.key_of(segments, self._device))
+            self._had.add(segment_compiler.key_of(segments, self._device))
         if self._on_gpu:
-            ahead.wait_for_inductor()
+            toolchain_hash.wait_for_inductor()
         found, *rest = kernels
         given = [(segment, data) for segment, data in zip(segments, rest, strict=True) if data is not None]
         if found is not None and not self._on_gpu:
@@ -307,14 +308,14 @@ class Inductor:
         segments = segments_of(program)
         if self._on_gpu:
             self._lists.begin(program)
-            binaries.build_beside(_kernels_called(program), self._device)
+            triton_cache.build_beside(_kernels_called(program), self._device)
         for number, segment in enumerate(segments, 1):
             tell(f"compiling segment {number} of {len(segments)}")
             if not self._lists.has(segment):
                 self._inductor.begin(segment)
         if self._on_gpu:
             text = "\n".join(self._inductor.texts())
-            binaries.build_beside(itertools.chain(column_sums.builds(text), row_sums.builds(text)), self._device)
+            triton_cache.build_beside(itertools.chain(column_sum.builds(text), row_sum.builds(text)), self._device)
         tell("waiting for kernels")
         self._inductor.finish()
 
@@ -324,9 +325,9 @@ class Inductor:
 
 def way_by_copies(grad: fx.Node, ranks: int, *, makes: Makes) -> Way:
     """How copies take a placed gradient to who adds it, among so many ranks; `makes` as for `narrow_type`."""
-    own = meta.tensor(grad)
+    own = node_meta.tensor(grad)
     dtype = narrow_type(grad, makes=makes) or own.dtype
-    return Way(dtype=dtype, most_rows=table_rows.most_rows(own.shape, own.dtype, ranks))
+    return Way(dtype=dtype, most_rows=sparse_all_reduce.most_rows(own.shape, own.dtype, ranks))
 
 
 def forms_segments(device_type: str) -> Pass:
@@ -334,16 +335,16 @@ def forms_segments(device_type: str) -> Pass:
     on_gpu = device_type == "cuda"
     return partial(
         form_segments,
-        compiles=partial(inductor.only_on, device_type, inductor.compiles),
-        apart=lists.apart,
-        postpones=inductor.follows,
-        pays_alone=inductor.pays_alone,
-        by_library=inductor.by_library,
+        compiles=partial(segment_compiler.only_on, device_type, segment_compiler.compiles),
+        apart=multi_tensor.apart,
+        postpones=segment_compiler.follows,
+        pays_alone=segment_compiler.pays_alone,
+        by_library=segment_compiler.by_library,
         # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a segment
         # once anyway, and its different ones side by side.
         cuts_repeats=on_gpu,
         # A core takes longer for a tanh than for reading one.
-        goes_by_number=inductor.goes_by_number if on_gpu else None,
+        goes_by_number=segment_compiler.goes_by_number if on_gpu else None,
     )
 
 
@@ -352,18 +353,18 @@ def finds(shelf: Shelf | None) -> bool:
     return shelf is not None and not shelf.is_filled_here
 
 
-def _kernels_called(program: Program) -> Iterator[binaries.Job]:
+def _kernels_called(program: Program) -> Iterator[triton_cache.Job]:
     """What builds the kernels of ours that stand in a program, and not within segments."""
     for node in program.graph.find_nodes(op="call_function", target=CROSS_ENTROPY):
         if cross_entropy.takes(node.args[0]):
             yield cross_entropy.build(node)
-    yield from copies.builds(program)
-    yield from table_rows.builds(program)
+    yield from copy_all_reduce.builds(program)
+    yield from sparse_all_reduce.builds(program)
 
 
 def _fuses(product: fx.Node) -> bool:
     """Whether logits go to our own kernel: where they lie in memory anyway, as a library has written them."""
-    return inductor.by_library(product) and cross_entropy.takes(product)
+    return segment_compiler.by_library(product) and cross_entropy.takes(product)
 
 
 def segments_of(program: Program) -> list[Segment]:

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.bucket import Choose, bucket, choose_alone
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.dedupe import dedupe
-from wholestep.passes.fill import fill_buckets
-from wholestep.passes.generators import settle_generators
-from wholestep.passes.pipeline import Pass
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.remat import Budget, check_budget, remat
-from wholestep.passes.rows import TravelsAs, as_it_is
-from wholestep.passes.schedule import schedule
-from wholestep.passes.update import split_updates
+from wholestep.passes.comm.bucketing import Choose, bucket, choose_alone
+from wholestep.passes.comm.grads_as_bucket_views import fill_buckets
+from wholestep.passes.comm.split_optimizer import split_updates
+from wholestep.passes.comm.wire_format import TravelsAs, as_it_is
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.memory.rematerialize import Budget, check_budget, remat
+from wholestep.passes.pass_manager import Pass
+from wholestep.passes.rewrites.cse import dedupe
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.rng_cleanup import settle_generators
+from wholestep.passes.schedule.overlap import schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from wholestep.errors import InternalError
-from wholestep.program import edit
-from wholestep.program.plain import plainly
-from wholestep.program.program import PassRecord, Program
-from wholestep.program.spec import verify
+from wholestep.ir import graph_edit
+from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.program import PassRecord, Program
+from wholestep.ir.verifier import verify
 
 log = logging.getLogger("wholestep.passes")
 
@@ -27,7 +27,7 @@ def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
     the InternalError. Each pass leaves a record with its time, the nodes left, and its notes.
     """
     verify(program)
-    program = edit.copy(program)
+    program = graph_edit.copy(program)
     for one in passes:
         program = _run_one(program, one)
     return program

@@ -1,1 +1,1 @@
-"""Where tensors live on the mesh, and which collectives that needs."""
+"""In: a captured program and a strategy. Out: the program with the collectives it needs. No order, no buckets."""

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta
-from wholestep.program.modules import module_of
-from wholestep.program.program import MeshAxis, Program, Stage
+from wholestep.ir import graph_edit, node_meta
+from wholestep.ir.lazy_graph_module import module_of
+from wholestep.ir.program import MeshAxis, Program, Stage
 
 
 class Strategy(Protocol):
@@ -61,7 +61,7 @@ class Placer:
 
     def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """Adds a call whose value is computed on fake tensors; its origin is that of `like`."""
-        return edit.emit(self.graph, target, *args, like=like, **kwargs)
+        return graph_edit.emit(self.graph, target, *args, like=like, **kwargs)
 
     def run(self) -> Program:
         """The placed program."""
@@ -84,11 +84,11 @@ class Placer:
             name = _spelled(self.program.inputs[len(self.values)].name)
             self._names[name] += 1
             new = self.graph.placeholder(name if self._names[name] == 1 else f"{name}_{self._names[name]}")
-            meta.copy_meta(node, new)
+            node_meta.copy_meta(node, new)
             return new
         if rule is None:
             new = self.graph.node_copy(node, lambda arg: self.values[arg])
-            meta.copy_meta(node, new)
+            node_meta.copy_meta(node, new)
             return new
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self.values[arg])
         with torch.no_grad():

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from wholestep.ir import op_info
 from wholestep.place.interpreter import Placer, Rule
-from wholestep.program import ops
 
 _PASS_THROUGH = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
@@ -28,7 +28,7 @@ def only_accumulated(node: fx.Node, name: str) -> bool:
     if not node.users:
         return False
     for user in node.users:
-        if user.target is ops.GRADIENT and user.args[1] == name:
+        if user.target is op_info.GRADIENT and user.args[1] == name:
             continue
         copies = user.target is torch.ops.aten.copy.default
         if copies and user.args[1] is not node:  # what is written over is not read
@@ -40,5 +40,5 @@ def only_accumulated(node: fx.Node, name: str) -> bool:
 
 
 RULES: dict[Any, Rule] = {
-    ops.GRADIENT: place_gradient,
+    op_info.GRADIENT: place_gradient,
 }

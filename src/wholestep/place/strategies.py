@@ -11,14 +11,14 @@ import torch.fx as fx
 
 from wholestep.config import DDP
 from wholestep.errors import PlacementError
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.graph_edit import remove_dead_code
+from wholestep.ir.node_meta import Bucket
+from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.program import Input, InputKind, MeshAxis, OutputKind, Program
+from wholestep.ir.verifier import verify
 from wholestep.place.interpreter import Placer
 from wholestep.place.rules import RULES
-from wholestep.program import meta, ops
-from wholestep.program.edit import remove_dead_code
-from wholestep.program.meta import Bucket
-from wholestep.program.plain import plainly
-from wholestep.program.program import Input, InputKind, MeshAxis, OutputKind, Program
-from wholestep.program.spec import verify
 
 _aten = torch.ops.aten
 
@@ -53,11 +53,11 @@ class DataParallel:
         like = nodes[0]
         flat = [placer.emit(_aten.reshape.default, node, [-1], like=like) for node in nodes]
         joined = placer.emit(_aten.cat.default, flat, like=like) if len(flat) > 1 else flat[0]
-        sent = placer.emit(ops.c10d.broadcast.default, joined, 0, self.axis.group, like=like)
-        received = placer.emit(ops.WAIT, sent, like=like)
+        sent = placer.emit(op_info.c10d.broadcast.default, joined, 0, self.axis.group, like=like)
+        received = placer.emit(op_info.WAIT, sent, like=like)
         start = 0
         for (record, old), node in zip(buffers, nodes, strict=True):
-            count = meta.tensor(node).numel()
+            count = node_meta.tensor(node).numel()
             part = placer.emit(_aten.slice.Tensor, received, 0, start, start + count, like=like)
             placer.values[old] = placer.emit(_aten.view.default, part, list(record.shape), like=like)
             start += count
@@ -73,9 +73,9 @@ class DataParallel:
         scaled = grad
         if self.config.reduce == "mean":
             scaled = placer.emit(_aten.mul.Tensor, grad, 1.0 / self.axis.size, like=grad)
-        reduced = placer.emit(ops.c10d.all_reduce.default, scaled, "sum", self.axis.group, like=grad)
-        meta.set_bucket(reduced, Bucket(0, (name,), meta.num_bytes(grad), meta.UNBUCKETED))
-        return placer.emit(ops.WAIT, reduced, like=grad)
+        reduced = placer.emit(op_info.c10d.all_reduce.default, scaled, "sum", self.axis.group, like=grad)
+        node_meta.set_bucket(reduced, Bucket(0, (name,), node_meta.num_bytes(grad), node_meta.UNBUCKETED))
+        return placer.emit(op_info.WAIT, reduced, like=grad)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import torch
 
 from wholestep.config import CastCompress, Compress, PowerSGD
 from wholestep.errors import ConfigError
-from wholestep.passes.compress import compress
-from wholestep.passes.pipeline import Pass
-from wholestep.program import meta
-from wholestep.program.program import Input, InputKind, OutputKind, Placement, Program
+from wholestep.ir import node_meta
+from wholestep.ir.program import Input, InputKind, OutputKind, Placement, Program
+from wholestep.passes.comm.compress import compress
+from wholestep.passes.pass_manager import Pass
 
 _LARGEST_SEED = 1_000_000_000
 
@@ -101,7 +101,7 @@ class CommState:
         written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         pairs = zip(program.inputs, program.placeholders, strict=True)
         wanted = [
-            (record, meta.tensor(node).device, index in written)
+            (record, node_meta.tensor(node).device, index in written)
             for index, (record, node) in enumerate(pairs)
             if record.kind is InputKind.COMM
         ]
@@ -119,7 +119,7 @@ class CommState:
                 _draw(once, self._seeds.peek(0))
                 self._seeds.use(1)
             drawn += [each_call] if each_call else []
-        reduces = any(meta.bucket(node) is not None for node in program.graph.nodes)
+        reduces = any(node_meta.bucket(node) is not None for node in program.graph.nodes)
         return Held(tensors=tensors, drawn=drawn, reduces=reduces, phase=self._phase)
 
     def is_outdated(self, held: Held) -> bool:

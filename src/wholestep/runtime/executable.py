@@ -9,15 +9,15 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from wholestep.capture import quick
-from wholestep.capture.binding import Binding
+from wholestep.capture.bind.binding import Binding
+from wholestep.capture.guards import fast_guards
 from wholestep.errors import RankMissingError
-from wholestep.passes.sink import writes_beside_communication
-from wholestep.program.collectives import group_named
-from wholestep.program.program import InputKind, MeshAxis, OutputKind, Program
-from wholestep.run.measure import Measured, Meter, Runner, Wait
-from wholestep.run.watch import named_failures
-from wholestep.run.world import World
+from wholestep.ir.ops.collectives import group_named
+from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
+from wholestep.passes.analysis.write_order import writes_beside_communication
+from wholestep.runtime.distributed.failure_report import named_failures
+from wholestep.runtime.distributed.world import World
+from wholestep.runtime.step_timer import Measured, Meter, Runner, Wait
 
 _WRITTEN = (
     "The step updates parameters beside its communication, so some of them and of their optimizer state may hold new "
@@ -42,7 +42,7 @@ class Executable:
         """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
         self.runner, self._world, self._buffers, self._name = runner, world, buffers, call
-        self._inputs: quick.Inputs = binding.source()
+        self._inputs: fast_guards.Inputs = binding.source()
         self._writes_early = writes_beside_communication(program)
         self._meter: Meter | None = None
         self.measured: Measured | None = None
@@ -52,16 +52,16 @@ class Executable:
         """Times the next calls, behind one that is not; see `Meter`."""
         self._meter = Meter(num_calls, self._world.device, lower)
 
-    def run(self) -> quick.Run | None:
+    def run(self) -> fast_guards.Run | None:
         """What a call does, once there has been one; None while calls are measured."""
         if self._meter is not None:
             return None
-        if isinstance(self._inputs, quick.PlainInputs):  # the native ones may have come
+        if isinstance(self._inputs, fast_guards.PlainInputs):  # the native ones may have come
             self._inputs = self._inputs.native()
         finish = None if self.binding.is_plain else self.binding.finish
-        return quick.Run(inputs=self._inputs, function=self._function(), finish=finish)
+        return fast_guards.Run(inputs=self._inputs, function=self._function(), finish=finish)
 
-    def _function(self) -> quick.Function:
+    def _function(self) -> fast_guards.Function:
         return self.binding.keeping(self.runner if self._world.size == 1 else self._watched)
 
     def _watched(self, inputs: list[Any]) -> tuple[Any, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from wholestep.cost import calibrate
-from wholestep.cost.model import CostModel
-from wholestep.run.meetings import Meetings
-from wholestep.run.world import World
+from wholestep.cost.calibration import calibrate
+from wholestep.cost.cost_model import CostModel
+from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.world import World
 
 COSTS = "costs"
 """The question to which the costs are the answer."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wholestep.errors import ConfigError
-from wholestep.program import ops
+from wholestep.ir import op_info
 
 Runner = Callable[[list[Any]], tuple[Any, ...]]
 Wait = Callable[[Tensor], Tensor]
@@ -76,7 +76,7 @@ class Meter:
 
     def _wait(self, tensor: Tensor) -> Tensor:
         begin = self._mark()
-        done: Tensor = ops.WAIT(tensor)
+        done: Tensor = op_info.WAIT(tensor)
         self._marks.append((begin, self._mark()))
         return done
 

@@ -2,9 +2,9 @@
 
 from wholestep.spmd.api import COMPILED_OBJECT_KEY, Compiled, compile
 from wholestep.spmd.comm_tensor import CommTensor, _wait_comm
+from wholestep.spmd.data_parallel import DataParallel
 from wholestep.spmd.override import Override
-from wholestep.spmd.parallel import DataParallel
-from wholestep.spmd.transformation import GraphModuleTransformation
+from wholestep.spmd.transforms import GraphModuleTransformation
 
 __all__ = [
     "COMPILED_OBJECT_KEY",

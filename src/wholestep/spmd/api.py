@@ -1,4 +1,4 @@
-"""compile() of the older surface, on the stages of `wholestep.step`."""
+"""compile() of the older surface, on the stages of `wholestep.api.compiled_step`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from wholestep.capture import override as standing
-from wholestep.capture import walk
+from wholestep.api.compiled_step import CompiledStep
+from wholestep.capture import module_override
+from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
-from wholestep.capture.ties import Captured
-from wholestep.capture.trace import is_capturing
+from wholestep.capture.reach import reachability
+from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.errors import ConfigError
-from wholestep.options import Options
-from wholestep.passes.bucket import Choose
-from wholestep.passes.default import DefaultPasses
-from wholestep.passes.pipeline import Pass
-from wholestep.passes.reinplace import reinplace
-from wholestep.program.program import InputKind, Stage
-from wholestep.run.comm_state import CommState
+from wholestep.ir.program import InputKind, Stage
+from wholestep.passes.comm.bucketing import Choose
+from wholestep.passes.default_passes import DefaultPasses
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass
+from wholestep.runtime.compression_state import CommState
+from wholestep.runtime.options import Options
+from wholestep.spmd.data_parallel import DataParallel
 from wholestep.spmd.gradients import Gradients
 from wholestep.spmd.override import Override, Replacements
-from wholestep.spmd.parallel import DataParallel
-from wholestep.spmd.transformation import GraphModuleTransformation, Transformation, as_pass
-from wholestep.step import CompiledStep
+from wholestep.spmd.transforms import GraphModuleTransformation, Transformation, as_pass
 
 COMPILED_OBJECT_KEY = "_compiled_obj"
 """Attribute of a compiled function that holds what its last call ran, a `Compiled`."""
@@ -158,12 +158,12 @@ class _Step(CompiledStep):
             one.count(last=last)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        found = walk.find(self._step, args, kwargs)
-        stand_ins = standing.choose([module for _, module in found.modules.values()], self._replacements)
-        with standing.in_place(stand_ins):
-            self.gradients.add(walk.find(self._step, args, kwargs) if stand_ins else found)
+        found = reachability.find(self._step, args, kwargs)
+        stand_ins = module_override.choose([module for _, module in found.modules.values()], self._replacements)
+        with module_override.in_place(stand_ins):
+            self.gradients.add(reachability.find(self._step, args, kwargs) if stand_ins else found)
             captured = capture(self._step, args, kwargs)
-        standing.expect_originals(captured.guards, stand_ins)
+        module_override.expect_originals(captured.guards, stand_ins)
         return captured
 
     def _passes(

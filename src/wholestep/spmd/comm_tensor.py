@@ -4,8 +4,9 @@
 - *Eager code.* The collective is launched as always; its work handle is remembered, and the first operation that
   reads the tensor waits for it.
 - *Under ``make_fx`` alone.* A call such as ``dist.all_reduce(y)`` would put an operator into the graph whose work
-  handle is a constant of the trace. The rules that capture uses for process groups (`wholestep.capture.comm_rules`)
-  put the functional collective there; the first reader puts the wait right before itself and reads the wait's result.
+  handle is a constant of the trace. The rules that capture uses for process groups
+  (`wholestep.capture.tracing.process_group_rules`) put the functional collective there; the first reader puts the wait
+  right before itself and reads the wait's result.
 - *Inside of a compiled step.* Capture sees every collective anyway, so the wrapper is the tensor it was made of.
 """
 
@@ -20,13 +21,13 @@ from torch._C import _distributed_c10d
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from wholestep.capture.comm import Comm
-from wholestep.capture.comm_rules import RULES
-from wholestep.capture.trace import is_capturing
+from wholestep.capture.tracing.process_group_rules import RULES
+from wholestep.capture.tracing.process_groups import Comm
+from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.errors import ConfigError
-from wholestep.program import ops
+from wholestep.ir import op_info
 
-_wait_comm = ops.WAIT
+_wait_comm = op_info.WAIT
 """The operator between a collective and its readers in a traced graph."""
 
 _COPY = torch.ops.aten.copy_.default
@@ -124,7 +125,7 @@ class CommTensor(torch.Tensor):
     @staticmethod
     def _is_supported(op_name: str) -> bool:
         """Whether an operator of this name (``all_reduce.default``) is a collective, as it stands in a traced graph."""
-        return op_name in {op.__name__ for op in ops.COLLECTIVES}
+        return op_name in {op.__name__ for op in op_info.COLLECTIVES}
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -138,7 +139,7 @@ class CommTensor(torch.Tensor):
             if held.pending is not None and held.pending.arriving:
                 held.arrive(_read(args[1]))
                 return args[0]
-        written = [one for index in ops.mutated_args(func) if index < len(args) for one in _wrappers(args[index])]
+        written = [one for index in op_info.mutated_args(func) if index < len(args) for one in _wrappers(args[index])]
         for one in written:
             one._held.write()
         involved = list(_wrappers((args, kwargs)))
@@ -163,7 +164,7 @@ def _read(tree: Any) -> Any:
 def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A collective of torch.distributed: launched, and remembered by the wrappers that it writes to."""
     schema = func._schema
-    given = ops.by_name(func, args, kwargs)
+    given = op_info.by_name(func, args, kwargs)
     targets = pytree.tree_leaves(args[0])
     if get_proxy_mode() is None:
         result = func(*_read(args), **_read(kwargs))

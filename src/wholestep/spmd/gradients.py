@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.walk import Found
+from wholestep.capture.reach.reachability import Found
 
 
 class Gradients:

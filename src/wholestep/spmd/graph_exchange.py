@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture.functional import functional_call
+from wholestep.capture.functionalize.functionalize import functional_call
 from wholestep.errors import ConfigError, InternalError
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program
-from wholestep.program.spec import verify
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program
+from wholestep.ir.verifier import verify
 
 log = logging.getLogger("wholestep")
 
@@ -30,7 +30,7 @@ class Handed:
     """A copy of a program whose GraphModule, `module`, user code may edit or exchange."""
 
     def __init__(self, program: Program) -> None:
-        own = edit.copy(program)
+        own = graph_edit.copy(program)
         # A plain one, whose Python is written: `recompile()` is what makes an edit count.
         self._original, self._copy = program, replace(own, module=fx.GraphModule(own.module, own.graph))
         self._code = self.module.code
@@ -77,14 +77,14 @@ class Handed:
                 f"Keep all of them, in order; an input that nobody reads is allowed."
             )
         for new, old in zip(placeholders, self._copy.placeholders, strict=True):
-            meta.copy_meta(old, new)
-        mode = meta.fake_mode(graph)
+            node_meta.copy_meta(old, new)
+        mode = node_meta.fake_mode(graph)
         changed: set[fx.Node] = set()
         for node in list(graph.nodes):
-            same = self._known.get(node.name) == _signature(node) and meta.value(node) is not None
+            same = self._known.get(node.name) == _signature(node) and node_meta.value(node) is not None
             if node.op == "get_attr" and not same:
                 held = getattr(module, str(node.target))
-                meta.set_value(node, mode.from_tensor(held) if isinstance(held, torch.Tensor) else held)
+                node_meta.set_value(node, mode.from_tensor(held) if isinstance(held, torch.Tensor) else held)
             elif node.op in _CALLS and (not same or not changed.isdisjoint(node.all_input_nodes)):
                 changed.update(_evaluate(module, node, who))
 
@@ -96,20 +96,20 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
 
 def _evaluate(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
     """Computes the value of a call, or replaces it by operators with values. The nodes that stand for it."""
-    if ops.mutated_args(node.target):
+    if op_info.mutated_args(node.target):
         raise ConfigError(
             f"{who} added {node.name} ({node.target}), which writes to an argument. Graphs are functional here: use "
             f"the operator that returns a new tensor; what runs in place is decided later."
         )
-    if node.op == "call_function" and (ops.is_op(node) or _is_of_python(node)):
-        edit.evaluate(node)
+    if node.op == "call_function" and (op_info.is_op(node) or _is_of_python(node)):
+        graph_edit.evaluate(node)
         return [node]
     return _expand(module, node, who)
 
 
 def _is_of_python(node: fx.Node) -> bool:
     """Whether the call is arithmetic on numbers or takes an item of a list: graphs have those as they are."""
-    values = [meta.value(source) for source in node.all_input_nodes]
+    values = [node_meta.value(source) for source in node.all_input_nodes]
     if node.target is operator.getitem:
         return isinstance(values[0], (list, tuple))
     return not any(isinstance(value, (torch.Tensor, list, tuple)) for value in values)
@@ -118,7 +118,7 @@ def _is_of_python(node: fx.Node) -> bool:
 def _expand(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
     """Replaces a call of a Python function, method or submodule by the operators that it consists of."""
     sources = list(dict.fromkeys(node.all_input_nodes))
-    values = [meta.value(source) for source in sources]
+    values = [node_meta.value(source) for source in sources]
     if not all(isinstance(value, torch.Tensor) for value in values):
         raise ConfigError(
             f"{who} added {node.name} ({node.target}), which reads numbers or lists of the graph. Only operators "
@@ -134,10 +134,10 @@ def _expand(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
         return function(*args, **kwargs)
 
     try:
-        inner = functional_call(call, values, meta.fake_mode(module.graph))
+        inner = functional_call(call, values, node_meta.fake_mode(module.graph))
     except Exception as error:
         raise ConfigError(f"{who} added {node.name} ({node.target}), which cannot be called so: {error}") from error
-    if any(ops.mutated_args(one.target) or one.op == "get_attr" for one in inner.graph.nodes):
+    if any(op_info.mutated_args(one.target) or one.op == "get_attr" for one in inner.graph.nodes):
         raise ConfigError(
             f"{who} added {node.name} ({node.target}), which writes to an argument or has tensors of its own. "
             f"Call functions that return new tensors, and take tensors from the graph."
@@ -147,4 +147,4 @@ def _expand(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
         result = module.graph.graph_copy(inner.graph, copies)
     node.replace_all_uses_with(result)  # type: ignore[arg-type]
     module.graph.erase_node(node)
-    return list(edit.nodes_of(result))
+    return list(graph_edit.nodes_of(result))

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.fx as fx
 
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.program import show
-from wholestep.program.program import Program
-from wholestep.spmd.handed import Handed
+from wholestep.ir import printer
+from wholestep.ir.program import Program
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.spmd.graph_exchange import Handed
 
 log = logging.getLogger("wholestep")
 
@@ -134,4 +134,4 @@ class GraphModuleTransformation:
         rank = dist.get_rank() if dist.is_initialized() else 0
         number = len(list(self.folder.glob(f"{when}_*"))) + 1
         file = self.folder / f"{when}_transformation_rank{rank}_{number}.py"
-        file.write_text(show.source(program), encoding="utf-8")
+        file.write_text(printer.source(program), encoding="utf-8")

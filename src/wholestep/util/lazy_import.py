@@ -7,7 +7,7 @@ see an import as any other::
     if TYPE_CHECKING:
         from wholestep.lower import compiler
     else:
-        compiler = later("wholestep.lower.compiler")
+        compiler = later("wholestep.lower.inductor.compile_fx")
 """
 
 from __future__ import annotations

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import CLASSES, FEATURES, HIDDEN, batch_norm_net, class_batches, loss_of, mlp, sgd, usual_job
+from tests.behaviour.small_models import (
+    CLASSES,
+    FEATURES,
+    HIDDEN,
+    batch_norm_net,
+    class_batches,
+    loss_of,
+    mlp,
+    sgd,
+    usual_job,
+)
 
 registry = Registry()
 case = registry.add

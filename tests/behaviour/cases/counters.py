@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import class_batches, loss_of, mlp, sgd, usual_job
+from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd, usual_job
 
 registry = Registry()
 case = registry.add

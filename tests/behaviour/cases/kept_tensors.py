@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import FEATURES, class_batches, loss_of, mlp, sgd
+from tests.behaviour.small_models import FEATURES, class_batches, loss_of, mlp, sgd
 
 registry = Registry()
 case = registry.add

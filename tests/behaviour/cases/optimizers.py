@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import FEATURES, HIDDEN, class_batches, loss_of, mlp
+from tests.behaviour.small_models import FEATURES, HIDDEN, class_batches, loss_of, mlp
 
 registry = Registry()
 case = registry.add

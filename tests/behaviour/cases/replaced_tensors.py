@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.behaviour.cases_left import leaving
+from tests.behaviour.cases.kept_tensors import leaving
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import class_batches, loss_of, mlp, sgd
+from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd
 from tests.behaviour.untouched import finish
 
 registry = Registry()

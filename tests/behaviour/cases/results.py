@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import batch_norm_net, class_batches, loss_of, mlp, sgd
+from tests.behaviour.small_models import batch_norm_net, class_batches, loss_of, mlp, sgd
 
 registry = Registry()
 case = registry.add

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import (
+from tests.behaviour.small_models import (
     CLASSES,
     FEATURES,
     HIDDEN,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import CLASSES, FEATURES, HIDDEN, ROWS, class_batches, loss_of, mlp, sgd, usual_job
+from tests.behaviour.small_models import CLASSES, FEATURES, HIDDEN, ROWS, class_batches, loss_of, mlp, sgd, usual_job
 
 registry = Registry()
 case = registry.add

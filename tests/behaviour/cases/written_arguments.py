@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.parts import class_batches, loss_of, mlp, sgd
+from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd
 
 registry = Registry()
 case = registry.add

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
-from tests.unit.lower.test_inductor import TOLERANCE
+from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE
 
 pytestmark = pytest.mark.gpu
 

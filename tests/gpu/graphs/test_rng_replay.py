@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
-from wholestep.lower.pool import Pool
+from wholestep.lower.cudagraph.graph_pool import Pool
 
 pytestmark = pytest.mark.gpu
 

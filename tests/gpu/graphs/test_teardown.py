@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.pools import needs_gpus
+from tests.harness.rank_pools import needs_gpus
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.lower.column_sums import column_sums
+from wholestep.lower.kernels.column_sum import column_sums
 
 pytestmark = pytest.mark.gpu
 

@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.gpu.test_inductor import TOLERANCE, close, train
-from tests.unit.lower.test_inductor import train_step
-from wholestep.lower import copies, lists, pointwise
-from wholestep.passes import by_copies
-from wholestep.program import meta
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
-from wholestep.program.ops import WAIT
+from tests.unit.lower.inductor.test_segment_compiler import train_step
+from wholestep.ir import node_meta
+from wholestep.ir.op_info import WAIT
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
+from wholestep.lower.foreach import multi_tensor, triton_codegen
+from wholestep.lower.kernels import copy_all_reduce
+from wholestep.passes.comm import use_copy_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +29,9 @@ def _operator() -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)
     group = dist.group.WORLD
-    assert copies.why_not(group.group_name, world.device) == ""
+    assert copy_all_reduce.why_not(group.group_name, world.device) == ""
     draw = torch.Generator(device="cuda").manual_seed(world.rank)
-    piece = copies.PIECE_BYTES // 4
+    piece = copy_all_reduce.PIECE_BYTES // 4
     for dtype, length in [
         (torch.float32, 1), (torch.float32, piece - 3), (torch.float32, 2 * piece + 1001), (torch.bfloat16, 5_000_001),
         (torch.float64, 1_000_003), (torch.float32, 4096),
@@ -186,22 +187,22 @@ def _train_words(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -
 def _updates_early() -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)
-    begin, begun = lists.Lists._begin, list[int]()
+    begin, begun = multi_tensor.Lists._begin, list[int]()
 
     def noted(*args: Any) -> int:
         begun.append(begin(*args))
         return begun[-1]
 
     try:
-        lists.Lists._begin = noted
+        multi_tensor.Lists._begin = noted
         step = ws.compile(_step, strategy=ws.DDP(bucket_bytes=1 << 10), backend="inductor")
         found = _train_words(step, world.rank)
         assert step.explain().backend == "inductor, one CUDA graph"
         close(found, _train_words(_step, world.rank, ddp=True))
         assert begun
-        assert all(0 < one < ROWS * 128 / pointwise.CHUNK for one in begun)
+        assert all(0 < one < ROWS * 128 / triton_codegen.CHUNK for one in begun)
     finally:
-        lists.Lists._begin = begin  # the processes go on to other tests
+        multi_tensor.Lists._begin = begin  # the processes go on to other tests
 
 
 def test_an_update_begins_before_all_of_its_gradient_is_there(nccl2) -> None:
@@ -234,18 +235,18 @@ def _train_in_half(step: Callable[..., Tensor], rank: int, *, ddp: bool = False)
 def _in_half() -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)
-    before, by_copies.MIN_BYTES = by_copies.MIN_BYTES, 0
+    before, use_copy_engine.MIN_BYTES = use_copy_engine.MIN_BYTES, 0
     try:
         step = ws.compile(_autocast_step, backend="inductor")
         losses, _ = _train_in_half(step, world.rank)
         assert step.explain().backend == "inductor, one CUDA graph"
         (start,) = step.graph.graph.find_nodes(op="call_function", target=ALL_REDUCE_WIDE)
-        assert meta.tensor(start.args[0]).dtype is torch.bfloat16
+        assert node_meta.tensor(start.args[0]).dtype is torch.bfloat16
         wanted, _ = _train_in_half(_autocast_step, world.rank, ddp=True)
         # Activations are rounded to bfloat16, in other places where kernels are fused.
         torch.testing.assert_close(losses, wanted, rtol=2**-8, atol=0)
     finally:
-        by_copies.MIN_BYTES = before  # the processes go on to other tests
+        use_copy_engine.MIN_BYTES = before  # the processes go on to other tests
 
 
 def test_gradients_of_products_travel_in_half_precision(nccl2) -> None:
@@ -259,11 +260,11 @@ def test_gradients_of_products_travel_in_half_precision_on_four_gpus(nccl4) -> N
 def _trains() -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)
-    before, by_copies.MIN_BYTES = by_copies.MIN_BYTES, 0
+    before, use_copy_engine.MIN_BYTES = use_copy_engine.MIN_BYTES, 0
     try:
         _train_by_copies(world)
     finally:
-        by_copies.MIN_BYTES = before  # the processes go on to other tests
+        use_copy_engine.MIN_BYTES = before  # the processes go on to other tests
 
 
 def _train_by_copies(world: ws.World) -> None:

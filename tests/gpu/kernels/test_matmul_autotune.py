@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.gpu.switches import deterministic
-from wholestep.lower import products
-from wholestep.lower.cublaslt import Algorithm, Epilogue
+from wholestep.lower.gemm import matmul_autotune
+from wholestep.lower.gemm.cublaslt import Algorithm, Epilogue
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ SHAPES = [(1024, 768, 3072), (256, 2304, 768), (40, 24, 4096), (1, 8, 16), (129,
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is chosen yet."""
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(matmul_autotune, "_chosen", {})
 
 
 def drawn(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool, seed: int = 0) -> Tensor:
@@ -51,15 +51,17 @@ def test_products_are_those_of_float64(
     bias = torch.randn(columns, device="cuda").to(dtype)
     exact = a.double() @ b.double()
     out = torch.full((rows, columns), math.nan, device="cuda", dtype=dtype)
-    assert products.mm(a, b, out=out) is out
+    assert matmul_autotune.mm(a, b, out=out) is out
     assert near(out, exact, inner)
-    assert near(products.addmm(bias, a, b, alpha=1, beta=1, out=torch.empty_like(out)), exact + bias.double(), inner)
-    wide = products.mm_dtype(a, b, torch.float32)
+    assert near(
+        matmul_autotune.addmm(bias, a, b, alpha=1, beta=1, out=torch.empty_like(out)), exact + bias.double(), inner
+    )
+    wide = matmul_autotune.mm_dtype(a, b, torch.float32)
     assert wide.dtype is torch.float32
     assert near(wide, exact, inner)
-    again = products.mm(a, b, out=torch.empty_like(out))
+    again = matmul_autotune.mm(a, b, out=torch.empty_like(out))
     assert torch.equal(again, out)  # what was chosen stays
-    assert len(products._chosen) == 3  # none of them was left to torch unasked
+    assert len(matmul_autotune._chosen) == 3  # none of them was left to torch unasked
 
 
 def test_every_algorithm_that_is_tried_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +70,16 @@ def test_every_algorithm_that_is_tried_is_right(monkeypatch: pytest.MonkeyPatch)
     a, b = drawn(512, 768, torch.bfloat16, transposed=False), drawn(768, 1024, torch.bfloat16, transposed=True)
     bias = torch.randn(1024, device="cuda").to(torch.bfloat16)
     exact = a.double() @ b.double()
-    for number in range(1 + products._TRIED):
-        monkeypatch.setattr(products, "_chosen", {})
+    for number in range(1 + matmul_autotune._TRIED):
+        monkeypatch.setattr(matmul_autotune, "_chosen", {})
         monkeypatch.setattr(
-            products, "_times_ms", lambda runs, number=number: [float(one != number) for one, _ in enumerate(runs)]
+            matmul_autotune,
+            "_times_ms",
+            lambda runs, number=number: [float(one != number) for one, _ in enumerate(runs)],
         )
         out = torch.empty(512, 1024, device="cuda", dtype=torch.bfloat16)
-        products.addmm(bias, a, b, out=out)
-        tried.append(next(iter(products._chosen.values())))
+        matmul_autotune.addmm(bias, a, b, out=out)
+        tried.append(next(iter(matmul_autotune._chosen.values())))
         assert near(out, exact + bias.double(), 768)
     assert tried[0] is None
     assert len({one.data for one in tried[1:] if one is not None}) > 1
@@ -85,7 +89,7 @@ def test_a_slice_of_a_bucket_is_written_and_nothing_beside_it() -> None:
     a, b = drawn(96, 512, torch.bfloat16, transposed=True), drawn(512, 72, torch.bfloat16, transposed=False)
     bucket = torch.full((3 + 96 * 72 + 5,), math.nan, device="cuda")
     out = bucket[3:-5].view(96, 72)  # 12 bytes behind what an allocation begins with
-    products.mm_dtype_out(a, b, torch.float32, out=out)
+    matmul_autotune.mm_dtype_out(a, b, torch.float32, out=out)
     assert near(out, a.double() @ b.double(), 512)
     assert bucket[:3].isnan().all()
     assert bucket[-5:].isnan().all()
@@ -94,26 +98,26 @@ def test_a_slice_of_a_bucket_is_written_and_nothing_beside_it() -> None:
 def test_choices_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has them times nothing, and computes the same bits."""
     a, b = drawn(1024, 768, torch.bfloat16, transposed=False), drawn(768, 3072, torch.bfloat16, transposed=True)
-    first = products.mm(a, b, out=torch.empty(1024, 3072, device="cuda", dtype=torch.bfloat16))
-    found = pickle.loads(pickle.dumps(products.choices()))
-    monkeypatch.setattr(products, "_chosen", {})
-    monkeypatch.setattr(products, "_calls", {})
-    monkeypatch.setattr(products, "_fastest", None)  # whoever times calls it
-    products.take(found)
-    second = products.mm(a, b, out=torch.empty_like(first))
+    first = matmul_autotune.mm(a, b, out=torch.empty(1024, 3072, device="cuda", dtype=torch.bfloat16))
+    found = pickle.loads(pickle.dumps(matmul_autotune.choices()))
+    monkeypatch.setattr(matmul_autotune, "_chosen", {})
+    monkeypatch.setattr(matmul_autotune, "_calls", {})
+    monkeypatch.setattr(matmul_autotune, "_fastest", None)  # whoever times calls it
+    matmul_autotune.take(found)
+    second = matmul_autotune.mm(a, b, out=torch.empty_like(first))
     assert torch.equal(first, second)
 
 
 def test_a_capture_times_nothing_and_replays_what_was_chosen() -> None:
     a, b = drawn(1024, 768, torch.bfloat16, transposed=False), drawn(768, 3072, torch.bfloat16, transposed=True)
     new, out = drawn(64, 768, torch.bfloat16, transposed=False), torch.empty(1024, 3072, device="cuda").bfloat16()
-    products.mm(a, b, out=out)
-    asked = dict(products._chosen)
+    matmul_autotune.mm(a, b, out=out)
+    asked = dict(matmul_autotune._chosen)
     graph, unseen = torch.cuda.CUDAGraph(), torch.empty(64, 3072, device="cuda").bfloat16()
     with torch.cuda.graph(graph):
-        products.mm(a, b, out=out)
-        products.mm(new, b, out=unseen)
-    assert products._chosen == asked
+        matmul_autotune.mm(a, b, out=out)
+        matmul_autotune.mm(new, b, out=unseen)
+    assert matmul_autotune._chosen == asked
     expected = out.clone()
     for tensor in (out, unseen):
         tensor.fill_(math.nan)
@@ -132,8 +136,8 @@ def gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def choose(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the run of this number be the fastest: 0 is torch, 1 is what cublasLt holds for the best."""
-    monkeypatch.setattr(products, "_chosen", {})
-    monkeypatch.setattr(products, "_times_ms", lambda runs: [float(one != number) for one, _ in enumerate(runs)])
+    monkeypatch.setattr(matmul_autotune, "_chosen", {})
+    monkeypatch.setattr(matmul_autotune, "_times_ms", lambda runs: [float(one != number) for one, _ in enumerate(runs)])
 
 
 TANH = 2.0**-11
@@ -150,8 +154,10 @@ def test_gelu_with_its_product(
     a = drawn(rows, inner, dtype, transposed=False)
     b = (drawn(inner, columns, dtype, transposed=True, seed=1) / math.sqrt(inner)).to(dtype)
     bias = torch.randn(columns, device="cuda").to(dtype)
-    hidden, pre = products.product_gelu(bias, a, b)
-    (algorithm,) = (one for product, one in products._chosen.items() if product.epilogue is Epilogue.BIAS_AND_GELU)
+    hidden, pre = matmul_autotune.product_gelu(bias, a, b)
+    (algorithm,) = (
+        one for product, one in matmul_autotune._chosen.items() if product.epilogue is Epilogue.BIAS_AND_GELU
+    )
     assert (algorithm is None) is (number == 0)
     sums = a.double() @ b.double() + bias.double()
     assert near(pre, sums, inner)
@@ -160,7 +166,7 @@ def test_gelu_with_its_product(
     assert bool(((hidden.double() - exact).abs() <= room).all())
 
     grad, back = drawn(rows, inner, dtype, transposed=False, seed=2), b
-    found = products.product_gelu_backward(grad, back, pre)
+    found = matmul_autotune.product_gelu_backward(grad, back, pre)
     sums = grad.double() @ back.double()
     x = pre.double()
     _, slope = gelu_and_slope(x)
@@ -173,8 +179,8 @@ def test_deterministic_algorithms_are_torchs() -> None:
     a, b = drawn(1024, 768, torch.bfloat16, transposed=False), drawn(768, 3072, torch.bfloat16, transposed=True)
     out = torch.empty(1024, 3072, device="cuda", dtype=torch.bfloat16)
     with deterministic():
-        products.mm(a, b, out=out)
-    assert not products._chosen
+        matmul_autotune.mm(a, b, out=out)
+    assert not matmul_autotune._chosen
     assert torch.equal(out, a @ b)
 
 
@@ -211,9 +217,9 @@ def test_a_step_uses_them_and_trains_as_eager_code_does(tuned: bool) -> None:
         losses.append(torch.stack([step(model, optimizer, x).detach() for _ in range(8)]))
     # Losses of products in bfloat16 with float32 sums.
     torch.testing.assert_close(losses[1], losses[0], rtol=2.0**-7, atol=0.0)
-    assert bool(products._chosen) is tuned
+    assert bool(matmul_autotune._chosen) is tuned
     if tuned:
-        kinds = {(one.rows, one.columns, one.epilogue) for one in products._chosen}
+        kinds = {(one.rows, one.columns, one.epilogue) for one in matmul_autotune._chosen}
         weights = {(rows, columns, Epilogue.NOTHING) for rows, columns in ((2048, 512), (512, 2048))}
         activated = {(1024, 2048, Epilogue.BIAS_AND_GELU), (1024, 2048, Epilogue.GELU_BACKWARD)}
         assert kinds >= {(1024, 512, Epilogue.BIAS)} | activated | weights

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 import wholestep as ws
 from tests.gpu.test_inductor import OPTIMIZERS, batch
 from tests.gpu.test_inductor import Net as Small
-from tests.unit.lower.test_inductor import TOLERANCE, train_step
-from tests.unit.lower.test_loops import POINTWISE, Looped, Update, net
-from tests.unit.lower.test_loops import train_step as looped_step
+from tests.unit.lower.foreach.test_optimizer_loops import POINTWISE, Looped, Update, net
+from tests.unit.lower.foreach.test_optimizer_loops import train_step as looped_step
+from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE, train_step
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.lower.row_sums import sum_rows
+from wholestep.lower.kernels.row_sum import sum_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.gpu.test_inductor import GRAPH, close
-from tests.unit.lower.test_inductor import train_step
-from wholestep.lower.table_rows import LEAST_TABLE_BYTES, Layout
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
-from wholestep.program.ops import WAIT
+from tests.unit.lower.inductor.test_segment_compiler import train_step
+from wholestep.ir.op_info import WAIT
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
+from wholestep.lower.kernels.sparse_all_reduce import LEAST_TABLE_BYTES, Layout
 
 pytestmark = pytest.mark.gpu
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-import wholestep.step
+import wholestep.api.compiled_step
 from tests.unit.capture.steps import Blocks, differing, train, twins
-from wholestep.lower.backend import Eager
-from wholestep.program import edit, meta, show
-from wholestep.program.program import InputKind, OutputKind, Program, Stage
-from wholestep.run import connect
-from wholestep.run.executable import Executable
-from wholestep.warm import Warm
+from wholestep.api.cache.warm_start import Warm
+from wholestep.ir import graph_edit, node_meta, printer
+from wholestep.ir.program import InputKind, OutputKind, Program, Stage
+from wholestep.lower.inductor_backend import Eager
+from wholestep.runtime.distributed import nccl_connect
+from wholestep.runtime.executable import Executable
 
 FACTOR = 1.0
 
@@ -89,8 +89,8 @@ def test_ranks_connect_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatc
     def noted(name: str, of: Any, work: Any) -> None:
         monkeypatch.setattr(of, name, lambda *args, **kwargs: (happened.append(name), work(*args, **kwargs))[1])
 
-    noted("run_passes", wholestep.step, wholestep.step.run_passes)
-    noted("begin", connect, connect.begin)
+    noted("run_passes", wholestep.api.compiled_step, wholestep.api.compiled_step.run_passes)
+    noted("begin", nccl_connect, nccl_connect.begin)
     noted("lower", Eager, Eager.lower)
     ws.compile(scaled)(batch())
     assert happened == ["run_passes", "begin", "lower"]
@@ -165,8 +165,8 @@ def test_every_stage_prints_as_python_that_runs_the_step(stage: Stage, comments:
     numbers = {f"opt.groups.0.{key}": group[key] for key in ("lr", "eps", "weight_decay")}
     numbers |= {f"opt.groups.0.betas.{i}": beta for i, beta in enumerate(group["betas"])}
     inputs = flat_inputs(program, tensors, numbers)
-    namespace = show.namespace(program)
-    exec(show.source(program, comments=comments), namespace)
+    namespace = printer.namespace(program)
+    exec(printer.source(program, comments=comments), namespace)
 
     torch.manual_seed(8)
     want = train(*eager, x)
@@ -203,11 +203,11 @@ def test_the_last_signature_used_is_looked_at() -> None:
 
 def negated(program: Program) -> Program:
     """A pass of the user: the first result changes its sign."""
-    program = edit.copy(program)
+    program = graph_edit.copy(program)
     first, *rest = program.results
     with program.graph.inserting_before(program.graph.output_node()):
-        minus = edit.emit(program.graph, torch.ops.aten.neg.default, first, like=first)
-    edit.set_results(program.graph, [minus, *rest])
+        minus = graph_edit.emit(program.graph, torch.ops.aten.neg.default, first, like=first)
+    graph_edit.set_results(program.graph, [minus, *rest])
     program.module.recompile()
     return program
 
@@ -224,8 +224,8 @@ def test_passes_of_the_user_run_and_are_recorded(passes: Any) -> None:
 
 def test_a_pass_that_breaks_the_program_is_named() -> None:
     def broken(program: Program) -> Program:
-        program = edit.copy(program)
-        edit.set_results(program.graph, [])
+        program = graph_edit.copy(program)
+        graph_edit.set_results(program.graph, [])
         return program
 
     with pytest.raises(ws.InternalError, match="0 results for 1 outputs"):
@@ -369,4 +369,4 @@ def test_the_graph_reads_data_by_name_not_by_place() -> None:
     assert torch.equal(step(batch(), b=3 * batch()), -2 * batch())
     assert torch.equal(step(3 * batch(), b=batch()), 2 * batch())
     assert [record.name for record in step.program().inputs] == ["args.0", "args.1"]
-    assert all(meta.tensor(node).shape == (3, 4) for node in step.program().placeholders)
+    assert all(node_meta.tensor(node).shape == (3, 4) for node in step.program().placeholders)

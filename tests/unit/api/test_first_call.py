@@ -14,19 +14,20 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.capture import capture
-from wholestep.cli.models import LanguageModelSize, build
-from wholestep.cli.suite.trainings import autocast_step, draw_tokens
+from wholestep.cli.suite.workloads import autocast_step, draw_tokens
+from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.lower import eager, inductor
-from wholestep.passes import pipeline
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.segments import form_segments
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import graph_edit
+from wholestep.ir.printer import plan_text
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.lower.base import eager_backend
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes import pass_manager
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place import strategies
-from wholestep.program import edit
-from wholestep.program.program import MeshAxis, Program
-from wholestep.program.show import plan_text
 
 LAYERS = (1, 2, 4)
 MOST = 2.1
@@ -53,11 +54,11 @@ def first_call(layers: int, bucket_bytes: int = 1 << 12) -> dict[str, int]:
     cost, found = CostModel.default("cpu+gloo"), {}
     captured, found["capture"] = counted(lambda: capture(autocast_step, args, {}))
     placed, found["place"] = counted(lambda: strategies.place(captured.program, DDP(), axis))
-    segments = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
+    segments = partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows)
     # Buckets of a size: the search for the best ones has a bound of its own on what it tries.
     passes = passes_of(cost=cost, bucket_bytes=bucket_bytes, lowering=[segments])
     planned, found["plan"] = counted(lambda: run_passes(placed, passes))
-    _, found["text"] = counted(lambda: (plan_text(planned), eager.lower(planned)))
+    _, found["text"] = counted(lambda: (plan_text(planned), eager_backend.lower(planned)))
     return found
 
 
@@ -71,7 +72,7 @@ def test_the_work_is_linear_in_the_layers() -> None:
 def test_arguments_that_editing_writes_are_linear_in_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacing the items of a list one by one writes every reader of the list, as long as it is, once per item."""
     lengths: list[int] = []
-    one_by_one, at_once = fx.Node.replace_all_uses_with, edit.replace_nodes
+    one_by_one, at_once = fx.Node.replace_all_uses_with, graph_edit.replace_nodes
 
     def count(replaced: Iterable[fx.Node]) -> None:
         readers = dict.fromkeys(user for old in replaced for user in old.users)
@@ -86,7 +87,7 @@ def test_arguments_that_editing_writes_are_linear_in_the_layers(monkeypatch: pyt
         at_once(replaced)
 
     monkeypatch.setattr(fx.Node, "replace_all_uses_with", replace_one)
-    monkeypatch.setattr(edit, "replace_nodes", replace_many)
+    monkeypatch.setattr(graph_edit, "replace_nodes", replace_many)
 
     def written(layers: int) -> int:
         lengths.clear()
@@ -109,7 +110,7 @@ def test_no_graph_is_turned_into_python_by_torch(monkeypatch: pytest.MonkeyPatch
 
 def test_programs_are_checked_behind_every_stage_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Program] = []
-    for module in (strategies, pipeline):
+    for module in (strategies, pass_manager):
         verify = module.verify
         monkeypatch.setattr(module, "verify", lambda program, verify=verify: (checked.append(program), verify(program)))
     first_call(1)

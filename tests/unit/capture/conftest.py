@@ -6,14 +6,14 @@ from types import ModuleType
 
 import pytest
 
-from wholestep.capture import native
+from wholestep.capture.native import build
 
 
 @pytest.fixture(scope="session")
 def module() -> ModuleType:
     """The native look."""
-    assert native.wait() == ""
-    loaded = native.module()
+    assert build.wait() == ""
+    loaded = build.module()
     assert loaded is not None
     return loaded
 
@@ -22,7 +22,7 @@ def module() -> ModuleType:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the native look before the comparisons in Python, and without it."""
     if request.param == "plain":
-        monkeypatch.setattr(native, "module", lambda: None)
+        monkeypatch.setattr(build, "module", lambda: None)
     else:
-        assert native.wait() == ""
+        assert build.wait() == ""
     return str(request.param)

@@ -10,10 +10,10 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
-from wholestep.capture.ties import Captured
-from wholestep.program import meta, ops
-from wholestep.program.program import InputKind, Program
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import InputKind, Program
 
 
 class Block(nn.Module):
@@ -93,7 +93,7 @@ def calls(program: Program) -> list[fx.Node]:
 
 
 def mutating(program: Program) -> list[fx.Node]:
-    return [node for node in calls(program) if ops.mutated_args(node.target)]
+    return [node for node in calls(program) if op_info.mutated_args(node.target)]
 
 
 def differing(a: nn.Module, b: nn.Module) -> list[str]:
@@ -119,15 +119,15 @@ def peak_bytes(program: Program) -> int:
     dying: dict[int, int] = {}
     for node, index in order.items():
         if node.op == "call_function" and root[node] is node:
-            alive += meta.num_bytes(node)
+            alive += node_meta.num_bytes(node)
             peak = max(peak, alive)
             end = last.get(node, index)
-            dying[end] = dying.get(end, 0) + meta.num_bytes(node)
+            dying[end] = dying.get(end, 0) + node_meta.num_bytes(node)
         alive -= dying.pop(index, 0)
     return peak
 
 
 def _viewed(node: fx.Node) -> Iterable[fx.Node]:
-    for position in ops.viewed_args(node.target):
+    for position in op_info.viewed_args(node.target):
         if position < len(node.args) and isinstance(node.args[position], fx.Node):
             yield node.args[position]

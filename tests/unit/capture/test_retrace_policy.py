@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import counters
 from wholestep.capture.capture import capture
+from wholestep.capture.scalars import counters
 from wholestep.errors import RetraceLimitError
 
 CALLS = 7
@@ -171,7 +171,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(moving))
         return capture(step, args, kwargs, moving, moved)
 
-    monkeypatch.setattr("wholestep.step.capture", counted)
+    monkeypatch.setattr("wholestep.api.compiled_step.capture", counted)
     return counts
 
 
@@ -538,7 +538,7 @@ def test_a_search_for_places_only_where_one_is_asked_for(monkeypatch: pytest.Mon
     """Most steps move nothing between calls: they are not asked where everything lies."""
     asked: list[Any] = []
     original = counters.identity
-    monkeypatch.setattr("wholestep.capture.scene.identity", lambda one: asked.append(one) or original(one))
+    monkeypatch.setattr("wholestep.capture.reach.step_context.identity", lambda one: asked.append(one) or original(one))
     race(weighted, lambda training, number: (0.5,))
     assert not asked
 

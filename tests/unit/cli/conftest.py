@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import forks
+from tests.harness import fork_server
 
 
 @pytest.fixture(autouse=True)
 def ranks_start_quickly() -> Iterator[None]:
     """A command in this process, which starts ranks, starts them as a pool does."""
-    with forks.instead_of_spawning():
+    with fork_server.instead_of_spawning():
         yield

@@ -8,7 +8,7 @@ import pytest
 
 from wholestep.cli import bench, main
 from wholestep.cli.bench import BLOCK_STEPS, FIRST_BLOCKS, BenchReport, BenchSettings, LaneFigures
-from wholestep.cli.lanes import LaneKind, Ratio, Timing
+from wholestep.cli.workloads.interleaved import LaneKind, Ratio, Timing
 from wholestep.errors import ConfigError
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.unit.cost.test_calibrate import TINY
+from tests.unit.cost.calibration.test_calibrate import TINY
 from wholestep.cli import calibrate as page
 from wholestep.cli import main
-from wholestep.cost import calibrate
+from wholestep.cost.calibration import calibrate
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.cost.links import OPS
-from wholestep.cost.model import CostModel
+from wholestep.cost.link_model import OPS
 from wholestep.errors import ConfigError
 
 

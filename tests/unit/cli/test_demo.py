@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from wholestep.cli import main
-from wholestep.cli.demo import DemoSettings, demo_batches, run_demo
-from wholestep.cli.lanes import LaneKind
+from wholestep.cli.demo import run_demo
+from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches
+from wholestep.cli.workloads.interleaved import LaneKind
 
 TINY = DemoSettings(steps=4, rows=2, block_steps=2, text_bytes=2**20, held_out_batches=1, sample_bytes=16, quiet=True)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wholestep.cli import options
-from wholestep.cli.options import choose_nproc, threads_per_rank
+from wholestep.cli.common import options
+from wholestep.cli.common.options import choose_nproc, threads_per_rank
 from wholestep.cli.run import plan_launch
 from wholestep.errors import ConfigError
 

@@ -8,12 +8,12 @@ import torch
 import torch.fx as fx
 
 from tests.unit import builders
-from wholestep.cost import defaults
-from wholestep.cost.compute import Kind, Work, attention_flops, works
+from wholestep.cost import default_ceilings
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.cost.device import Device
-from wholestep.cost.links import OPS
-from wholestep.cost.model import CostModel
+from wholestep.cost.device_model import Device
+from wholestep.cost.flops import Kind, Work, attention_flops, works
+from wholestep.cost.link_model import OPS
 from wholestep.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ GPU = replace(CPU, host_is_device=False)
 
 
 def model(device: Device) -> CostModel:
-    return CostModel(source="a test", device=device, links=defaults.LINKS["nvlink"])
+    return CostModel(source="a test", device=device, links=default_ceilings.LINKS["nvlink"])
 
 
 def test_the_slower_of_arithmetic_and_memory_counts() -> None:

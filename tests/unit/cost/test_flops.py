@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit import builders
-from wholestep.capture.functional import functional_twin
-from wholestep.cost.compute import Kind, Work, attention_flops, base_name, num_listed, works
-from wholestep.passes.activations import PRODUCT_GELU, PRODUCT_GELU_BACKWARD
-from wholestep.program import ops
+from wholestep.capture.functionalize.functionalize import functional_twin
+from wholestep.cost.flops import Kind, Work, attention_flops, base_name, num_listed, works
+from wholestep.ir import op_info
+from wholestep.passes.rewrites.fuse_gelu import PRODUCT_GELU, PRODUCT_GELU_BACKWARD
 
 aten = torch.ops.aten
 
@@ -165,9 +165,9 @@ def test_views_and_numbers_ask_nothing_of_the_device() -> None:
 
 def test_collectives_and_waits_are_no_work_of_the_device() -> None:
     group = builders.world_group()
-    program = builders.capture(lambda x: ops.GRADIENT(x * 2, "w"), [torch.ones(4)])
+    program = builders.capture(lambda x: op_info.GRADIENT(x * 2, "w"), [torch.ones(4)])
     placed = builders.place(program, group=group)
-    found = [node for node in placed.graph.nodes if ops.is_collective(node) or node.target is ops.WAIT]
+    found = [node for node in placed.graph.nodes if op_info.is_collective(node) or node.target is op_info.WAIT]
     assert len(found) == 2
     assert [works(node) for node in found] == [(), ()]
 

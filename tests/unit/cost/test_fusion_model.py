@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.unit import builders
-from wholestep.cost import defaults
-from wholestep.cost.compute import Kind, Work, works
-from wholestep.cost.device import Device
-from wholestep.cost.fusion import kernels
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.passes.segments import form_segments
-from wholestep.program import ops
-from wholestep.program.segment import Segment
+from wholestep.cost import default_ceilings
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.device_model import Device
+from wholestep.cost.flops import Kind, Work, works
+from wholestep.cost.fusion_model import kernels
+from wholestep.ir import op_info
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.schedule.form_segments import form_segments
 
 H200, CPU = CostModel.default("h200+nvlink"), CostModel.default("cpu+gloo")
 
@@ -99,8 +99,8 @@ def test_constants_are_no_memory() -> None:
 
 def test_a_kernel_takes_as_long_as_its_memory_or_all_of_its_arithmetic() -> None:
     """And has one floor."""
-    gpu = defaults.DEVICES["h200"]
-    cpu = defaults.DEVICES["cpu"]
+    gpu = default_ceilings.DEVICES["h200"]
+    cpu = default_ceilings.DEVICES["cpu"]
     plain = of_memory(1 << 20)
     tanh = Work(kind=Kind.FUNCTION, amount=1 << 17)
     busy = Work(kind=Kind.POINTWISE, amount=1 << 20, num_bytes=1 << 20, within=(tanh, tanh))
@@ -123,10 +123,10 @@ def test_kernels_of_a_segment_take_their_own_times() -> None:
 
 
 def slow_host() -> CostModel:
-    curves = defaults.DEVICES["cpu"].curves
+    curves = default_ceilings.DEVICES["cpu"].curves
     calls_us = {"pointwise": 1e3, "matmul": 1e4, "view": 1e6, "number": 1e6}
     device = Device(curves=curves, calls_us=calls_us, us_per_listed_tensor=1e6, host_is_device=True)
-    return CostModel(source="a test", device=device, links=defaults.LINKS["gloo"])
+    return CostModel(source="a test", device=device, links=default_ceilings.LINKS["gloo"])
 
 
 def test_on_a_cpu_a_call_is_paid_for_each_kernel() -> None:
@@ -200,9 +200,9 @@ def test_a_plan_takes_as_long_as_the_segments_it_becomes() -> None:
     program = builders.place(builders.capture(training_step, PARAMETERS), group=builders.world_group())
     nodes = list(program.graph.nodes)
     apart_us, plan_us = (
-        sum(cost.times_us(nodes).values()) for cost in (H200, replace(H200, compiles=inductor.may_compile))
+        sum(cost.times_us(nodes).values()) for cost in (H200, replace(H200, compiles=segment_compiler.may_compile))
     )
-    segments = form_segments(program, compiles=inductor.compiles)
+    segments = form_segments(program, compiles=segment_compiler.compiles)
     assert any(isinstance(node.target, Segment) for node in segments.graph.nodes)
     made_us = sum(H200.times_us(list(segments.graph.nodes)).values())
     assert plan_us == pytest.approx(made_us, rel=0.15)
@@ -219,6 +219,6 @@ def training_step(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         x = F.layer_norm(F.gelu(x @ weight) + x, (64,))
     grads = torch.autograd.grad(F.mse_loss(x, torch.zeros_like(x)), held)
     return tuple(
-        weight - 0.1 * ops.GRADIENT(grad, str(number)) * 2
+        weight - 0.1 * op_info.GRADIENT(grad, str(number)) * 2
         for number, (weight, grad) in enumerate(zip(weights, grads, strict=True))
     )

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import fitted
-from wholestep.cost.links import COPIES_GAIN, COPIES_US, OPS, ROUND_US, Links, uniform, with_copies
-from wholestep.cost.model import CostModel
+from wholestep.cost.link_model import COPIES_GAIN, COPIES_US, OPS, ROUND_US, Links, uniform, with_copies
 from wholestep.errors import ConfigError
 
 LINK = uniform(latency_us=20.0, bus_bytes_per_us=1e4, launch_us=5.0)

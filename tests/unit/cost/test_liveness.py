@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholestep.cost.memory import Ledger, Make, Usage, at_peak, peak_bytes
+from wholestep.cost.liveness import Ledger, Make, Usage, at_peak, peak_bytes
 
 IN_PLACE = Usage(reads=(0,), makes=(Make(buffer=1, num_bytes=10, onto=0),))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholestep.cost.timeline import ALONE, Sharing, Task, simulate
+from wholestep.cost.simulator import ALONE, Sharing, Task, simulate
 
 
 def chain(*tasks: Task) -> list[Task]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit
+from wholestep.ir import graph_edit
 
 _aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def test_nodes_replaced_at_once_are_nodes_replaced_one_by_one() -> None:
             graph, inputs, sums = _sums(8)
             replaced = {sums[old]: inputs[new] for old, new in chosen.items()}
             if at_once:
-                edit.replace_nodes(replaced)
+                graph_edit.replace_nodes(replaced)
             else:
                 for old, new in replaced.items():
                     old.replace_all_uses_with(new)
@@ -47,7 +47,7 @@ def test_nodes_replaced_at_once_are_nodes_replaced_one_by_one() -> None:
 
 def test_what_replaces_a_node_may_be_replaced_itself() -> None:
     graph, inputs, sums = _sums(3)
-    edit.replace_nodes({sums[2]: sums[1], sums[1]: sums[0], sums[0]: inputs[0]})
+    graph_edit.replace_nodes({sums[2]: sums[1], sums[1]: sums[0], sums[0]: inputs[0]})
     graph.lint()
     assert graph.output_node().args[0][0] == (inputs[0],) * 3  # type: ignore[index]
     assert not graph.find_nodes(op="call_function", target=operator.add)
@@ -59,7 +59,7 @@ def test_a_node_that_reads_another_replaced_one_goes_with_it() -> None:
     one = graph.call_function(operator.neg, (x,))
     two = graph.call_function(operator.neg, (one,))
     graph.output((two, one))
-    edit.replace_nodes({one: x, two: x})
+    graph_edit.replace_nodes({one: x, two: x})
     graph.lint()
     assert graph.output_node().args == ((x, x),)
     assert list(x.users) == [graph.output_node()]
@@ -72,5 +72,5 @@ def test_each_reader_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
     plain = fx.node.map_arg
     monkeypatch.setattr(fx.node, "map_arg", lambda *args: written.append(args) or plain(*args))
-    edit.replace_nodes(dict(zip(sums, inputs, strict=True)))
+    graph_edit.replace_nodes(dict(zip(sums, inputs, strict=True)))
     assert len(written) == 3

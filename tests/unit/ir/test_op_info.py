@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from wholestep.program import ops
+from wholestep.ir import op_info
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -38,15 +38,15 @@ c10d = torch.ops._c10d_functional
     ],
 )
 def test_in_place_variants(op, twin):
-    assert ops.in_place_variant(op) is twin
+    assert op_info.in_place_variant(op) is twin
 
 
 def test_what_fused_optimizers_write():
     fused = aten._fused_adamw_.default
-    assert ops.mutated_args(fused) == (0, 1, 2, 3, 4)
-    assert ops.written_by(fused, {}) == (0, 2, 3, 4)
-    assert ops.written_by(fused, {"grad_scale": object()}) == (0, 1, 2, 3, 4)
-    assert ops.written_by(aten.add_.Tensor, {}) == (0,)
+    assert op_info.mutated_args(fused) == (0, 1, 2, 3, 4)
+    assert op_info.written_by(fused, {}) == (0, 2, 3, 4)
+    assert op_info.written_by(fused, {"grad_scale": object()}) == (0, 1, 2, 3, 4)
+    assert op_info.written_by(aten.add_.Tensor, {}) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_fused_optimizers_write():
         (aten.view.default, (0,)),
         (aten._unsafe_view.default, (0,)),
         (aten.split.Tensor, (0,)),
-        (ops.WAIT, (0,)),
+        (op_info.WAIT, (0,)),
         (operator.getitem, (0,)),
         (aten.add.Tensor, ()),
         (aten.clone.default, ()),
@@ -63,7 +63,7 @@ def test_what_fused_optimizers_write():
     ],
 )
 def test_views(op, viewed):
-    assert ops.viewed_args(op) == viewed
+    assert op_info.viewed_args(op) == viewed
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_views(op, viewed):
     ],
 )
 def test_effects(op, effect):
-    assert ops.has_effect(op) is effect
+    assert op_info.has_effect(op) is effect

@@ -14,8 +14,8 @@ import torch.fx as fx
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
 from wholestep.errors import InternalError
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import InputKind, Program
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import InputKind, Program
 
 
 def linear(w, x):
@@ -26,8 +26,8 @@ TENSORS = [torch.randn(4, 3), torch.randn(2, 4)]
 
 
 def run(program: Program, tensors: list[torch.Tensor], *, comments: bool) -> tuple:
-    namespace = show.namespace(program)
-    exec(show.source(program, comments=comments), namespace)
+    namespace = printer.namespace(program)
+    exec(printer.source(program, comments=comments), namespace)
     return namespace["step"](tensors)
 
 
@@ -42,8 +42,8 @@ def test_what_the_text_says():
         linear, TENSORS, names=["net.0.weight", "args.0"], kinds=[InputKind.PARAM, InputKind.USER]
     )
     (mm,) = program.graph.find_nodes(op="call_function", target=aten.mm.default)
-    meta.set_origin(mm, meta.Origin(meta.Region.FORWARD, "net.0", "train.py:12"))
-    assert show.source(program).splitlines() == [
+    node_meta.set_origin(mm, node_meta.Origin(node_meta.Region.FORWARD, "net.0", "train.py:12"))
+    assert printer.source(program).splitlines() == [
         "def step(inputs):",
         "    (",
         "        arg0_1,  # param net.0.weight float32[4, 3]",
@@ -60,7 +60,7 @@ def test_what_the_text_says():
 
 
 def test_names_are_deleted_after_their_last_reader_and_results_are_not():
-    text = show.source(builders.capture(lambda x: (x + 1, (x + 2) * 2), [torch.ones(2)]), comments=False)
+    text = printer.source(builders.capture(lambda x: (x + 1, (x + 2) * 2), [torch.ones(2)]), comments=False)
     function = ast.parse(text).body[0]
     deleted = [target.id for node in ast.walk(function) if isinstance(node, ast.Delete) for target in node.targets]
     assert deleted == ["arg0_1", "add_1"]
@@ -74,8 +74,8 @@ def test_a_temporary_is_freed_while_the_step_runs():
 
     x = torch.zeros(1000)
     program = builders.capture(chain, [x])
-    namespace = show.namespace(program)
-    exec(show.source(program, comments=False), namespace)
+    namespace = printer.namespace(program)
+    exec(printer.source(program, comments=False), namespace)
     with builders.live_bytes() as live:
         live.know([x])
         namespace["step"]([x])
@@ -85,7 +85,7 @@ def test_a_temporary_is_freed_while_the_step_runs():
 def test_many_inputs_stand_in_rows():
     tensors = [torch.tensor(float(i)) for i in range(20)]
     program = builders.capture(lambda *xs: sum(xs), tensors)
-    assert max(map(len, show.source(program, comments=False).splitlines())) < 120
+    assert max(map(len, printer.source(program, comments=False).splitlines())) < 120
     assert run(program, tensors, comments=False)[0] == 190
 
 
@@ -93,14 +93,14 @@ def arguments(*args: object, **kwargs: object) -> str:
     """How a call with these arguments is spelled."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    meta.set_value(x, torch.ones(2))
+    node_meta.set_value(x, torch.ones(2))
     graph.call_function(aten.add.Tensor, (x,))
     graph.output(())
     template = builders.capture(lambda x: x, [torch.ones(2)])
     program = replace(template, module=fx.GraphModule(torch.nn.Module(), graph), outputs=())
     (call,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     call.args, call.kwargs = (*call.args, *args), kwargs
-    return show.source(program, comments=False).splitlines()[4].strip()
+    return printer.source(program, comments=False).splitlines()[4].strip()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_symbolic_numbers_are_nodes():
 
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(0.5, dtype=torch.float64)]
     program = builders.capture(fn, tensors)
-    text = show.source(program, comments=False)
+    text = printer.source(program, comments=False)
     assert "0.9 ** " in text
     assert "torch.sym_max(" in text
     assert builders.same(run(program, tensors, comments=False), (tensors[0] * (1 - 0.9**2) / -0.5, 4.0))
@@ -158,7 +158,7 @@ def test_symbolic_numbers_are_nodes():
 def test_a_minus_in_front_of_a_power_has_parentheses():
     graph = fx.Graph()
     x = graph.placeholder("x")
-    meta.set_value(x, torch.ones(()))
+    node_meta.set_value(x, torch.ones(()))
     number = graph.call_function(aten._local_scalar_dense.default, (x,))
     power = graph.call_function(operator.pow, (-2.0, number))
     graph.output((graph.call_function(operator.neg, (power,)),))
@@ -171,15 +171,15 @@ def test_a_symbolic_number_that_is_no_node_is_an_internal_error():
     program = builders.capture(lambda x: x * x.sum().item(), [torch.ones(2)])
     (scalar,) = program.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
     (mul,) = scalar.users
-    mul.args = (mul.args[0], meta.value(scalar))
+    mul.args = (mul.args[0], node_meta.value(scalar))
     with pytest.raises(InternalError, match="not as a node"):
-        show.source(program)
+        printer.source(program)
 
 
 def test_constants_are_names_of_the_namespace():
     constant = torch.tensor([1.0, 2.0])
     program = builders.capture(lambda x: x + constant, [torch.ones(2)])
-    assert any(value is constant for value in show.namespace(program).values())
+    assert any(value is constant for value in printer.namespace(program).values())
     assert builders.same(run(program, [torch.ones(2)], comments=False), (torch.tensor([2.0, 3.0]),))
 
 
@@ -192,7 +192,7 @@ def test_names_that_the_text_needs_are_not_taken_by_nodes():
 
 def test_short_names_of_different_operators_differ():
     program = builders.capture(lambda x: (x + 1).clamp(0).clamp(torch.ones(2)), [torch.ones(2)])
-    rendered = show.render(program, short_names=True)
+    rendered = printer.render(program, short_names=True)
     assert "aten_clamp_default(" in rendered.text
     assert "aten_clamp_Tensor(" in rendered.text
     assert "torch.ops" not in rendered.text
@@ -200,7 +200,7 @@ def test_short_names_of_different_operators_differ():
 
 def test_lines_know_their_nodes():
     program = builders.capture(linear, TENSORS)
-    rendered = show.render(program)
+    rendered = printer.render(program)
     lines = rendered.text.splitlines()
     assert {node.name: lines[line - 1].split()[0] for line, node in rendered.nodes.items()} == {
         "mm": "mm",
@@ -210,12 +210,12 @@ def test_lines_know_their_nodes():
 
 def test_diff():
     program = builders.capture(linear, TENSORS)
-    assert show.diff(program, edit.copy(program)) == ""
-    other = edit.copy(program)
+    assert printer.diff(program, graph_edit.copy(program)) == ""
+    other = graph_edit.copy(program)
     (relu,) = other.graph.find_nodes(op="call_function", target=aten.relu.default)
     relu.target = aten.sigmoid.default
     changed = [
-        line for line in show.diff(program, other).splitlines() if line[0] in "+-" and line[:3] not in ("+++", "---")
+        line for line in printer.diff(program, other).splitlines() if line[0] in "+-" and line[:3] not in ("+++", "---")
     ]
     assert len(changed) == 2
     assert "relu" in changed[0]
@@ -224,20 +224,20 @@ def test_diff():
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5120.0 GiB")])
 def test_bytes(size, text):
-    assert show.bytes_text(size) == text
+    assert printer.bytes_text(size) == text
 
 
 def gathers(x, y):
     group = builders.world_group()
-    a = ops.WAIT(c10d.all_gather_into_tensor.default(x, 1, group))
+    a = op_info.WAIT(c10d.all_gather_into_tensor.default(x, 1, group))
     b = c10d.broadcast.default(y, 0, group)
-    return a, ops.WAIT(b), ops.WAIT(c10d.reduce_scatter_tensor.default(x, "avg", 1, group))
+    return a, op_info.WAIT(b), op_info.WAIT(c10d.reduce_scatter_tensor.default(x, "avg", 1, group))
 
 
 def test_the_plan():
     tensors = [torch.randn(4, 2), torch.randn(3).double()]
     program = builders.place(builders.capture(gathers, tensors))
-    assert show.plan_text(program).splitlines() == [
+    assert printer.plan_text(program).splitlines() == [
         f"torch {torch.__version__}",
         "mesh data=2",
         "#0 all_gather_into_tensor float32[8] 1 axis=data size=2",
@@ -251,11 +251,11 @@ def test_the_plan_names_the_gradients_and_no_process_group():
     texts = []
     for group in ("0", "mesh_7"):
         placed = builders.place(program, group=group)
-        texts.append(show.plan_text(placed))
+        texts.append(printer.plan_text(placed))
     assert texts[0] == texts[1]
     assert "#0 all_reduce float32[3] sum axis=data size=2 members: net.weight" in texts[0]
 
 
 def test_the_plan_of_one_process_is_its_header():
     program = builders.capture(linear, TENSORS)
-    assert show.plan_text(program) == f"torch {torch.__version__}\nmesh none\n"
+    assert printer.plan_text(program) == f"torch {torch.__version__}\nmesh none\n"

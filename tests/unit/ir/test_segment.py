@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.fx as fx
 
-from wholestep.program.segment import Segment
+from wholestep.ir.segment import Segment
 
 
 def test_a_stored_result_is_written_to_its_argument_and_none_stands_in_its_place():

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.unit import builders
-from wholestep.lower import inductor
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.segments import form_segments
-from wholestep.program import portable
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
+from wholestep.ir import serializer
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.form_segments import form_segments
 
 
 def step(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,7 +38,9 @@ def tensors() -> list[Tensor]:
 
 def with_segments() -> Program:
     """Three segments; the last one writes to an input."""
-    compiles = partial(form_segments, compiles=lambda node: inductor.compiles(node) and not inductor.by_library(node))
+    compiles = partial(
+        form_segments, compiles=lambda node: segment_compiler.compiles(node) and not segment_compiler.by_library(node)
+    )
     program = builders.without_gradients(builders.capture(step, tensors()))
     return run_passes(program, [compiles, partial(reinplace, hold_updates=True)])
 
@@ -50,20 +52,20 @@ def segments_of(program: Program) -> list[Segment]:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many nodes each graph has that is read, in order."""
-    found, make = list[int](), portable._graph_module
+    found, make = list[int](), serializer._graph_module
 
     @functools.wraps(make)  # pickle finds it by its name
     def noting(records: list[tuple[Any, ...]], attributes: dict[str, Any]) -> Any:
         found.append(len(records))
         return make(records, attributes)
 
-    monkeypatch.setattr(portable, "_graph_module", noting)
+    monkeypatch.setattr(serializer, "_graph_module", noting)
     return found
 
 
 def test_a_program_is_read_without_its_segments(read: list[int]) -> None:
     here = with_segments()
-    there = portable.loads(portable.dumps(here))
+    there = serializer.loads(serializer.dumps(here))
     assert read == [len(here.graph.nodes)]
     ours, theirs = segments_of(here), segments_of(there)
     assert len(ours) == len(theirs) == 3
@@ -76,7 +78,7 @@ def test_a_program_is_read_without_its_segments(read: list[int]) -> None:
 
 def test_a_segment_is_read_once_when_somebody_asks(read: list[int]) -> None:
     here = with_segments()
-    first, second, third = segments_of(portable.loads(portable.dumps(here)))
+    first, second, third = segments_of(serializer.loads(serializer.dumps(here)))
     read.clear()
     assert third.module is third.module
     assert replace(third, stored=()).module is third.module, "the same nodes"
@@ -90,21 +92,21 @@ def test_plain_values_are_asked_nothing() -> None:
     """They are most of a program, and pickle asks about each of them: one call, and no more behind it."""
     profile = cProfile.Profile()
     numbers = [float(number) for number in range(1000)]
-    profile.runcall(portable.dumps, [numbers, tuple(map(str, numbers)), dict.fromkeys(numbers)])
+    profile.runcall(serializer.dumps, [numbers, tuple(map(str, numbers)), dict.fromkeys(numbers)])
     asked = 4 * len(numbers)
     assert asked <= pstats.Stats(profile).total_calls < 1.5 * asked  # type: ignore[attr-defined]
 
 
 def test_what_is_told_is_what_the_nodes_say() -> None:
     here = with_segments()
-    for one, other in zip(segments_of(here), segments_of(portable.loads(portable.dumps(here))), strict=True):
+    for one, other in zip(segments_of(here), segments_of(serializer.loads(serializer.dumps(here))), strict=True):
         found = replace(other, told="")
         assert "aten" in found.does
         assert found.likeness == other.likeness == one.likeness
 
 
 def test_another_place_of_results_changes_the_likeness_in_that_alone(read: list[int]) -> None:
-    third = segments_of(portable.loads(portable.dumps(with_segments())))[2]
+    third = segments_of(serializer.loads(serializer.dumps(with_segments())))[2]
     for stored in ((), ((0, 1),)):
         other = replace(third, stored=stored)
         assert other.does == third.does
@@ -115,8 +117,8 @@ def test_another_place_of_results_changes_the_likeness_in_that_alone(read: list[
 
 def test_a_program_that_was_read_runs_with_the_same_bits_and_can_be_written_again(read: list[int]) -> None:
     here = with_segments()
-    there = portable.loads(portable.dumps(here))
-    again = portable.loads(portable.dumps(there))
+    there = serializer.loads(serializer.dumps(here))
+    again = serializer.loads(serializer.dumps(there))
     results = [builders.execute(one, tensors()) for one in (here, there, again)]
     assert builders.same(results[0], results[1])
     assert builders.same(results[0], results[2])

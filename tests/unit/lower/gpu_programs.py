@@ -14,14 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.unit import builders
-from wholestep.lower import inductor
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.program import meta
-from wholestep.program.program import Input, InputKind, Program, Stage
+from wholestep.ir import node_meta
+from wholestep.ir.program import Input, InputKind, Program, Stage
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 Spec = tuple[tuple[int, ...], torch.dtype, str, InputKind]
 """Shape, dtype, device and kind of an input."""
@@ -55,13 +55,16 @@ def captured(fn: Callable[..., Any], specs: Sequence[Spec], *, writes: bool = Fa
         for index, (shape, dtype, _, kind) in enumerate(specs)
     )
     for node in module.graph.nodes:
-        meta.set_origin(node, meta.Origin(meta.Region.FORWARD, "", "train.py:7"))
+        node_meta.set_origin(node, node_meta.Origin(node_meta.Region.FORWARD, "", "train.py:7"))
     return builders._with_outputs(module, inputs)
 
 
 def scheduled(fn: Callable[..., Any], *specs: Spec, writes: bool = False, segments: bool = True) -> Program:
     """Without `segments` every call stands alone, and takes numbers of the host as they are."""
-    compiled = [partial(pack_scalars, reads=inductor.reads_packed), partial(form_segments, compiles=inductor.compiles)]
+    compiled = [
+        partial(pack_scalars, reads=segment_compiler.reads_packed),
+        partial(form_segments, compiles=segment_compiler.compiles),
+    ]
     passes = [cleanup, *(compiled if segments else []), reinplace]
     program = run_passes(builders.without_gradients(captured(fn, specs, writes=writes)), passes)
     assert program.stage is Stage.SCHEDULED
@@ -73,4 +76,4 @@ def targets(program: Program) -> list[Any]:
 
 
 def devices(node: fx.Node) -> set[str]:
-    return {one.device.type for one in meta.tensors(node)}
+    return {one.device.type for one in node_meta.tensors(node)}

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wholestep.lower import copies
+from wholestep.lower.kernels import copy_all_reduce
 
-MAIN = copies.NUM_STREAMS
+MAIN = copy_all_reduce.NUM_STREAMS
 """The stream of the caller."""
 
 
@@ -34,7 +34,7 @@ class Rank:
         self.rank, self.size = rank, len(memories)
         self.given: list[_Given] = []
         self._memories, self._without = memories, without
-        self._tails: list[frozenset[int]] = [frozenset()] * (copies.NUM_STREAMS + 1)
+        self._tails: list[frozenset[int]] = [frozenset()] * (copy_all_reduce.NUM_STREAMS + 1)
 
     def memory(self, rank: int, dtype: torch.dtype) -> Tensor:
         return self._memories[rank].view(dtype)
@@ -58,12 +58,12 @@ class Rank:
         self._tails[stream] |= mark
 
     def reduce(
-        self, message: Tensor, add: copies.Add, result: Tensor | None = None, *, split: bool = True
-    ) -> copies.Pieces:
+        self, message: Tensor, add: copy_all_reduce.Add, result: Tensor | None = None, *, split: bool = True
+    ) -> copy_all_reduce.Pieces:
         """What the operators do, in place unless there is a result."""
-        for stream in range(copies.NUM_STREAMS):
+        for stream in range(copy_all_reduce.NUM_STREAMS):
             self.wait(stream, MAIN)
-        return copies.all_reduce(message, message if result is None else result, self, add, split=split)
+        return copy_all_reduce.all_reduce(message, message if result is None else result, self, add, split=split)
 
     def end_of_graph(self) -> None:
         """What comes runs behind what the caller's stream has been given or has waited for, and nothing else."""
@@ -72,7 +72,7 @@ class Rank:
 
 def memories_of(size: int) -> list[Tensor]:
     """Symmetric memory; NaN, wherever it is not written."""
-    return [torch.full((copies.memory_bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
+    return [torch.full((copy_all_reduce.memory_bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
 
 
 def run_all(ranks: Sequence[Rank], draw: random.Random, *, one_queue: bool = False) -> None:
@@ -140,7 +140,7 @@ def _in_a_row(order: Sequence[int]) -> list[frozenset[int]]:
 
 
 def added(slots: Tensor, own: Tensor, result: Tensor, shared: Tensor, *, rank: int, averages: bool) -> None:
-    """What `wholestep.lower.addition` does, by operators of torch."""
+    """What `wholestep.lower.kernels.add_chunks` does, by operators of torch."""
     wide = torch.float64 if own.dtype is torch.float64 else torch.float32
     total = torch.zeros_like(own, dtype=wide)
     for other, slot in enumerate(slots):

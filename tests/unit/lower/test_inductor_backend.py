@@ -9,14 +9,17 @@ import pytest
 import torch
 
 import wholestep as ws
-import wholestep.lower.backend
-import wholestep.step
-from tests.unit.program.test_portable import segments_of, with_segments
+import wholestep.api.compiled_step
+import wholestep.lower.inductor_backend
+from tests.unit.ir.test_serializer import segments_of, with_segments
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import ahead, binaries, column_sums, inductor, lists, row_sums
-from wholestep.lower.backend import Eager, Form, Inductor
-from wholestep.program.segment import Segment
-from wholestep.run import beside
+from wholestep.ir.segment import Segment
+from wholestep.lower.codecache import toolchain_hash, triton_cache
+from wholestep.lower.foreach import multi_tensor
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import Eager, Form, Inductor
+from wholestep.lower.kernels import column_sum, row_sum
+from wholestep.util import background
 
 GPU = torch.device("cuda", 1)
 
@@ -25,14 +28,16 @@ GPU = torch.device("cuda", 1)
 def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What is done with what another process has compiled, in order. Nothing else is."""
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(inductor, "_choose_assembler", lambda: None)  # it changes the environment
-    monkeypatch.setattr(ahead, "wait_for_inductor", lambda: found.append(("wait",)))
-    monkeypatch.setattr(inductor.Inductor, "found", lambda self: b"found")
-    monkeypatch.setattr(inductor.Inductor, "take_found", lambda self, data: found.append(("found", data)))
+    monkeypatch.setattr(segment_compiler, "_choose_assembler", lambda: None)  # it changes the environment
+    monkeypatch.setattr(toolchain_hash, "wait_for_inductor", lambda: found.append(("wait",)))
+    monkeypatch.setattr(segment_compiler.Inductor, "found", lambda self: b"found")
+    monkeypatch.setattr(segment_compiler.Inductor, "take_found", lambda self, data: found.append(("found", data)))
     monkeypatch.setattr(
-        inductor.Inductor, "take", lambda self, segment, data: found.append(("inductor", segment, data))
+        segment_compiler.Inductor, "take", lambda self, segment, data: found.append(("inductor", segment, data))
     )
-    monkeypatch.setattr(lists.Plans, "take", lambda self, segment, *rest: found.append(("lists", segment, *rest)))
+    monkeypatch.setattr(
+        multi_tensor.Plans, "take", lambda self, segment, *rest: found.append(("lists", segment, *rest))
+    )
     return found
 
 
@@ -42,8 +47,8 @@ def backend(device: torch.device = GPU) -> Inductor:
 
 def compiled_by(monkeypatch: pytest.MonkeyPatch, own: dict[str, bytes], others: dict[str, bytes]) -> None:
     """What kernels over lists and Inductor have of segments, by name."""
-    monkeypatch.setattr(lists.Plans, "written", lambda self, segment: own.get(segment.name))
-    monkeypatch.setattr(inductor.Inductor, "written", lambda self, segment: others.get(segment.name))
+    monkeypatch.setattr(multi_tensor.Plans, "written", lambda self, segment: own.get(segment.name))
+    monkeypatch.setattr(segment_compiler.Inductor, "written", lambda self, segment: others.get(segment.name))
 
 
 def test_everybody_gets_what_is_theirs(given: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +85,7 @@ def test_only_what_did_not_come_is_looked_at(given: list[tuple[Any, ...]], monke
     there, kernels = backend(), backend().kernels(program)
     there.give(program, kernels)
     monkeypatch.setattr(Segment, "module", property(lambda segment: pytest.fail(f"{segment} was read")))
-    monkeypatch.setattr(lists, "plan", lambda segment, texts: looked_at.append(segment) or "it is no list")
+    monkeypatch.setattr(multi_tensor, "plan", lambda segment, texts: looked_at.append(segment) or "it is no list")
     there._lists.begin(program)
     assert there._lists.compile(first) is there._lists.compile(third) is None
     assert looked_at == [second]
@@ -94,15 +99,15 @@ def test_all_segments_are_written_before_anybody_waits(
     program = with_segments()
     first, second, third = segments_of(program)
     happened: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(lists.Plans, "begin", lambda self, program: happened.append(("lists",)))
-    monkeypatch.setattr(lists.Plans, "has", lambda self, segment: segment is second)
-    monkeypatch.setattr(inductor.Inductor, "begin", lambda self, segment: happened.append(("begin", segment)))
-    monkeypatch.setattr(inductor.Inductor, "finish", lambda self: happened.append(("finish",)))
-    monkeypatch.setattr(inductor.Inductor, "texts", lambda self: ["one", "two"])
-    monkeypatch.setattr(wholestep.lower.backend, "_kernels_called", lambda program: iter(["called"]))
-    monkeypatch.setattr(column_sums, "builds", lambda text: iter([("columns", text)]))
-    monkeypatch.setattr(row_sums, "builds", lambda text: iter([("rows", text)]))
-    monkeypatch.setattr(binaries, "build_beside", lambda jobs, device: happened.append(("build", device, *jobs)))
+    monkeypatch.setattr(multi_tensor.Plans, "begin", lambda self, program: happened.append(("lists",)))
+    monkeypatch.setattr(multi_tensor.Plans, "has", lambda self, segment: segment is second)
+    monkeypatch.setattr(segment_compiler.Inductor, "begin", lambda self, segment: happened.append(("begin", segment)))
+    monkeypatch.setattr(segment_compiler.Inductor, "finish", lambda self: happened.append(("finish",)))
+    monkeypatch.setattr(segment_compiler.Inductor, "texts", lambda self: ["one", "two"])
+    monkeypatch.setattr(wholestep.lower.inductor_backend, "_kernels_called", lambda program: iter(["called"]))
+    monkeypatch.setattr(column_sum, "builds", lambda text: iter([("columns", text)]))
+    monkeypatch.setattr(row_sum, "builds", lambda text: iter([("rows", text)]))
+    monkeypatch.setattr(triton_cache, "build_beside", lambda jobs, device: happened.append(("build", device, *jobs)))
     backend(GPU if on_gpu else torch.device("cpu"))._compile(program)
     ours = [("lists",), ("build", GPU, "called")], [("build", GPU, ("columns", "one\ntwo"), ("rows", "one\ntwo"))]
     before, behind = ours if on_gpu else ([], [])
@@ -115,18 +120,18 @@ def test_who_finds_kernels_imports_the_compiler_meanwhile(
 ) -> None:
     """It measures block sizes, for which Inductor imports its compiler; rank 0 would wait for that in the first run."""
     begun: list[Any] = []
-    monkeypatch.setattr(beside, "begun", begun.append)
-    monkeypatch.setattr(wholestep.lower.backend, "compiler", SimpleNamespace(start_workers=lambda: None))
+    monkeypatch.setattr(background, "begun", begun.append)
+    monkeypatch.setattr(wholestep.lower.inductor_backend, "compiler", SimpleNamespace(start_workers=lambda: None))
     shelf: Any = SimpleNamespace(is_filled_here=is_filled_here)
     Inductor(InductorOptions(), GPU, shelf).prepare()
-    assert [work.args for work in begun] == [("wholestep.lower.compiler",)] * imports
+    assert [work.args for work in begun] == [("wholestep.lower.inductor.compile_fx",)] * imports
     Inductor(InductorOptions(), torch.device("cpu"), SimpleNamespace(is_filled_here=False)).prepare()  # type: ignore[arg-type]
     assert len(begun) == imports
 
 
 def test_a_step_that_one_cuda_graph_launches_costs_the_host_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     told = dict[str, Any]()
-    monkeypatch.setattr(wholestep.step, "explain", lambda program, **kwargs: told.update(kwargs))
+    monkeypatch.setattr(wholestep.api.compiled_step, "explain", lambda program, **kwargs: told.update(kwargs))
     step = ws.compile(lambda x: x + 1, backend="eager")
     step(torch.ones(2))
     for is_one in (False, True):

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.capture.steps import finish, program_of
-from wholestep.cli.gpt import GPT, GPTConfig
+from wholestep.cli.workloads.gpt import GPT, GPTConfig
 from wholestep.config import DDP
-from wholestep.cost.memory import Ledger
-from wholestep.cost.model import CostModel
-from wholestep.cost.timeline import Timeline, simulate
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.tasks import Tasks, sharing, tasks_of
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.liveness import Ledger
+from wholestep.cost.simulator import Timeline, simulate
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.passes.analysis.task_graph import Tasks, sharing, tasks_of
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 from wholestep.place.strategies import place
-from wholestep.program import edit, meta, ops
-from wholestep.program.meta import Region
-from wholestep.program.program import MeshAxis, Program
 
 COST = CostModel.default("h200+nvlink")
 RANKS = 4
@@ -41,18 +41,18 @@ class Plan:
     param_bytes: dict[str, int]
 
     def starts(self) -> list[int]:
-        return [n for n, node in enumerate(self.found.nodes) if ops.is_collective(node)]
+        return [n for n, node in enumerate(self.found.nodes) if op_info.is_collective(node)]
 
-    def bucket(self, number: int) -> meta.Bucket:
-        record = meta.bucket(self.found.nodes[number])
+    def bucket(self, number: int) -> node_meta.Bucket:
+        record = node_meta.bucket(self.found.nodes[number])
         assert record is not None
         return record
 
     def region(self, *regions: Region) -> list[int]:
         return [
             n for n, node in enumerate(self.found.nodes)
-            if meta.origin(node).region in regions and not ops.is_collective(node) and node.target is not ops.WAIT
-            and self.found.tasks[n].us > 0
+            if node_meta.origin(node).region in regions and not op_info.is_collective(node) and node.target is not
+            op_info.WAIT and self.found.tasks[n].us > 0
         ]  # fmt: skip
 
 
@@ -89,9 +89,9 @@ def clipped() -> Plan:
 
 def test_one_all_reduce_per_bucket_and_every_byte_once(plain):
     starts = plain.starts()
-    assert sum(ops.is_collective(node) for node in plain.placed.graph.nodes) == len(plain.param_bytes)
+    assert sum(op_info.is_collective(node) for node in plain.placed.graph.nodes) == len(plain.param_bytes)
     assert 4 <= len(starts) <= 20
-    carried = [meta.num_bytes(plain.found.nodes[number].args[0]) for number in starts]
+    carried = [node_meta.num_bytes(plain.found.nodes[number].args[0]) for number in starts]
     members = [plain.bucket(number).members for number in starts]
     sizes = {name.removeprefix("model."): size for name, size in plain.param_bytes.items()}
     assert [sum(sizes[name.removeprefix("model.")] for name in names) for names in members] == carried
@@ -132,7 +132,7 @@ def test_with_clipping_norms_stand_in_the_backward_and_updates_behind_the_last_b
     norms = [n for n, node in enumerate(clipped.found.nodes) if node.target is norm]
     assert len(norms) == len(clipped.param_bytes) + 1
     assert sum(number < last_backward for number in norms) > 0.5 * len(norms)
-    last_wait = max(n for n, node in enumerate(clipped.found.nodes) if node.target is ops.WAIT)
+    last_wait = max(n for n, node in enumerate(clipped.found.nodes) if node.target is op_info.WAIT)
     add = torch.ops.aten._foreach_add.List  # momentum, then parameters: of one bucket each
     writes = [n for n, node in enumerate(clipped.found.nodes) if node.target is add]
     assert len(writes) == 2 * len(clipped.starts())
@@ -153,7 +153,7 @@ def test_gradients_alive_behind_the_backward_are_those_not_yet_updated(plain):
             updated += plain.bucket(start).num_bytes
     assert updated > 0.5 * all_bytes
     before = tasks_of(plain.placed, COST)
-    ends = [n for n, node in enumerate(before.nodes) if meta.origin(node).region is Region.BACKWARD]
+    ends = [n for n, node in enumerate(before.nodes) if node_meta.origin(node).region is Region.BACKWARD]
     assert live_bytes(before, max(ends)) == pytest.approx(all_bytes, rel=0.01)
     assert live_bytes(plain.found, behind) == pytest.approx(all_bytes - updated, abs=1024)
 
@@ -166,7 +166,7 @@ def later(plan: Plan, start: int) -> list[int]:
         for user in stack.pop().users:
             if user.op == "output":
                 continue
-            if ops.viewed_args(user.target) and not ops.is_indexwise(user.target):
+            if op_info.viewed_args(user.target) and not op_info.is_indexwise(user.target):
                 stack.append(user)
             else:
                 found.append(number_of[user])
@@ -188,6 +188,6 @@ def test_planning_is_quick(clipped):
         work()
         return time.process_time() - start
 
-    copying_s = min(spent_s(lambda: edit.copy(clipped.placed)) for _ in range(5))
+    copying_s = min(spent_s(lambda: graph_edit.copy(clipped.placed)) for _ in range(5))
     planning_s = min(spent_s(lambda: run_passes(clipped.placed, passes_of(cost=COST))) for _ in range(2))
     assert planning_s < 60 * copying_s  # 15, and 24 where others use the cores

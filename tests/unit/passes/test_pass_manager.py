@@ -11,8 +11,8 @@ import torch
 from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.errors import InternalError
-from wholestep.passes.pipeline import pass_name, run_passes
-from wholestep.program import show
+from wholestep.ir import printer
+from wholestep.passes.pass_manager import pass_name, run_passes
 
 
 def program():
@@ -28,9 +28,9 @@ def drop_relu(one, *, note="dropped"):
 
 def test_the_program_that_went_in_stays_as_it_was():
     before = program()
-    text = show.source(before)
+    text = printer.source(before)
     after = run_passes(before, [drop_relu])
-    assert show.source(before) == text
+    assert printer.source(before) == text
     assert builders.calls(after) == ["aten.sigmoid.default"]
 
 

@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from wholestep.capture.capture import capture
 from wholestep.config import DDP
 from wholestep.errors import PlacementError
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.printer import source
+from wholestep.ir.program import InputKind, MeshAxis, Program, Stage
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops
-from wholestep.program.program import InputKind, MeshAxis, Program, Stage
-from wholestep.program.show import source
 
 AXIS = MeshAxis(name="data", size=2, group="0")
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -65,9 +65,9 @@ def reduced(program: Program) -> Counter[str]:
     """How often the gradient of each parameter is reduced. Every reduction must be waited for and carry its name."""
     counts: Counter[str] = Counter()
     for node in found(program, c10d.all_reduce.default):
-        bucket = meta.bucket(node)
+        bucket = node_meta.bucket(node)
         assert bucket is not None
-        assert [user.target for user in node.users] == [ops.WAIT]
+        assert [user.target for user in node.users] == [op_info.WAIT]
         counts.update(bucket.members)
     return counts
 
@@ -97,7 +97,7 @@ def test_each_gradient_is_scaled_and_summed_once() -> None:
         assert (op, group) == ("sum", "0")
         assert scaled.target is aten.mul.Tensor
         assert scaled.args[1] == 0.5
-    assert not found(program, ops.GRADIENT)
+    assert not found(program, op_info.GRADIENT)
 
 
 def test_the_scale_is_one_over_the_size_of_the_axis() -> None:
@@ -116,19 +116,19 @@ def test_the_captured_program_is_left_alone() -> None:
     before = source(program)
     place(program, DDP(), AXIS)
     assert source(program) == before
-    assert len(found(program, ops.GRADIENT)) == 4
+    assert len(found(program, op_info.GRADIENT)) == 4
 
 
 @pytest.mark.parametrize("config", [None, DDP()])
 def test_one_process_has_no_communication(config: DDP | None) -> None:
     alone = MeshAxis(name="data", size=1, group="0")
     program = place(capture(usual(mlp()), data(), {}).program, config, None if config is None else alone)
-    assert not any(ops.is_collective(node) or node.target is ops.GRADIENT for node in program.graph.nodes)
+    assert not any(op_info.is_collective(node) or node.target is op_info.GRADIENT for node in program.graph.nodes)
 
 
 def test_the_axis_is_not_used_without_a_strategy() -> None:
     program = place(capture(usual(mlp()), data(), {}).program, None, AXIS)
-    assert not any(ops.is_collective(node) for node in program.graph.nodes)
+    assert not any(op_info.is_collective(node) for node in program.graph.nodes)
 
 
 # ---- several gradients of one parameter --------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_gradients_left_from_an_earlier_call_join_the_one_reduction(calls: int) 
         for record, node in zip(program.inputs, program.placeholders, strict=True)
         if record.kind is InputKind.GRAD and record.shape == (8, 6)
     )
-    (sent,) = [n for n in found(program, c10d.all_reduce.default) if tuple(meta.tensor(n).shape) == (8, 6)]
+    (sent,) = [n for n in found(program, c10d.all_reduce.default) if tuple(node_meta.tensor(n).shape) == (8, 6)]
     assert depends_on(sent, entry)
 
 
@@ -238,7 +238,7 @@ def test_what_a_post_accumulate_hook_leaves_is_reduced() -> None:
     program = placed(usual(module))
     assert set(reduced(program).values()) == {1}
     (clamp,) = found(program, aten.clamp.default)
-    (sent,) = [n for n in found(program, c10d.all_reduce.default) if meta.bucket(n).members == ("0.weight",)]  # type: ignore[union-attr]
+    (sent,) = [n for n in found(program, c10d.all_reduce.default) if node_meta.bucket(n).members == ("0.weight",)]  # type: ignore[union-attr]
     assert depends_on(sent, clamp)
 
 
@@ -296,7 +296,7 @@ def test_frozen_and_unused_parameters_are_not_reduced() -> None:
 def test_ignored_parameters_stay_local() -> None:
     program = placed(usual(mlp()), config=DDP(ignore=("0.weight", "2.bias")))
     assert reduced(program) == {"0.bias": 1, "2.weight": 1}
-    assert not found(program, ops.GRADIENT)
+    assert not found(program, op_info.GRADIENT)
 
 
 def test_an_unknown_name_in_ignore_is_refused() -> None:
@@ -322,8 +322,11 @@ def norm_net() -> nn.Sequential:
 
 def test_written_buffers_come_from_rank_0_one_message_per_dtype() -> None:
     program = placed(usual(norm_net()))
-    sent = {meta.tensor(node).dtype: node for node in found(program, c10d.broadcast.default)}
-    assert {dtype: meta.tensor(node).numel() for dtype, node in sent.items()} == {torch.float32: 24, torch.int64: 2}
+    sent = {node_meta.tensor(node).dtype: node for node in found(program, c10d.broadcast.default)}
+    assert {dtype: node_meta.tensor(node).numel() for dtype, node in sent.items()} == {
+        torch.float32: 24,
+        torch.int64: 2,
+    }
     assert all(node.args[1:] == (0, "0") for node in sent.values())
     place_of = {node: index for index, node in enumerate(program.graph.nodes)}
     first_layer = min(place_of[node] for node in found(program, aten.addmm.default))
@@ -352,10 +355,10 @@ def on_a_gpu(program: Program) -> Program:
     """The same program with its parameters on a GPU."""
     for record, node in zip(program.inputs, program.placeholders, strict=True):
         if record.kind is InputKind.PARAM:
-            value = meta.tensor(node)
+            value = node_meta.tensor(node)
             assert isinstance(value, FakeTensor)
             with value.fake_mode:
-                meta.set_value(node, torch.empty(record.shape, dtype=record.dtype, device="cuda"))
+                node_meta.set_value(node, torch.empty(record.shape, dtype=record.dtype, device="cuda"))
     return program
 
 
@@ -402,7 +405,7 @@ def test_host_scalars_pass_through_untouched() -> None:
         return [
             (node.name, node.target)
             for node in program.graph.nodes
-            if node.op == "call_function" and not list(meta.tensors(node))
+            if node.op == "call_function" and not list(node_meta.tensors(node))
         ]
 
     module = mlp()
@@ -417,7 +420,7 @@ def test_host_scalars_pass_through_untouched() -> None:
 def test_origins_are_kept() -> None:
     program = placed(usual(mlp()))
     for node in found(program, c10d.all_reduce.default):
-        origin = meta.origin(node)
+        origin = node_meta.origin(node)
         assert origin is not None
-        assert origin.region is meta.Region.BACKWARD
+        assert origin.region is node_meta.Region.BACKWARD
     assert params(program) == ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -14,11 +14,11 @@ from torch import Tensor
 import wholestep as ws
 from tests.unit import builders
 from tests.unit.builders import gradient
-from wholestep.cost.model import CostModel
-from wholestep.passes.bucket import bucket
-from wholestep.passes.pipeline import run_passes
-from wholestep.program.program import InputKind, Program
-from wholestep.run.comm_state import CommState
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir.program import InputKind, Program
+from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.pass_manager import run_passes
+from wholestep.runtime.compression_state import CommState
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (10, 20)}
 WARM = ws.PowerSGD(rank=2, start_iter=2, seed=5)

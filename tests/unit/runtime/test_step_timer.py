@@ -12,7 +12,7 @@ from torch import nn
 import wholestep as ws
 from tests.unit.capture.steps import train
 from wholestep.errors import ConfigError
-from wholestep.run.measure import Measured, Meter
+from wholestep.runtime.step_timer import Measured, Meter
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from wholestep.errors import ConfigError
-from wholestep.program import meta
+from wholestep.ir import node_meta
 from wholestep.spmd import compile
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def test_what_reads_a_new_node_is_computed_anew() -> None:
 
     result, gm = compiled(transformation, after=lambda x: x.detach().exp().neg())
     (returned,) = gm.graph.output_node().args[0]
-    assert result.shape == meta.tensor(returned).shape == (4, 2)
+    assert result.shape == node_meta.tensor(returned).shape == (4, 2)
     assert "neg" in str(returned.target), "a node that was not touched itself"
 
 

@@ -9,37 +9,37 @@ from typing import Any
 
 import pytest
 
-from wholestep.run import beside
+from wholestep.util import background
 
 
 def test_what_fails_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    thread = beside.begun(lambda: 1 / 0)
+    thread = background.begun(lambda: 1 / 0)
     thread.join()
     assert thread.daemon, "the wait for it has an end"
     assert errors == []
 
 
 def test_a_program_that_ends_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_ending", threading.Event())
+    monkeypatch.setattr(background, "_ending", threading.Event())
     may_end = threading.Event()
     done = []
 
     def work() -> None:
         may_end.wait(30)
-        done.append(beside.is_ending())
+        done.append(background.is_ending())
 
-    assert not beside.is_ending()
-    short = beside.begun(work)
+    assert not background.is_ending()
+    short = background.begun(work)
     threading.Timer(0.05, may_end.set).start()
-    beside._wait()
+    background._wait()
     assert done == [True]
     assert not short.is_alive()
     may_end.clear()
-    monkeypatch.setattr(beside, "END_WAIT_S", 0.05)
-    long = beside.begun(work)
-    beside._wait()
+    monkeypatch.setattr(background, "END_WAIT_S", 0.05)
+    long = background.begun(work)
+    background._wait()
     assert long.is_alive()
     may_end.set()
     long.join()

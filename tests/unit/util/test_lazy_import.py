@@ -15,7 +15,9 @@ def said_by(text: str) -> str:
 def test_compilers_are_not_imported_with_the_package():
     """Dynamo and Inductor would take as long again as half of torch."""
     names = "('torch._dynamo', 'torch._inductor', 'torch')"
-    told = said_by(f"import wholestep, wholestep.step\nprint([name for name in {names} if name in sys.modules])")
+    told = said_by(
+        f"import wholestep, wholestep.api.compiled_step\nprint([name for name in {names} if name in sys.modules])"
+    )
     assert told == "['torch']"
 
 
@@ -24,7 +26,7 @@ def test_threads_of_a_gpu_find_the_compiler_imported():
     text = """
 import torch
 from wholestep.lower import ahead, auto
-wanted = ("wholestep.lower.inductor", "torch._inductor.output_code", "torch._dynamo.source")
+wanted = ("wholestep.lower.inductor.segment_compiler", "torch._inductor.output_code", "torch._dynamo.source")
 ahead.begun = lambda: print(all(name in sys.modules for name in wanted))
 for chosen in ("eager", "auto"):
     auto.backend_for(chosen, torch.device("cuda"), None, None)

@@ -37,15 +37,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholestep.capture import guards as guarding
-from wholestep.capture.classes import functions_in
-from wholestep.capture.overlap import overlaps
-from wholestep.capture.ranks import ranks
-from wholestep.capture.scene import Scene
-from wholestep.capture.storage import num_bytes
-from wholestep.capture.views import BUFFERS, ClassView, ContentView, SlotsView, slots
-from wholestep.capture.watch import Watch
-from wholestep.capture.whose import is_users
+from wholestep.capture.functionalize.alias_checks import overlaps
+from wholestep.capture.functionalize.storage_resize import num_bytes
+from wholestep.capture.guards import guards as guarding
+from wholestep.capture.python.class_attributes import functions_in
+from wholestep.capture.python.code_owner import is_users
+from wholestep.capture.python.container_views import BUFFERS, ClassView, ContentView, SlotsView, slots
+from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.scalars.rank_symbols import ranks
 
 Line = tuple[str, str]
 """What it is, and how it is."""

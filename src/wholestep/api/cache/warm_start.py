@@ -1,8 +1,9 @@
 """Warm starts: a step that another process has captured and compiled, bound to the objects of this one.
 
-The new process walks over its objects, as every capture does, and writes down what it finds (`capture/portrait.py`). If
-that and everything else a compiled step depends on is as it was, the ties of the saved step are tied to these objects:
-nothing is traced, planned or compiled. Whatever is different is a reason not to, with a name.
+The new process walks over its objects, as every capture does, and writes down what it finds
+(`api/cache/object_fingerprint.py`). If that and everything else a compiled step depends on is as it was, the ties of
+the saved step are tied to these objects: nothing is traced, planned or compiled. Whatever is different is a reason not
+to, with a name.
 
 Every rank keeps a file of its own: a step may look at its rank, in Python or in the environment, and then traces of two
 ranks differ where no fingerprint tells.
@@ -25,22 +26,22 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.outside import Outside, edited, own_digest, switches
-from wholestep.capture.portrait import NotComparable, portrait
-from wholestep.capture.scene import Scene
-from wholestep.capture.ties import Captured, Ties, located, tie
-from wholestep.cost import calibrate
+from wholestep.api.cache import artifact
+from wholestep.api.cache.artifact import Fingerprint, Header, Line
+from wholestep.api.cache.object_fingerprint import NotComparable, portrait
+from wholestep.capture.bind.captured import Captured, Ties, located, tie
+from wholestep.capture.guards.environment import Outside, edited, own_digest, switches
+from wholestep.capture.reach.step_context import Scene
+from wholestep.cost.calibration import calibrate
 from wholestep.errors import ArtifactError, WholestepError
-from wholestep.lower import artifact
-from wholestep.lower.artifact import Fingerprint, Header, Line
-from wholestep.lower.auto import Backend
-from wholestep.options import Options, data_axis
-from wholestep.program import portable
-from wholestep.program.program import Program, Stage
-from wholestep.run.comm_state import CommState
-from wholestep.run.costs import COSTS, marks_of
-from wholestep.run.meetings import Meetings
-from wholestep.run.world import World
+from wholestep.ir import serializer
+from wholestep.ir.program import Program, Stage
+from wholestep.lower.auto_backend import Backend
+from wholestep.runtime.compression_state import CommState
+from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.world import World
+from wholestep.runtime.options import Options, data_axis
+from wholestep.runtime.shared_costs import COSTS, marks_of
 
 log = logging.getLogger("wholestep")
 
@@ -309,14 +310,14 @@ def written(name: str, entry: Saved, options: Options | None = None) -> tuple[He
     if not captured.settled:
         raise ArtifactError("It cannot be saved: its first run set something up that its graph does not do again.")
     try:
-        body = portable.dumps(
+        body = serializer.dumps(
             _Body(
-                programs={stage.value: portable.dumps(program) for stage, program in entry.programs.items()},
+                programs={stage.value: serializer.dumps(program) for stage, program in entry.programs.items()},
                 ties=captured.ties, plan=entry.plan, choices=dict(entry.choices), kernels=entry.kernels,
                 options=options,
             )
         )  # fmt: skip
-    except portable.NotPortable as error:
+    except serializer.NotPortable as error:
         raise ArtifactError(f"It cannot be saved: {error}.") from error
     outside = Outside.seen(captured.ties.environment)
     if (path := edited(outside.files)) is not None:
@@ -327,7 +328,7 @@ def written(name: str, entry: Saved, options: Options | None = None) -> tuple[He
 
 def _read(data: bytes, what: str) -> Any:
     try:
-        return portable.loads(data)
+        return serializer.loads(data)
     except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"{what} holds what this process does not know: {type(error).__name__}: {error}."

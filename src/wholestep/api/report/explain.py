@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import torch.fx as fx
 
-from wholestep.cost.model import CostModel
-from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import SCATTER
-from wholestep.program.meta import Region
-from wholestep.program.program import InputKind, Program
-from wholestep.report.explanation import Collective, Explanation, MeasuredStep, PassLine
-from wholestep.report.prediction import Travel, predict
-from wholestep.run.measure import Measured
+from wholestep.api.report.prediction import Travel, predict
+from wholestep.api.report.records import Collective, Explanation, MeasuredStep, PassLine
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.ir.ops.collectives import SCATTER
+from wholestep.ir.program import InputKind, Program
+from wholestep.runtime.step_timer import Measured
 
 _BUFFERS = "buffers of rank 0 before the step"
 
@@ -40,7 +40,7 @@ def explain(
         loaded_from: the file that it comes from; empty if it was captured.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    regions = {region.value: sum(meta.origin(node).region is region for node in nodes) for region in Region}
+    regions = {region.value: sum(node_meta.origin(node).region is region for node in nodes) for region in Region}
     params = [
         (record, node)
         for record, node in zip(program.inputs, program.placeholders, strict=True)
@@ -54,7 +54,7 @@ def explain(
         loaded_from=loaded_from,
         num_ranks=max((axis.size for axis in program.mesh), default=1),
         num_params=len(params),
-        param_bytes=sum(meta.num_bytes(node) for _, node in params),
+        param_bytes=sum(node_meta.num_bytes(node) for _, node in params),
         num_nodes=len(nodes),
         nodes_by_region={name: count for name, count in regions.items() if count},
         collectives=tuple(_collectives(program, predicted.travels, measured)),
@@ -72,13 +72,13 @@ def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: Mea
     axes = {axis.group: axis.name for axis in program.mesh}
     waited_us = _waited_us(program, measured) if measured is not None else {}
     for number, (node, travel) in enumerate((node, travels[node]) for node in program.graph.nodes if node in travels):
-        carried = list(edit.nodes_of(node.args[1] if node.target is SCATTER else node.args[0]))
-        bucket, source = meta.bucket(node), meta.origin(node).source
+        carried = list(graph_edit.nodes_of(node.args[1] if node.target is SCATTER else node.args[0]))
+        bucket, source = node_meta.bucket(node), node_meta.origin(node).source
         yield Collective(
             number=number,
             op=node.target._schema.name.split("::")[1].removesuffix("_"),
-            dtype=str(meta.tensor(carried[0]).dtype).removeprefix("torch."),
-            num_bytes=sum(map(meta.num_bytes, carried)),
+            dtype=str(node_meta.tensor(carried[0]).dtype).removeprefix("torch."),
+            num_bytes=sum(map(node_meta.num_bytes, carried)),
             gradient_bytes=bucket.num_bytes if bucket else 0,
             axis=axes.get(str(node.args[-1]), str(node.args[-1])),
             members=bucket.members if bucket else (),
@@ -94,8 +94,8 @@ def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: Mea
 def _waited_us(program: Program, measured: Measured) -> dict[fx.Node, float]:
     """For each collective, the measured time of its waits."""
     found: dict[fx.Node, float] = {}
-    for number, wait in enumerate(program.graph.find_nodes(op="call_function", target=ops.WAIT)):
-        start = ops.waited_for(wait)
+    for number, wait in enumerate(program.graph.find_nodes(op="call_function", target=op_info.WAIT)):
+        start = op_info.waited_for(wait)
         found[start] = found.get(start, 0.0) + measured.wait_us(number)
     return found
 

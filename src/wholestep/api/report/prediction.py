@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from wholestep.cost.memory import at_peak
-from wholestep.cost.model import CostModel
-from wholestep.cost.timeline import Timeline, simulate
-from wholestep.passes.tasks import Tasks, sharing, tasks_of
-from wholestep.program import meta, ops
-from wholestep.program.meta import Region
-from wholestep.program.program import InputKind, OutputKind, Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.liveness import at_peak
+from wholestep.cost.simulator import Timeline, simulate
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.ir.program import InputKind, OutputKind, Program
+from wholestep.passes.analysis.task_graph import Tasks, sharing, tasks_of
 
 
 class Category(enum.StrEnum):
@@ -129,7 +129,7 @@ def predict(program: Program, cost: CostModel, *, one_launch: bool = False) -> P
 
 
 def _host_us(found: Tasks, cost: CostModel) -> float:
-    return sum(cost.launch_us if ops.is_collective(node) else cost.host_us(node) for node in found.nodes)
+    return sum(cost.launch_us if op_info.is_collective(node) else cost.host_us(node) for node in found.nodes)
 
 
 def _travels(found: Tasks, timeline: Timeline) -> dict[fx.Node, Travel]:
@@ -152,7 +152,7 @@ def _beside(found: Tasks, timeline: Timeline, start_us: float, end_us: float) ->
     ):
         us = min(until_us, end_us) - max(begin_us, start_us)
         if us > 0 and not task.waits_for:
-            origin = meta.origin(node)
+            origin = node_meta.origin(node)
             key = (origin.region.value, _unit(origin.module))
             spent[key] = spent.get(key, 0.0) + us
     longest = sorted(spent.items(), key=lambda entry: (-entry[1], entry[0]))
@@ -170,13 +170,13 @@ def _peak(program: Program, found: Tasks) -> PeakMemory:
     by_category = dict.fromkeys(Category, 0)
     for record, node in zip(program.inputs, program.placeholders, strict=True):
         if not record.freed:
-            by_category[_OF_INPUT.get(record.kind, Category.OTHER)] += meta.num_bytes(node)
+            by_category[_OF_INPUT.get(record.kind, Category.OTHER)] += node_meta.num_bytes(node)
     peak = at_peak(found.usages, pinned=found.pinned, writable=found.writable)
     category_of = dict(_categories(program, found))
     for buffer, num_bytes in peak.alive.items():
         by_category[category_of[buffer]] += num_bytes
     running = found.nodes[peak.task] if found.nodes else None
-    origin = meta.UNKNOWN if running is None else meta.origin(running)
+    origin = node_meta.UNKNOWN if running is None else node_meta.origin(running)
     return PeakMemory(
         num_bytes=sum(by_category.values()),
         by_category={category.value: num_bytes for category, num_bytes in by_category.items()},
@@ -192,7 +192,7 @@ def _categories(program: Program, found: Tasks) -> Iterator[tuple[int, Category]
     carried = {
         buffer
         for node in found.nodes
-        if ops.is_collective(node) and meta.bucket(node) is not None
+        if op_info.is_collective(node) and node_meta.bucket(node) is not None
         for one in (node, *node.all_input_nodes)
         for buffer in homes.get(one, ())
     }
@@ -200,10 +200,10 @@ def _categories(program: Program, found: Tasks) -> Iterator[tuple[int, Category]
     states = {buffer for output, value in ends if output.kind is OutputKind.STATE for buffer in homes[value]}
     final = {buffer for output, value in ends if output.kind is OutputKind.GRAD for buffer in homes[value]}
     for node, usage, home in zip(found.nodes, found.usages, found.homes, strict=True):
-        if meta.origin(node).region not in _TRAINING or not carried.isdisjoint(home):
+        if node_meta.origin(node).region not in _TRAINING or not carried.isdisjoint(home):
             final.update(usage.reads)
     for node, usage in zip(found.nodes, found.usages, strict=True):
-        region = meta.origin(node).region
+        region = node_meta.origin(node).region
         for make in usage.makes:
             if make.buffer in carried:
                 yield make.buffer, Category.BUCKETS

@@ -10,8 +10,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from wholestep.program.show import bytes_text
-from wholestep.report.prediction import Beside, PeakMemory, Prediction
+from wholestep.api.report.prediction import Beside, PeakMemory, Prediction
+from wholestep.ir.printer import bytes_text
 
 _SHOWN = 3
 """How many modules are named as what hides a collective."""

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from wholestep.capture import quick, tree
-from wholestep.capture.counters import Counter
-from wholestep.capture.hyper import Hyper
-from wholestep.capture.replaced import Mirror, put
-from wholestep.capture.watch import Spot
-from wholestep.program.program import InputKind, OutputKind, Program
+from wholestep.capture.effects.tensor_effects import Mirror, put
+from wholestep.capture.guards import fast_guards
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import Spot
+from wholestep.capture.scalars.counters import Counter
+from wholestep.capture.scalars.hyperparameters import Hyper
+from wholestep.ir.program import InputKind, OutputKind, Program
 
 Holder = Callable[[], dict[Any, Any]]
 
@@ -35,7 +36,7 @@ class Binding:
     """(input, argument leaf) pairs."""
     entry_grads: list[tuple[int, torch.Tensor]]
     """(input, parameter) pairs: the input is the parameter's gradient at entry."""
-    result_spec: tree.TreeSpec
+    result_spec: tree_util.TreeSpec
     results: list[Any]
     """The step's result with None in the places that the graph fills, in order of `result_places`."""
     result_places: list[int]
@@ -75,12 +76,12 @@ class Binding:
         """The flat inputs of one call."""
         return self.source().filled(leaves)
 
-    def source(self) -> quick.PlainInputs:
+    def source(self) -> fast_guards.PlainInputs:
         """What fills in the flat inputs of calls."""
         numbers = [(index, hyper.group, hyper.key, hyper.position) for index, hyper in self.hypers]
-        return quick.PlainInputs(self.tensors, numbers, self.user, self.entry_grads)
+        return fast_guards.PlainInputs(self.tensors, numbers, self.user, self.entry_grads)
 
-    def keeping(self, function: quick.Function) -> quick.Function:
+    def keeping(self, function: fast_guards.Function) -> fast_guards.Function:
         """`function` with what a call looks at before it: what stands for mirrors, and the gradients at entry that the
         step returns. These come behind its outputs, for `finish`: others may be in their places by then."""
         if not self.entry_results and not self.mirrors:
@@ -131,7 +132,7 @@ class Binding:
             num_returned = len(results) - len(self.left)
             put(self.left, results[num_returned:])
             del results[num_returned:]
-        return tree.unflatten(results, self.result_spec)
+        return tree_util.unflatten(results, self.result_spec)
 
     def synced(self, program: Program) -> list[torch.Tensor]:
         """Parameters and buffers of the program, in order: what data parallel makes equal at the start."""

@@ -15,21 +15,22 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture import guards as guarding
-from wholestep.capture import nests, tree
-from wholestep.capture.binding import Binding
-from wholestep.capture.containers import Written, write
-from wholestep.capture.counters import Place, identity
-from wholestep.capture.effects import TICKS
-from wholestep.capture.guards import Guards
-from wholestep.capture.left import Note
-from wholestep.capture.ranks import Rank, ranks
-from wholestep.capture.replaced import Mirror, Way, loosen, put
-from wholestep.capture.scene import Scene
-from wholestep.capture.state import Address
-from wholestep.capture.storage import Sizes
-from wholestep.capture.watch import Spot, Watch
-from wholestep.program.program import InputKind, Program
+from wholestep.capture.bind.binding import Binding
+from wholestep.capture.effects import object_effects
+from wholestep.capture.effects.argument_effects import Written, write
+from wholestep.capture.effects.optimizer_effects import Note
+from wholestep.capture.effects.side_effects import TICKS
+from wholestep.capture.effects.tensor_effects import Mirror, Way, loosen, put
+from wholestep.capture.functionalize.storage_resize import Sizes
+from wholestep.capture.guards import guards as guarding
+from wholestep.capture.guards.guards import Guards
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import Spot, Watch
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.train_state import Address
+from wholestep.capture.scalars.counters import Place, identity
+from wholestep.capture.scalars.rank_symbols import Rank, ranks
+from wholestep.ir.program import InputKind, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Ties:
 
     kept: tuple[int, ...]
     """Per input of the program its place among the tracer's inputs."""
-    result_spec: tree.TreeSpec
+    result_spec: tree_util.TreeSpec
     results: tuple[Any, ...]
     """Leaves of what the step returns: `Held`, or a value as it is; None where the graph fills it."""
     left: tuple[tuple[int, Any], ...]
@@ -269,7 +270,7 @@ def _guards(ties: Ties, scene: Scene, numbers: list[Rank]) -> Guards:
     loosen(scene.found.watches, free, _like)
     loosen(scene.found.watches, _mirrored(ties, scene), partial(_like, but=written))
     if ties.hides:
-        nests.loosen(scene.found.watches, _spots(ties.nests, scene))
+        object_effects.loosen(scene.found.watches, _spots(ties.nests, scene))
     of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
     numbers_given = scene.arguments.numbers
     moving = [leaf for leaf in numbers_given if scene.counters.has(numbers_given, leaf)]

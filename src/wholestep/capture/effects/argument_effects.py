@@ -15,13 +15,12 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from wholestep.capture import tree
-from wholestep.capture.views import SlotsView
-from wholestep.capture.watch import same
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.container_views import SlotsView
+from wholestep.capture.python.snapshot import same
+from wholestep.capture.reach.arguments import Arguments, Way, spelled
 from wholestep.errors import CaptureError
 
-Way = tuple[Any, ...]
-"""Keys, indices and names of attributes that lead to a thing from ``(args, kwargs)``."""
 _PLAIN_DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -86,6 +85,34 @@ class Containers:
                 )
 
 
+class ArgumentEffects:
+    """What one trace writes to containers among its arguments."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments, self._ways = arguments, ways(arguments.args, arguments.kwargs)
+        self._containers: Containers | None = None
+        self.written: tuple[Written, ...] = ()
+        """To which of them the step writes, once `call` has run."""
+
+    def call(self, step: Callable[..., Any]) -> Any:
+        """What the step gives; with what is new in containers among the arguments, if it writes to some.
+
+        Until `put_back` these are as the step has left them.
+        """
+        args, kwargs = self._arguments.traced()
+        self._containers = Containers((args, kwargs), self._ways)
+        result = step(*args, **kwargs)
+        written, things = self._containers.written()
+        self.written = tuple(written)
+        return (result, things) if written else result
+
+    def put_back(self) -> None:
+        """The arguments are as they were. Raises CaptureError if that cannot be."""
+        containers, self._containers = self._containers, None
+        if containers is not None:
+            containers.put_back()
+
+
 def write(found: Iterable[Written], call: Any, things: Sequence[Any]) -> None:
     """Behind a call: writes to the containers among its arguments what the step has left in them."""
     new = iter(things)
@@ -95,15 +122,9 @@ def write(found: Iterable[Written], call: Any, things: Sequence[Any]) -> None:
         _fill(container, [(key, next(new) if is_new else before[old]) for key, old, is_new in one.items])
 
 
-def spelled(way: Way) -> str:
-    """``argument 1['x']``."""
-    kind, start, *keys = way
-    return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
-
-
 def _ways(way: Way, thing: Any, around: frozenset[int] = frozenset()) -> Iterator[Way]:
     """The ways to what can be written to in an argument, as `tree.flatten` takes it apart."""
-    if isinstance(thing, tree.CLOSED) or id(thing) in around:
+    if isinstance(thing, tree_util.CLOSED) or id(thing) in around:
         return
     if type(thing) in pytree.SUPPORTED_NODES:
         if not isinstance(thing, tuple):
@@ -111,7 +132,7 @@ def _ways(way: Way, thing: Any, around: frozenset[int] = frozenset()) -> Iterato
         if _is_foreign(thing):
             return
         parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
-    elif (fields := tree.fields_of(thing)) is not None:
+    elif (fields := tree_util.fields_of(thing)) is not None:
         yield way
         parts = fields.items()
     else:
@@ -147,7 +168,7 @@ def _behind(container: Any) -> Any:
 
 def _content(container: Any) -> list[tuple[Any, Any]]:
     if isinstance(container, SlotsView):
-        return [(name, container[name]) for name in tree.fields_of(container.thing) or ()]
+        return [(name, container[name]) for name in tree_util.fields_of(container.thing) or ()]
     return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
@@ -161,7 +182,7 @@ def _standing(thing: Any, key: Any, before: Sequence[tuple[Any, Any]]) -> tuple[
     """The key under which a thing stood before, if it did."""
     if any(known == key and same(one, thing) for known, one in before):
         return (key,)
-    return next(((known,) for known, one in before if one is thing and not isinstance(thing, tree.SCALARS)), None)
+    return next(((known,) for known, one in before if one is thing and not isinstance(thing, tree_util.SCALARS)), None)
 
 
 def _fill(container: Any, items: Sequence[tuple[Any, Any]]) -> None:

@@ -1,10 +1,10 @@
 """Dicts, tuples, objects and plain values that a step puts into objects of the user's: ``self.logs = {"loss": loss}``,
 ``self.output = model(x)``, ``self.last = loss.item()`` where None was.
 
-What is no tensor (`capture/replaced.py`) and no number that was one before (`capture/counters.py`) is a result of the
-step like what it returns, and put there anew behind every call. Which places those are a first trace shows; the next
-one takes what stands there. What stood there before a call is a constant of the trace, unless nobody looks at it: a
-trace in which it cannot be looked at says so.
+What is no tensor (`capture/effects/tensor_effects.py`) and no number that was one before
+(`capture/scalars/counters.py`) is a result of the step like what it returns, and put there anew behind every call.
+Which places those are a first trace shows; the next one takes what stands there. What stood there before a call is a
+constant of the trace, unless nobody looks at it: a trace in which it cannot be looked at says so.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture import tree
-from wholestep.capture.counters import Place, identity, moved, put
-from wholestep.capture.unread import Unread
-from wholestep.capture.views import ClassView, ContentView
-from wholestep.capture.watch import ABSENT, AnyOf, Spot, Watch
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.container_views import ClassView, ContentView
+from wholestep.capture.python.snapshot import ABSENT, AnyOf, Spot, Watch
+from wholestep.capture.scalars.counters import Place, identity, moved, put
+from wholestep.capture.scalars.opaque_value import Unread
 
 
 class Leaves(Exception):
@@ -42,9 +42,9 @@ def can_be_left(watch: Watch, key: Any, path: str, pair: tuple[Any, Any]) -> lis
         return []
     if places := moved(container, key, path, pair):
         return places
-    kinds = (torch.Tensor, *tree.SCALARS)
+    kinds = (torch.Tensor, *tree_util.SCALARS)
     try:
-        leaves = tree.flatten(now)[0]
+        leaves = tree_util.flatten(now)[0]
     except RecursionError:  # objects that hold each other
         return []
     is_new = not isinstance(now, torch.Tensor) and not any(isinstance(one, nn.Parameter) for one in leaves)
@@ -95,10 +95,10 @@ class Nests:
 
 def _answered(thing: Any) -> Any:
     """A nest with a bool in the place of what Python would only now ask of a number: that is asked at every call."""
-    leaves, spec = tree.flatten(thing)
+    leaves, spec = tree_util.flatten(thing)
     if not any(isinstance(leaf, torch.SymBool) for leaf in leaves):
         return thing
-    return tree.unflatten([bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves], spec)
+    return tree_util.unflatten([bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves], spec)
 
 
 def _of(watch: Watch, leaving: Collection[Hashable]) -> list[tuple[Any, Any]]:

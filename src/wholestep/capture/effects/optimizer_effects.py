@@ -2,7 +2,7 @@
 
 - New tensors, and numbers that are computed from rates and counters, are results of the graph.
 - A tensor in the place of one of the state is written to that one.
-- A number that was another one before is a counter (`capture/counters.py`).
+- A number that was another one before is a counter (`capture/scalars/counters.py`).
 - What else changes (``state["started"] = True``) depends on nothing but what was looked at before the call, so whoever
   has looked again may write the same again: a *note*.
 """
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from wholestep.capture import tree
-from wholestep.capture.counters import Place, moved
-from wholestep.capture.hyper import of_torch
-from wholestep.capture.scene import Scene
-from wholestep.capture.state import Address, states
-from wholestep.capture.watch import ABSENT, SCALARS, same
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import ABSENT, SCALARS, same
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.train_state import Address, states
+from wholestep.capture.scalars.counters import Place, moved
+from wholestep.capture.scalars.hyperparameters import of_torch
 from wholestep.errors import CaptureError
 
 
@@ -103,7 +103,7 @@ class Left:
         """
         made: list[tuple[Address, bool, Tensor]] = []
         for one in self._changes():
-            leaves = [leaf for _, leaf in tree.leaves_with_keys(one.now) if self._is_new(leaf)]
+            leaves = [leaf for _, leaf in tree_util.leaves_with_keys(one.now) if self._is_new(leaf)]
             if leaves and leaves[0] is not one.now:
                 name = self._state.optimizers[one.address.optimizer][0]
                 raise CaptureError(f"{name} creates state {one.address.key!r} in a form that cannot be put back.")

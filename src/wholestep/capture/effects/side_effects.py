@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.counters import Place, moved
-from wholestep.capture.draws import Generators
-from wholestep.capture.left import Left
-from wholestep.capture.nests import can_be_left
-from wholestep.capture.scalers import Notes as ScalerNotes
-from wholestep.capture.scene import Scene
-from wholestep.capture.watch import Spot, Watch
+from wholestep.capture.effects.object_effects import can_be_left
+from wholestep.capture.effects.optimizer_effects import Left
+from wholestep.capture.python.snapshot import Spot, Watch
+from wholestep.capture.reach.grad_scaler import Notes as ScalerNotes
+from wholestep.capture.reach.rng_and_iterators import Generators
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.scalars.counters import Place, moved
 from wholestep.errors import CaptureError, HyperparameterError
 
 TICKS = "_step_count"

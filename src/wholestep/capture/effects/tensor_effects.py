@@ -6,9 +6,9 @@ whoever keeps one keeps its values. What stood there before is not looked at, so
 One that the step reads before it puts another in its place (an average, a counter) is state of the graph, which writes
 the new values over the old ones. So the graph has a tensor of its own, and what stands in the place is a copy, a new
 one behind every call (`Mirror`). So it is with a tensor of the user's that is another one in a later call,
-``trainer.batch = ...``, from then on (`capture/retraces.py`): the graph's own takes its values. Where the same tensor
-stands in several places, ``self.a = self.b = zeros``, the step leaves new ones as above, and is traced again: from then
-on they are several tensors.
+``trainer.batch = ...``, from then on (`capture/retrace_policy.py`): the graph's own takes its values. Where the same
+tensor stands in several places, ``self.a = self.b = zeros``, the step leaves new ones as above, and is traced again:
+from then on they are several tensors.
 
 Buffers of modules stay where they are and take the values.
 """
@@ -25,13 +25,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from wholestep.capture.counters import identity
-from wholestep.capture.host import running_tracer
-from wholestep.capture.scene import Scene
-from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
-from wholestep.capture.watch import ABSENT, AnyOf, Spot, Watch
+from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
+from wholestep.capture.python.snapshot import ABSENT, AnyOf, Spot, Watch
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.scalars.counters import identity
+from wholestep.capture.scalars.host_scalars import running_tracer
 from wholestep.errors import CaptureError
-from wholestep.program.program import InputKind
+from wholestep.ir.program import InputKind
 
 
 @dataclass(slots=True, kw_only=True)

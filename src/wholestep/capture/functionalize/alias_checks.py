@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.errors import CaptureError
-from wholestep.program import meta, ops
+from wholestep.ir import node_meta, op_info
 
 
 def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def check_writes(graph: fx.Graph, names: Sequence[str]) -> None:
 
 def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Sequence[str]) -> None:
     """Refuses a use of an input behind a write to another one in the same memory."""
-    tensors = [meta.tensor(node) for node in placeholders]
+    tensors = [node_meta.tensor(node) for node in placeholders]
     partners: dict[int, set[int]] = {}
     for one, other in overlaps(tensors):
         partners.setdefault(one, set()).add(other)
@@ -80,7 +80,7 @@ def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Seque
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        writes = _reached(roots, ops.argument_nodes(node, ops.mutated_args(node.target)))
+        writes = _reached(roots, op_info.argument_nodes(node, op_info.mutated_args(node.target)))
         if again := expanded & writes:
             _refuse_expanded(node, names[min(again)])
         written.update(dict.fromkeys(writes & partners.keys(), node))
@@ -88,7 +88,7 @@ def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Seque
             for other in sorted(partners.get(number, set()) & written.keys()):
                 if written[other] is not node or number in writes:  # what a call only reads it reads before it writes
                     _refuse(node, names[number], names[other], written[other])
-        if shared := _reached(roots, ops.argument_nodes(node, ops.viewed_args(node.target))):
+        if shared := _reached(roots, op_info.argument_nodes(node, op_info.viewed_args(node.target))):
             roots[node] = shared
 
 
@@ -109,18 +109,18 @@ def _written_and_used(node: fx.Node) -> tuple[_Use, _Use] | None:
 
     What stands at the same place in another list is read before the write, as in `torch._foreach_add_(a, a)`.
     """
-    written = ops.written_by(node.target, node.kwargs) if ops.is_op(node) else ()
+    written = op_info.written_by(node.target, node.kwargs) if op_info.is_op(node) else ()
     if not written:
         return None
     uses: list[_Use] = []
-    for place in range(len(ops.argument_names(node.target))):
-        value = ops.argument(node, place)
+    for place in range(len(op_info.argument_names(node.target))):
+        value = op_info.argument(node, place)
         for item, one in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
-            if isinstance(one, fx.Node) and isinstance(meta.value(one), torch.Tensor):
+            if isinstance(one, fx.Node) and isinstance(node_meta.value(one), torch.Tensor):
                 uses.append(_Use(one, item, place in written))
     if not any(use.written and use.item is not None for use in uses) and sum(use.written for use in uses) < 2:
         return None
-    for a, b in overlaps([meta.tensor(use.node) for use in uses]):
+    for a, b in overlaps([node_meta.tensor(use.node) for use in uses]):
         one, other = uses[a], uses[b]
         if one.disturbs(other) or other.disturbs(one):
             return (one, other) if one.disturbs(other) else (other, one)
@@ -136,7 +136,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
     """The arguments whose values a call looks at. An input that is returned is returned as it is."""
     if node.op == "output":
         return [one for one in node.all_input_nodes if one.op != "placeholder"]
-    return [] if ops.reads_no_values(node.target) else node.all_input_nodes
+    return [] if op_info.reads_no_values(node.target) else node.all_input_nodes
 
 
 def _repeats_itself(tensor: torch.Tensor) -> bool:
@@ -148,8 +148,8 @@ def _repeats_itself(tensor: torch.Tensor) -> bool:
 
 def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
     does = "the step returns" if node.op == "output" else f"{node.target} uses"
-    where = f" at {meta.origin(node).source}" if node.op != "output" else ""
-    behind = "with" if write is node else f"behind the write at {meta.origin(write).source} to"
+    where = f" at {node_meta.origin(node).source}" if node.op != "output" else ""
+    behind = "with" if write is node else f"behind the write at {node_meta.origin(write).source} to"
     raise CaptureError(
         f"The step could not be captured{where}\n{does} {name} {behind} {other}, and both share memory. A graph knows "
         f"its inputs apart and would not see in one what is written to the other. Give one of them memory of its own "
@@ -159,7 +159,8 @@ def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
 
 def _refuse_expanded(node: fx.Node, name: str) -> None:
     raise CaptureError(
-        f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to {name}, an expanded "
+        f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to {name}, an "
+        "expanded "
         f"tensor, of which several elements are one number in memory. Make it contiguous() before the step."
     )
 
@@ -171,7 +172,8 @@ def _refuse_item(node: fx.Node, written: _Use, other: _Use, names: Mapping[fx.No
 
     again = "writes to it again as" if other.written else "reads the same memory in"
     raise CaptureError(
-        f"The step could not be captured at {meta.origin(node).source}\n{node.target} writes to {told(written)} and "
+        f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to {told(written)} "
+        "and "
         f"{again} {told(other)}: one tensor twice, or views of one memory (tied weights of two models, say). Eager "
         f"code goes through its lists item by item and sees each write in the next item, a graph takes all items as "
         f"they were before the call. Give every tensor once (list(dict.fromkeys(tensors))), read from a clone(), or "

@@ -1,10 +1,10 @@
 """Makes a traced graph functional: no operation writes, what changes is returned.
 
 Where all that is written to is written to as a whole, calls in place become their functional forms
-(`wholestep.capture.direct`). Elsewhere a second trace under torch's functionalization does the work, for the calls that
-writes concern; the others are copied (`wholestep.capture.part`). Two more things are ours: operators outside ATen that
-write to their arguments (torch refuses those) get a functional twin first, and the ``copy_`` calls at the end, which
-put new values into inputs, become outputs.
+(`wholestep.capture.functionalize.outplace`). Elsewhere a second trace under torch's functionalization does the work,
+for the calls that writes concern; the others are copied (`wholestep.capture.functionalize.mutation_subgraph`). Two more
+things are ours: operators outside ATen that write to their arguments (torch refuses those) get a functional twin first,
+and the ``copy_`` calls at the end, which put new values into inputs, become outputs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
-from wholestep.capture.direct import rewritten
-from wholestep.capture.host import HostValues, Known, host_branches, kernels_branch
-from wholestep.capture.origin import node_hook
-from wholestep.capture.part import part_of, put_back
-from wholestep.capture.storage import fold_resizes
+from wholestep.capture.functionalize.mutation_subgraph import part_of, put_back
+from wholestep.capture.functionalize.outplace import rewritten
+from wholestep.capture.functionalize.storage_resize import fold_resizes
+from wholestep.capture.python.node_origin import node_hook
+from wholestep.capture.scalars.host_scalars import HostValues, Known, host_branches, kernels_branch
 from wholestep.errors import CaptureError
-from wholestep.program import edit, meta, ops, portable
-from wholestep.program.modules import unwritten
-from wholestep.program.plain import plainly
+from wholestep.ir import graph_edit, node_meta, op_info, serializer
+from wholestep.ir.lazy_graph_module import unwritten
+from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.library import LIBRARY
 
 _TWINS = torch.library.Library("wholestep_functional", "DEF")
 _known_twins: dict[Any, Any] = {}
@@ -70,7 +71,7 @@ def functionalize(
 def _traced_again(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
     part = part_of(traced)
     interpreter = _OriginKeeper(part.module)
-    plain = [*inputs, *(_detached(meta.value(one)) for one in part.entering)]
+    plain = [*inputs, *(_detached(node_meta.value(one)) for one in part.entering)]
     known = [*known, *(None for _ in part.entering)]
     host: list[HostValues] = []
 
@@ -111,7 +112,7 @@ class _OriginKeeper(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        result, traced = super().run_node(n), meta.value(n)
+        result, traced = super().run_node(n), node_meta.value(n)
         if isinstance(result, (torch.SymInt, torch.SymFloat)) and n.target in _DATA_AS_NUMBER:
             # A new symbol, of which nothing is known yet. The old one takes its place, with what the step checked.
             tracer = get_innermost_proxy_mode().tracer  # type: ignore[union-attr]
@@ -121,7 +122,7 @@ class _OriginKeeper(fx.Interpreter):
 
     def tag(self, node: fx.Node) -> None:
         if self._running is not None:
-            meta.set_origin(node, meta.origin(self._running))
+            node_meta.set_origin(node, node_meta.origin(self._running))
             if self._running.op == "call_function":
                 self._made_for[node] = self._running
 
@@ -159,36 +160,36 @@ _NEEDS_GRAD_MODE = frozenset({_aten.mkldnn_rnn_layer.default}) if hasattr(_aten,
 _REPLACED_BY_FUNCTORCH = frozenset({_aten.binary_cross_entropy_with_logits.default})
 """Operators that torch.func.functionalize computes by a formula of its own, which rounds otherwise than the kernel."""
 
-ops.LIBRARY.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-ops.LIBRARY.impl("bernoulli_like", lambda like, p: torch.empty_like(like).bernoulli_(p), "CompositeExplicitAutograd")
-torch.library.register_fake("wholestep::bernoulli_like", lambda like, p: torch.empty_like(like), lib=ops.LIBRARY)
+LIBRARY.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.impl("bernoulli_like", lambda like, p: torch.empty_like(like).bernoulli_(p), "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep::bernoulli_like", lambda like, p: torch.empty_like(like), lib=LIBRARY)
 
 
 def keep_random_layout(graph: fx.Graph) -> None:
     """``bernoulli_`` fills a tensor in the order of its memory; its functional form would always be contiguous."""
     for node in graph.find_nodes(op="call_function", target=_aten.bernoulli_.float):
-        if not meta.tensor(node).is_contiguous() and not node.kwargs:
+        if not node_meta.tensor(node).is_contiguous() and not node.kwargs:
             with graph.inserting_before(node):
                 chance = node.args[1] if len(node.args) > 1 else 0.5
                 drawn = graph.call_function(torch.ops.wholestep.bernoulli_like.default, (node.args[0], chance))
                 write = graph.call_function(_aten.copy_.default, (node.args[0], drawn))
-            meta.set_origin(drawn, meta.origin(node))
-            meta.copy_meta(node, write)
-            edit.replace_node(node, write)
+            node_meta.set_origin(drawn, node_meta.origin(node))
+            node_meta.copy_meta(node, write)
+            graph_edit.replace_node(node, write)
 
 
 def _written(node: fx.Node) -> tuple[int, ...]:
     """Positions of the arguments that a call writes to and that torch would not make functional."""
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return ()
     hidden = _HIDDEN_WRITES.get(node.target, ())
     if hidden:
-        names, given = ops.argument_names(node.target), ops.by_name(node.target, node.args, node.kwargs)
+        names, given = op_info.argument_names(node.target), op_info.by_name(node.target, node.args, node.kwargs)
         return tuple(i for i in hidden if given["training"] and isinstance(given[names[i]], fx.Node))
     fused = node.target._schema.name.startswith("aten::_fused_")  # type: ignore[union-attr]
     if node.target.namespace in ("aten", "prims", "_c10d_functional") and not fused:  # type: ignore[union-attr]
         return ()
-    return ops.mutated_args(node.target)
+    return op_info.mutated_args(node.target)
 
 
 def replace_custom_writes(graph: fx.Graph) -> None:
@@ -201,10 +202,10 @@ def replace_custom_writes(graph: fx.Graph) -> None:
         count, total = len(schema.returns), len(schema.returns) + len(mutated)
         with graph.inserting_before(node):
             call = graph.call_function(functional_twin(node.target, mutated), node.args, node.kwargs)
-            meta.copy_meta(node, call)
+            node_meta.copy_meta(node, call)
             parts = [call] if total == 1 else [_item(graph, call, i) for i in range(total)]
             for part, position in zip(parts[count:], mutated, strict=True):
-                _copy_back(graph, ops.argument(node, position), part)
+                _copy_back(graph, op_info.argument(node, position), part)
         if count == 1:
             node.replace_all_uses_with(parts[0])
         elif count > 1:
@@ -214,7 +215,7 @@ def replace_custom_writes(graph: fx.Graph) -> None:
 
 def _item(graph: fx.Graph, source: fx.Node, index: int) -> fx.Node:
     part = graph.call_function(operator.getitem, (source, index))
-    meta.set_origin(part, meta.origin(source))
+    node_meta.set_origin(part, node_meta.origin(source))
     return part
 
 
@@ -224,7 +225,7 @@ def _copy_back(graph: fx.Graph, targets: Any, values: fx.Node) -> None:
             _copy_back(graph, target, _item(graph, values, index))
     else:
         write = graph.call_function(_aten.copy_.default, (targets, values))
-        meta.set_origin(write, meta.origin(values))
+        node_meta.set_origin(write, node_meta.origin(values))
 
 
 _COPYABLE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor", "List[Tensor]": "Tensor[]"}
@@ -255,7 +256,7 @@ def functional_twin(op: Any, written: tuple[int, ...]) -> Any:
     torch.library.register_fake(f"wholestep_functional::{name}", fake, lib=_TWINS)
     twin = _known_twins[key] = getattr(torch.ops.wholestep_functional, name).default
     if written == tuple(range(len(written))) and not schema.returns and set(kinds) == {"List[Tensor]"}:
-        ops.register_in_place(twin, op)
+        op_info.register_in_place(twin, op)
     return twin
 
 
@@ -269,15 +270,15 @@ def _twin_of(namespace: str, name: str, overload: str, written: tuple[int, ...])
     return functional_twin(getattr(getattr(getattr(torch.ops, namespace), name), overload), written)
 
 
-portable.register_namespace("wholestep_functional", _described, _twin_of)
+serializer.register_namespace("wholestep_functional", _described, _twin_of)
 
 
 def _runner(op: Any, written: tuple[int, ...], *, run_op: bool) -> Callable[..., Any]:
     """What the twin of `op` does: copies, calls, returns results and copies."""
-    names = ops.argument_names(op)
+    names = op_info.argument_names(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = ops.by_name(op, args, kwargs)
+        given = op_info.by_name(op, args, kwargs)
         copies = [_clone(given[names[i]]) for i in written]
         given.update({names[i]: copy for i, copy in zip(written, copies, strict=True)})
         returned: Any = ()

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.modules import module_of
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.lazy_graph_module import module_of
 
 _DECLARES = ("aten", "prims", "wholestep", "wholestep_functional")
 """Namespaces whose schemas say what results share memory with."""
@@ -53,7 +53,7 @@ def part_of(whole: fx.GraphModule) -> Part:
     graph, copies, stands_for = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for node in (*whole.graph.find_nodes(op="placeholder"), *entering):
         copies[node] = graph.placeholder(node.name)
-        meta.copy_meta(node, copies[node])
+        node_meta.copy_meta(node, copies[node])
     for node in calls:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         stands_for[copies[node]] = node
@@ -87,7 +87,7 @@ def put_back(
     new, moved = dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for old, node in zip(own, inputs, strict=False):
         new[old] = moved[node] = graph.placeholder(node.name)
-        meta.copy_meta(node, new[old])
+        node_meta.copy_meta(node, new[old])
     for old in whole.graph.nodes:
         if old in inside:
             for node in made.get(old, ()):
@@ -107,7 +107,7 @@ def _drop_writes(graph: fx.Graph, entering: set[fx.Node]) -> None:
     """What functionalization writes back to its arguments; those that no input of the whole is nobody sees again."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if node.args[0] in entering:
-            edit.replace_node(node, node.args[1])
+            graph_edit.replace_node(node, node.args[1])
 
 
 def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -117,15 +117,15 @@ def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]
     else:
         args, kwargs = fx.map_arg(_given(node), new)
         target: Any = node.target
-        name = target._schema.name.split("::")[1] if ops.is_op(node) else re.sub(r"_\d+$", "", node.name)
+        name = target._schema.name.split("::")[1] if op_info.is_op(node) else re.sub(r"_\d+$", "", node.name)
         copy = graph.create_node(node.op, node.target, args, kwargs, name)
-    copy.meta = meta.portable(node)
+    copy.meta = node_meta.portable(node)
     return copy
 
 
 def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without what is there by default. Autograd hands on tensors that are none."""
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return node.args, node.kwargs
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     plain = {arg.name for arg in arguments if arg.has_default_value() and arg.default_value is None}
@@ -182,7 +182,9 @@ class _Touched:
         self._whole = {group for group in self._written if len(self._bases.get(group, ())) != 1}
         """Groups of which every call is in the part."""
         for node in self._nodes:
-            if ops.is_op(node) and torch.Tag.inplace_view in node.target.tags:  # ``t_()``: another shape from here on
+            if (
+                op_info.is_op(node) and torch.Tag.inplace_view in node.target.tags
+            ):  # ``t_()``: another shape from here on
                 self._whole.add(self._group(node))
         while self._grow():
             pass
@@ -239,25 +241,25 @@ def shares_with(node: fx.Node) -> Iterable[fx.Node]:
     """Arguments with which the results of a call may share memory."""
     if node.op != "call_function":
         return ()
-    if ops.is_op(node) and node.target.namespace not in _DECLARES:  # type: ignore[union-attr]
+    if op_info.is_op(node) and node.target.namespace not in _DECLARES:  # type: ignore[union-attr]
         return node.all_input_nodes
-    return ops.argument_nodes(node, ops.viewed_args(node.target))
+    return op_info.argument_nodes(node, op_info.viewed_args(node.target))
 
 
 def writes_to(node: fx.Node) -> Iterable[fx.Node]:
     """Arguments that a call writes to."""
-    if node.target in (ops.RESIZE_STORAGE, ops.SET_VERSION):
+    if node.target in (op_info.RESIZE_STORAGE, op_info.SET_VERSION):
         return node.all_input_nodes
-    return ops.argument_nodes(node, ops.mutated_args(node.target))
+    return op_info.argument_nodes(node, op_info.mutated_args(node.target))
 
 
 def _is_number(node: fx.Node) -> bool:
-    return not isinstance(meta.value(node), (torch.Tensor, list, tuple, type(None)))
+    return not isinstance(node_meta.value(node), (torch.Tensor, list, tuple, type(None)))
 
 
 def is_new(node: fx.Node) -> bool:
     """Whether the call was put into the graph behind the trace: its value is not known, or that of another call."""
-    if node.op != "call_function" or not ops.is_op(node):
-        return node.op == "call_function" and meta.value(node) is None
+    if node.op != "call_function" or not op_info.is_op(node):
+        return node.op == "call_function" and node_meta.value(node) is None
     schema = node.target._schema  # type: ignore[union-attr]
-    return schema.name.startswith("wholestep_functional::") or (meta.value(node) is None and bool(schema.returns))
+    return schema.name.startswith("wholestep_functional::") or (node_meta.value(node) is None and bool(schema.returns))

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture.blame import ASKS_FOR_A_NUMBER
-from wholestep.capture.part import Groups, is_new, named_copy, shares_with, writes_to
-from wholestep.capture.storage import gives_memory
-from wholestep.program import edit, meta, ops
-from wholestep.program.modules import module_of
-from wholestep.program.plain import plainly
+from wholestep.capture.functionalize.mutation_subgraph import Groups, is_new, named_copy, shares_with, writes_to
+from wholestep.capture.functionalize.storage_resize import gives_memory
+from wholestep.capture.python.user_frame import ASKS_FOR_A_NUMBER
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.lazy_graph_module import module_of
+from wholestep.ir.ops.dispatch_guard import plainly
 
 _aten = torch.ops.aten
 
@@ -36,14 +36,14 @@ _aten = torch.ops.aten
 def _functional_form(op: Any) -> Any:
     """The operator of ATen that computes what `op` writes to its first argument; None if there is none like it:
     ``pow_.Scalar`` is a tensor to the power of a number, and ``pow.Scalar`` a number to the power of a tensor."""
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or ops.mutated_args(op) != (0,):
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op_info.mutated_args(op) != (0,):
         return None
     if torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.inplace_view in op.tags:
         return None
     name = op._schema.name.removeprefix("aten::")
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
     found = getattr(packet, op._overloadname, None)
-    if found is None or ops.mutated_args(found) or ops.viewed_args(found):
+    if found is None or op_info.mutated_args(found) or op_info.viewed_args(found):
         return None
     own, other = ([(one.name, str(one.type)) for one in each._schema.arguments] for each in (op, found))
     return found if own == other else None
@@ -96,8 +96,8 @@ def _is_complex_by_a_number(node: fx.Node) -> bool:
     """Whether a call takes complex tensors and a number of the host, whose value it asks for: torch would print pages
     about that."""
     given = node.all_input_nodes
-    numbers = any(isinstance(meta.value(one), torch.SymFloat) for one in given)
-    return numbers and any(tensor.is_complex() for one in given for tensor in meta.tensors(one))
+    numbers = any(isinstance(node_meta.value(one), torch.SymFloat) for one in given)
+    return numbers and any(tensor.is_complex() for one in given for tensor in node_meta.tensors(one))
 
 
 def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups) -> Rewritten | None:
@@ -117,7 +117,7 @@ def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups) -> Rewr
     placeholders = whole.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, inputs, strict=True):
         new[node] = graph.placeholder(node.name)
-        meta.set_value(new[node], value)
+        node_meta.set_value(new[node], value)
     for node in whole.graph.nodes:
         targets = list(writes_to(node))
         if node.op in ("placeholder", "output"):
@@ -128,15 +128,15 @@ def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups) -> Rewr
         new[node] = copied = named_copy(graph, node, now)
         if not targets:
             if is_new(node) or any(now(one) in computed for one in shares_with(node)):
-                edit.evaluate(copied)
+                graph_edit.evaluate(copied)
                 computed.add(copied)
             if node.target is operator.getitem:
                 items[copied.args[0], copied.args[1]] = copied
             continue
         _make_functional(copied)
-        parts = _items(graph, copied) if isinstance(meta.value(copied), (list, tuple)) else [copied]
+        parts = _items(graph, copied) if isinstance(node_meta.value(copied), (list, tuple)) else [copied]
         for target, part in zip(targets, parts, strict=True):
-            if not _is_like(meta.value(part), meta.value(now(target))):
+            if not _is_like(node_meta.value(part), node_meta.value(now(target))):
                 return None
             last[groups.of(target)] = part
     results = fx.map_arg(whole.graph.output_node().args[0], now)
@@ -149,15 +149,15 @@ def _make_functional(call: fx.Node) -> None:
     """Gives a call in place its functional form, with its value and the name that a trace would give it."""
     call.target = _functional_form(call.target)
     call.name = call.graph._graph_namespace.create_name(call.target._schema.name.removeprefix("aten::"), None)  # type: ignore[union-attr]
-    edit.evaluate(call)
+    graph_edit.evaluate(call)
 
 
 def _items(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
     found = []
-    for place, value in enumerate(meta.value(call)):
+    for place, value in enumerate(node_meta.value(call)):
         found.append(graph.create_node("call_function", operator.getitem, (call, place), {}, "getitem"))
-        meta.set_value(found[-1], value)
-        meta.set_origin(found[-1], meta.origin(call))
+        node_meta.set_value(found[-1], value)
+        node_meta.set_origin(found[-1], node_meta.origin(call))
     return found
 
 

@@ -27,10 +27,10 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 
-from wholestep.capture.host import running_tracer
-from wholestep.capture.thread import here
+from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.scalars.host_scalars import running_tracer
 from wholestep.errors import CaptureError
-from wholestep.program import edit, meta, ops
+from wholestep.ir import graph_edit, node_meta, op_info
 
 _aten = torch.ops.aten
 _INTERNAL = ("torch/_subclasses/", "torch/fx/", "wholestep/capture/")
@@ -128,7 +128,7 @@ class Storages:
                 )
             if size != storage.nbytes():
                 owner = _owner(tracer.graph, storage._cdata)
-                tracer.create_node("call_function", ops.RESIZE_STORAGE_, (owner, size), {})
+                tracer.create_node("call_function", op_info.RESIZE_STORAGE_, (owner, size), {})
             return original(storage, size)
 
         return here(resize, original)
@@ -145,8 +145,8 @@ class Storages:
         """
         for node in graph.nodes:
             if _is_inductors(node.target):
-                node.target = ops.RESIZE_STORAGE_
-        resizes = graph.find_nodes(op="call_function", target=ops.RESIZE_STORAGE_)
+                node.target = op_info.RESIZE_STORAGE_
+        resizes = graph.find_nodes(op="call_function", target=op_info.RESIZE_STORAGE_)
         if not resizes and not self.freed:
             return
         check = _Check(graph, self.entry, self._inputs, names)
@@ -154,7 +154,7 @@ class Storages:
         self.resized = check.resized
         self.freed_at_exit = {index for index in check.resized | self.freed if check.is_freed_at_exit(index)}
         placeholders = graph.find_nodes(op="placeholder")
-        with_memory = {_storage(meta.tensor(placeholders[index])) for index in check.resized - self.freed}
+        with_memory = {_storage(node_meta.tensor(placeholders[index])) for index in check.resized - self.freed}
         for node in resizes:
             _make_functional(graph, node, own=_storage(_resized_tensor(node)) in with_memory)
 
@@ -174,8 +174,10 @@ def check_places(tensors: Sequence[torch.Tensor], before: Sequence[tuple[Any, ..
         if place_of(tensor) == then:
             continue
         tracer = running_tracer()
-        calls = [n for n in tracer.graph.nodes if ops.is_op(n) and n.target._schema.name in _MOVES] if tracer else []
-        where = f" at {meta.origin(calls[-1]).source}" if calls else ""
+        calls = (
+            [n for n in tracer.graph.nodes if op_info.is_op(n) and n.target._schema.name in _MOVES] if tracer else []
+        )
+        where = f" at {node_meta.origin(calls[-1]).source}" if calls else ""
         raise CaptureError(
             f"The step gives {name} other storage or another shape{where} (an assignment to .data, set_() or "
             f"resize_()). A graph can only write values: copy_() into it under torch.no_grad(). Its memory is freed by "
@@ -186,7 +188,7 @@ def check_places(tensors: Sequence[torch.Tensor], before: Sequence[tuple[Any, ..
 def fold_resizes(graph: fx.Graph) -> None:
     """``copy(x, new)``, which functionalization makes of a resize, is `new`: nothing of `x` is left to be read."""
     copies = graph.find_nodes(op="call_function", target=_aten.copy.default)
-    edit.replace_nodes({node: node.args[1] for node in copies if gives_memory(node)})
+    graph_edit.replace_nodes({node: node.args[1] for node in copies if gives_memory(node)})
 
 
 def gives_memory(node: fx.Node) -> bool:
@@ -194,7 +196,7 @@ def gives_memory(node: fx.Node) -> bool:
     if node.target not in (_aten.copy.default, _aten.copy_.default):
         return False
     new = node.args[1]
-    return isinstance(new, fx.Node) and new.target in (ops.RESIZE_STORAGE, _aten.empty_strided.default)
+    return isinstance(new, fx.Node) and new.target in (op_info.RESIZE_STORAGE, _aten.empty_strided.default)
 
 
 def _make_functional(graph: fx.Graph, node: fx.Node, *, own: bool) -> None:
@@ -202,7 +204,7 @@ def _make_functional(graph: fx.Graph, node: fx.Node, *, own: bool) -> None:
     with graph.inserting_before(node):
         new: fx.Node | None = None
         if own:
-            new = graph.call_function(ops.RESIZE_STORAGE, node.args)
+            new = graph.call_function(op_info.RESIZE_STORAGE, node.args)
         elif size:
             layout: Any = {"dtype": tensor.dtype, "device": tensor.device}
             shape: Any = (list(tensor.shape), list(tensor.stride()))
@@ -210,7 +212,7 @@ def _make_functional(graph: fx.Graph, node: fx.Node, *, own: bool) -> None:
         if new is not None:
             write = graph.call_function(_aten.copy_.default, (node.args[0], new))
             for made in (new, write):
-                meta.set_origin(made, meta.origin(node))
+                node_meta.set_origin(made, node_meta.origin(node))
     graph.erase_node(node)
 
 
@@ -223,14 +225,14 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _resized_tensor(node: fx.Node) -> torch.Tensor:
-    return meta.tensor(node.args[0])  # type: ignore[arg-type]
+    return node_meta.tensor(node.args[0])  # type: ignore[arg-type]
 
 
 def _owner(graph: fx.Graph, storage: int) -> fx.Node:
     """The value with the most elements of those that live in a storage; of several the latest."""
     found: tuple[int, fx.Node] | None = None
     for node in reversed(graph.nodes):
-        value = meta.value(node)
+        value = node_meta.value(node)
         if isinstance(value, torch.Tensor) and _storage(value) == storage:
             extent = value.numel() * value.element_size()
             if found is None or extent > found[0]:
@@ -246,7 +248,7 @@ class _Check:
     def __init__(self, graph: fx.Graph, entry: list[int], inputs: dict[int, list[int]], names: Sequence[str]) -> None:
         self._graph, self._entry, self._inputs, self._names = graph, entry, inputs, names
         self._placeholders = graph.find_nodes(op="placeholder")
-        tensors = [(meta.tensor(node), size) for node, size in zip(self._placeholders, entry, strict=False)]
+        tensors = [(node_meta.tensor(node), size) for node, size in zip(self._placeholders, entry, strict=False)]
         self._lost = {_storage(tensor): "" for tensor, size in tensors if size == 0 and tensor.numel()}
         """Storage without memory -> the user's line that freed it; "" if it came so."""
         self._empty: dict[int, str] = {}
@@ -256,12 +258,12 @@ class _Check:
     def run(self) -> None:
         """Raises CaptureError at the first operation that reads what is not there, or at a resize that is refused."""
         for node in self._graph.nodes:
-            if node.target is ops.RESIZE_STORAGE_:
+            if node.target is op_info.RESIZE_STORAGE_:
                 self._resize(node)
             elif node.op == "output":
                 for arg in node.all_input_nodes:
                     self._read(arg, node)
-            elif node.op == "call_function" and not ops.reads_no_values(node.target):
+            elif node.op == "call_function" and not op_info.reads_no_values(node.target):
                 filled = list(_filled(node))
                 for arg in node.all_input_nodes:
                     if arg not in filled:
@@ -271,11 +273,11 @@ class _Check:
 
     def is_freed_at_exit(self, index: int) -> bool:
         """Whether an input has no memory when the step ends."""
-        return _storage(meta.tensor(self._placeholders[index])) in self._lost
+        return _storage(node_meta.tensor(self._placeholders[index])) in self._lost
 
     def _resize(self, node: fx.Node) -> None:
         tensor, size = _resized_tensor(node), node.args[1]
-        storage, where = _storage(tensor), meta.origin(node).source
+        storage, where = _storage(tensor), node_meta.origin(node).source
         needed = tensor.numel() * tensor.element_size()
         inputs = self._inputs.get(storage, [])
         whole = tensor.storage_offset() == 0 and torch.ops.aten.is_non_overlapping_and_dense(tensor)
@@ -302,13 +304,13 @@ class _Check:
             self._empty[storage] = where
 
     def _fill(self, arg: fx.Node, node: fx.Node) -> None:
-        for tensor in meta.tensors(arg):
+        for tensor in node_meta.tensors(arg):
             self._empty.pop(_storage(tensor), None)
             if _storage(tensor) in self._lost and tensor.numel():
                 self._refuse(tensor, node, "writes to")
 
     def _read(self, arg: fx.Node, node: fx.Node) -> None:
-        for tensor in meta.tensors(arg):
+        for tensor in node_meta.tensors(arg):
             if tensor.numel() and _storage(tensor) in self._lost.keys() | self._empty.keys():
                 self._refuse(tensor, node, "returns" if node.op == "output" else "reads")
 
@@ -321,7 +323,7 @@ class _Check:
         else:
             why = f"freed at {self._lost[storage]}" if self._lost[storage] else "freed already when the step was called"
         what = f"{node.target} {does}" if node.op == "call_function" else f"the step {does}"
-        where = meta.origin(node).source
+        where = node_meta.origin(node).source
         raise CaptureError(
             f"The step could not be captured{f' at {where}' if where else ''}\n{what} {name}, whose storage was "
             f"{why}. Resize it and fill it (copy_) before it is used again."
@@ -330,12 +332,12 @@ class _Check:
 
 def _filled(node: fx.Node) -> Iterator[fx.Node]:
     """Arguments that the call overwrites without reading them."""
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return
     schema = node.target._schema  # type: ignore[union-attr]
     if schema.name.split("::")[1] in _FILLS:
-        yield from edit.nodes_of([node.args[0]])
-    yield from ops.argument_nodes(node, [place for place, arg in enumerate(schema.arguments) if arg.is_out])
+        yield from graph_edit.nodes_of([node.args[0]])
+    yield from op_info.argument_nodes(node, [place for place, arg in enumerate(schema.arguments) if arg.is_out])
 
 
 def _spell(tensor: torch.Tensor) -> str:

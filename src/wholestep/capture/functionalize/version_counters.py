@@ -17,10 +17,10 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 
-from wholestep.capture.host import running_tracer
-from wholestep.capture.whose import library_frame
+from wholestep.capture.python.code_owner import library_frame
+from wholestep.capture.scalars.host_scalars import running_tracer
 from wholestep.errors import CaptureError
-from wholestep.program import ops
+from wholestep.ir import op_info
 
 _PRESERVES = torch.autograd.grad_mode.__file__
 """Where torch itself reads a counter to set it back."""
@@ -78,10 +78,10 @@ class Versions:
 
     def _symbol(self, index: int, graph: fx.Graph) -> torch.SymInt:
         if index not in self._symbols:
-            symbol = self._symbols[index] = ops.VERSION(self._reals[index])
+            symbol = self._symbols[index] = op_info.VERSION(self._reals[index])
             self._known[symbol.node.expr] = self._entry[index]
             placeholders = graph.find_nodes(op="placeholder")
-            node = next(reversed(graph.find_nodes(op="call_function", target=ops.VERSION)))
+            node = next(reversed(graph.find_nodes(op="call_function", target=op_info.VERSION)))
             node.args = (placeholders[index],)  # the counter at entry, whatever was written since
             placeholders[-1].append(node)
         return self._symbols[index]
@@ -114,5 +114,5 @@ def keep_versions(graph: fx.Graph, versions: Sequence[tuple[int, Any]], written:
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_before(graph.output_node()):
         for index, value in versions:
-            if index in written or not (isinstance(value, fx.Node) and value.target is ops.VERSION):
-                graph.call_function(ops.SET_VERSION, (placeholders[index], value))
+            if index in written or not (isinstance(value, fx.Node) and value.target is op_info.VERSION):
+                graph.call_function(op_info.SET_VERSION, (placeholders[index], value))

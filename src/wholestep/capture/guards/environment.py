@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from wholestep.capture.whose import is_users_file
+from wholestep.capture.python.code_owner import is_users_file
 
 UNSET = "not set"
 _STARTED_S = time.time()

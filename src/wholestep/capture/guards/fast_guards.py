@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.capture import native, tree
-from wholestep.capture.native.probe import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
-from wholestep.capture.trace import CAPTURING
-from wholestep.capture.views import CellView, ClassView
-from wholestep.capture.watch import Watch
-from wholestep.program.plain import plainly
+from wholestep.capture.native import build
+from wholestep.capture.native.self_test import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.container_views import CellView, ClassView
+from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.tracing.tracer import CAPTURING
+from wholestep.ir.ops.dispatch_guard import plainly
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
 
@@ -47,10 +48,10 @@ def look(tensors: Sequence[torch.Tensor], wants: Sequence[int], containers: Sequ
     """A native look at tensors and containers as they are now; None where everything has to be compared in full.
 
     Args:
-        wants: per tensor what is looked at besides its layout, see `wholestep.capture.native.probe`.
+        wants: per tensor what is looked at besides its layout, see `wholestep.capture.native.self_test`.
         containers: pairs of a thing and what it held, as `watchable` gives them.
     """
-    module = native.module()
+    module = build.module()
     if module is None:
         return None
     try:
@@ -74,7 +75,7 @@ def watchable(watch: Watch) -> tuple[Any, Any] | None:
 
 
 def match(
-    spec: tree.TreeSpec,
+    spec: tree_util.TreeSpec,
     leaves: Sequence[Any],
     is_data: Sequence[bool],
     aliases: Sequence[int],
@@ -85,12 +86,12 @@ def match(
     """The native signature of a call; None where only the full comparison can tell.
 
     Args:
-        leaves: per leaf the description of a tensor (`wholestep.capture.guards.describe`), or the thing itself.
+        leaves: per leaf the description of a tensor (`wholestep.capture.guards.guards.describe`), or the thing itself.
         aliases: per leaf that is data the first leaf that is the same tensor.
         state: tensors of the state, which are no data.
         any_of_type: leaves, numbers and texts, that may be any of the type that they have.
     """
-    module, structure, alias = native.module(), tree.structure(spec), iter(aliases)
+    module, structure, alias = build.module(), tree_util.structure(spec), iter(aliases)
     if module is None or structure is None:
         return None
     described = tuple(
@@ -168,7 +169,7 @@ class PlainInputs:
 
     def native(self) -> Inputs:
         """The same natively, if the library is there by now."""
-        if (module := native.module()) is None:
+        if (module := build.module()) is None:
             return self
         made: Inputs = module.Inputs(
             self._tensors, tuple(self._numbers), tuple(self._user), tuple(self._grads), self._free
@@ -207,7 +208,7 @@ def shortcut(match: Match, look: Look, why_not: WhyNot, always: bool, run: Run) 
     Args:
         always: `why_not` is asked at every call, whether or not something has moved.
     """
-    module = native.module()
+    module = build.module()
     if module is None or not isinstance(run.inputs, module.Inputs):
         return None
     made: Shortcut = module.Shortcut(match, look, why_not, always, run.inputs, run.function, run.finish, CAPTURING)

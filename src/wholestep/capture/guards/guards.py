@@ -2,7 +2,7 @@
 
 [Note: cheap and complete]
 Every call checks everything a trace depends on. Comparing thousands of values in Python costs more than many a small
-step, so a native look (`native/look.cpp`) stands before the comparison. It may say "perhaps" too often, never "the
+step, so a native look (`native/module.cpp`) stands before the comparison. It may say "perhaps" too often, never "the
 same" wrongly; what it names is compared in full, and where there is no native look everything is. It knows:
 - Python tells of each write to a dict (3.12 on), or one that was not written has the same version number; a list and a
   closure cell hold the very objects they held;
@@ -22,15 +22,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture import native, quick, tree
-from wholestep.capture.arguments import leaf_of
-from wholestep.capture.containers import spelled
-from wholestep.capture.counters import Counters, Moving, identity, moved
-from wholestep.capture.state import Slot, State
-from wholestep.capture.storage import Sizes
-from wholestep.capture.walk import GLOBAL_HOOKS
-from wholestep.capture.watch import Watch, same
-from wholestep.program.program import InputKind
+from wholestep.capture.functionalize.storage_resize import Sizes
+from wholestep.capture.guards import fast_guards
+from wholestep.capture.native import build
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import Watch, same
+from wholestep.capture.reach.arguments import leaf_of, spelled
+from wholestep.capture.reach.reachability import GLOBAL_HOOKS
+from wholestep.capture.reach.train_state import Slot, State
+from wholestep.capture.scalars.counters import Counters, Moving, identity, moved
+from wholestep.ir.program import InputKind
 
 
 def modes() -> tuple[tuple[str, Any], ...]:
@@ -95,7 +96,7 @@ class Guards:
     leaves: list[Any]
     """Per argument leaf: the description of a tensor that is data, or the thing itself."""
     is_data: list[bool]
-    spec: tree.TreeSpec
+    spec: tree_util.TreeSpec
     aliases: list[int]
     """Per leaf that is data: the first leaf that is the same tensor. See `aliases_of`."""
     watches: list[Watch]
@@ -130,38 +131,40 @@ class Guards:
         self._data = [number for number, data in enumerate(self.is_data) if data]
         self._things = [n for n, data in enumerate(self.is_data) if not data and n not in self.moving]
         self.watches = [watch for watch in self.watches if watch.guard]
-        self._watched = [watch for watch in self.watches if quick.watchable(watch) is not None]
-        self._opaque = [watch for watch in self.watches if quick.watchable(watch) is None]
-        self._everything = (quick.MODES, quick.TENSORS, *range(len(self._watched)))
+        self._watched = [watch for watch in self.watches if fast_guards.watchable(watch) is not None]
+        self._opaque = [watch for watch in self.watches if fast_guards.watchable(watch) is None]
+        self._everything = (fast_guards.MODES, fast_guards.TENSORS, *range(len(self._watched)))
         self._make_quick()
 
     def _make_quick(self) -> None:
         """The native look and match, once everything is known to be as it was while tracing."""
         tensors = [slot.tensor for slot in self.state]
-        containers = [quick.watchable(watch) for watch in self._watched] + [(hooks, None) for hooks in GLOBAL_HOOKS]
-        self._awaits_native = native.module() is None
-        self._look = quick.look(tensors, [self._want(slot) for slot in self.state], containers)
-        self._match = quick.match(
+        containers = [fast_guards.watchable(watch) for watch in self._watched] + [
+            (hooks, None) for hooks in GLOBAL_HOOKS
+        ]
+        self._awaits_native = build.module() is None
+        self._look = fast_guards.look(tensors, [self._want(slot) for slot in self.state], containers)
+        self._match = fast_guards.match(
             self.spec, self.leaves, self.is_data, self.aliases, tensors, any_of_type=(*self.moving, *self.unread)
         )
 
     def _want(self, slot: Slot) -> int:
         """What is looked at of a tensor besides its layout."""
         if slot.kind is not InputKind.PARAM:
-            return quick.STATE
-        return {None: quick.PARAMETER, False: quick.WITHOUT_GRADIENT, True: quick.WITH_GRADIENT}[
+            return fast_guards.STATE
+        return {None: fast_guards.PARAMETER, False: fast_guards.WITHOUT_GRADIENT, True: fast_guards.WITH_GRADIENT}[
             self.grads.get(id(slot.tensor))
         ]
 
-    def shortcut(self, run: quick.Run) -> quick.Shortcut | None:
+    def shortcut(self, run: fast_guards.Run) -> fast_guards.Shortcut | None:
         """The quick way through a call: `run` where this trace holds. None where only `why_not` can tell."""
         if self._match is None or self._look is None:
             return None
         asked = (self.predicates, self.counters, self.storages)
         always = bool(self._opaque) or any(one is not None for one in asked)
-        return quick.shortcut(self._match, self._look, self._state_why_not, always, run)
+        return fast_guards.shortcut(self._match, self._look, self._state_why_not, always, run)
 
-    def why_not(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
+    def why_not(self, leaves: list[Any], spec: tree_util.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
         moved = self._look.moved() if self._look is not None else self._everything
         return self._arguments(leaves, spec) or self._state_why_not(leaves, moved)
@@ -172,7 +175,7 @@ class Guards:
                 return why_not
             if self._look is not None:
                 self._look.renew()
-            elif self._awaits_native and native.module() is not None:
+            elif self._awaits_native and build.module() is not None:
                 self._make_quick()
         for leaf in self.moving:
             self.given[leaf] = leaves[leaf]
@@ -182,9 +185,9 @@ class Guards:
             return why_not
         return self.storages.why_not(leaves) if self.storages is not None else None
 
-    def _arguments(self, leaves: list[Any], spec: tree.TreeSpec) -> str | None:
+    def _arguments(self, leaves: list[Any], spec: tree_util.TreeSpec) -> str | None:
         if spec is not self.spec and spec != self.spec:
-            way, then, now = tree.difference(self.spec, spec)
+            way, then, now = tree_util.difference(self.spec, spec)
             return f"{spelled(way) if len(way) > 1 else 'the call'} was {then}, is {now}"
         held = self.leaves
         for number in self._things:
@@ -237,7 +240,7 @@ class Guards:
     def _compare(self, moved: tuple[int, ...]) -> str | None:
         """Compares in full what may have changed."""
         numbers = [number for number in moved if number >= 0]
-        other_modes = quick.MODES in moved or max(numbers, default=0) >= len(self._watched)
+        other_modes = fast_guards.MODES in moved or max(numbers, default=0) >= len(self._watched)
         if other_modes and self.modes != (now := modes()):
             return "; ".join(f"{a[0]} was {a[1]}, is {b[1]}" for a, b in zip(self.modes, now, strict=True) if a != b)
         watches = [self._watched[number] for number in sorted(numbers) if number < len(self._watched)]
@@ -245,7 +248,7 @@ class Guards:
             if not _untouched(watch):
                 for path, then, new in watch.changes():
                     return f"{path} was {_short(then)}, is {_short(new)}"
-        return self._tensors() if quick.TENSORS in moved else None
+        return self._tensors() if fast_guards.TENSORS in moved else None
 
     def _tensors(self) -> str | None:
         for slot, hooks in zip(self._params, self._hooks, strict=True):
@@ -291,7 +294,7 @@ def _spell_kind(kind: tuple[Any, ...]) -> str:
 def _untouched(watch: Watch) -> bool:
     """Whether a container holds the very objects it held: the usual case, told sooner than by `Watch.changes`."""
     now, then = watch.container, watch.held
-    if type(now) not in quick.VERSIONED or len(now) != len(then):
+    if type(now) not in fast_guards.VERSIONED or len(now) != len(then):
         return False
     return all(map(is_, now.values(), then.values())) and all(map(is_, now, then))
 

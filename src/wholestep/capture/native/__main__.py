@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from wholestep.capture import native
+from wholestep.capture.native import build
 
 
 def main() -> int:
     """Exit status 0 if there is a native look or it is switched off, else 1."""
-    if reason := native.wait():
+    if reason := build.wait():
         print(f"no native look, the guards compare in Python: {reason}", file=sys.stderr)
         return 1
-    print(native.library())
+    print(build.library())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The native look at a step's state: `look.cpp`, compiled once per machine and torch, loaded when it is there.
+"""The native look at a step's state: `module.cpp`, compiled once per machine and torch, loaded when it is there.
 
 [Note: nobody waits for the compiler]
 Compiling takes some ten to twenty seconds, so it happens in the background, at most once per machine and version of
@@ -32,7 +32,7 @@ from typing import IO
 
 import torch
 
-from wholestep.capture.native.probe import fault
+from wholestep.capture.native.self_test import fault
 
 log = logging.getLogger("wholestep")
 

@@ -1,10 +1,10 @@
 // A call that is as an earlier one was, from its arguments to its result. Python's type `Shortcut`.
 #pragma once
 
-#include "arguments.h"
+#include "signature.h"
 #include "inputs.h"
-#include "object.h"
-#include "state.h"
+#include "py_object.h"
+#include "state_guard.h"
 
 namespace wholestep {
 

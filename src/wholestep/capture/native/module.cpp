@@ -10,14 +10,14 @@
 // from far away. Records are small and lie in one array each, loops have no branch that depends on a single object, so
 // that the processor runs ahead over many of them, and what can be told from fewer lines is told from fewer.
 //
-// Dicts are not even read where Python tells of writes (`dicts.h`).
+// Dicts are not even read where Python tells of writes (`dict_versions.h`).
 //
 // Nothing dangles: `Look` owns the Python objects. What a tensor object wraps may be exchanged (torch.utils.
 // swap_tensors) and freed, so a record's TensorImpl is touched only after the object was seen to still wrap it, and
 // its AutogradMeta only as the TensorImpl names it now. Everything runs under the interpreter lock.
 
 #define PY_SSIZE_T_CLEAN
-#include "shortcut.h"
+#include "fast_call.h"
 
 #ifdef Py_GIL_DISABLED
 #error "this build of Python has no interpreter lock, on which the look relies"

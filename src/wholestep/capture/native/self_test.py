@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.views import behind
+from wholestep.capture.python.container_views import behind
 
 STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
 """What is looked at of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""

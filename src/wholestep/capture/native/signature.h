@@ -1,7 +1,7 @@
 // The signature of a call, and its leaves. Python's type `Arguments`.
 #pragma once
 
-#include "tensor.h"
+#include "tensor_desc.h"
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>

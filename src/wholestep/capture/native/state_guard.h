@@ -1,8 +1,8 @@
 // The state of a step: tensors, containers and the modes of torch, looked at in every call. Python's type `Look`.
 #pragma once
 
-#include "dicts.h"
-#include "tensor.h"
+#include "dict_versions.h"
+#include "tensor_desc.h"
 
 #include <ATen/Context.h>
 #include <ATen/PythonTorchFunctionTLS.h>

@@ -19,8 +19,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from wholestep.capture.views import ClassView, is_dunder, is_special_method
-from wholestep.capture.whose import is_torchs_or_pythons
+from wholestep.capture.python.code_owner import is_torchs_or_pythons
+from wholestep.capture.python.container_views import ClassView, is_dunder, is_special_method
 
 CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
 """Methods of modules and of autograd functions that run without being named in the user's code."""

@@ -18,10 +18,10 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from wholestep.capture import blame
-from wholestep.capture.thread import here
-from wholestep.program import meta
-from wholestep.program.meta import Origin, Region
+from wholestep.capture.python import user_frame
+from wholestep.capture.python.tracing_thread import here
+from wholestep.ir import node_meta
+from wholestep.ir.node_meta import Origin, Region
 
 
 @contextmanager
@@ -113,7 +113,7 @@ class OriginRecorder:
         self._region = Region.OTHER
 
     def _tag(self, node: fx.Node) -> None:
-        origin = Origin(self._region, self._stack[-1] if self._stack else "", blame.current_line())
+        origin = Origin(self._region, self._stack[-1] if self._stack else "", user_frame.current_line())
         if self._region is Region.BACKWARD:
             running = torch._C._current_autograd_node()
             if self._stack:
@@ -127,4 +127,4 @@ class OriginRecorder:
         if origin.region in (Region.FORWARD, Region.RECOMPUTE):
             # Autograd numbers its node before it hands the operation on to the tracer.
             self._forward[torch.autograd._get_sequence_nr() - 1] = origin  # type: ignore[attr-defined]
-        meta.set_origin(node, origin)
+        node_meta.set_origin(node, origin)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
+from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of things that are compared by value."""

@@ -51,7 +51,7 @@ pytree.register_pytree_node(
     _Opened,
     _flatten_opened,
     _unflatten_opened,
-    serialized_type_name="wholestep.capture.tree._Opened",
+    serialized_type_name="wholestep.capture.python.tree_util._Opened",
 )
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from wholestep.capture.whose import library_frame
+from wholestep.capture.python.code_owner import library_frame
 from wholestep.errors import CaptureError, WholestepError
 
 ASKS_FOR_A_NUMBER = GuardOnDataDependentSymNode

@@ -1,7 +1,7 @@
 """The arguments of one call as leaves, and what stands in a trace for those that are others in every call.
 
-A number is an input of the graph (`capture/counters.py`). Text is none: a name of a file beside the batch. Where the
-step does not look at it, any text will do, which is found out by a text that cannot be looked at.
+A number is an input of the graph (`capture/scalars/counters.py`). Text is none: a name of a file beside the batch.
+Where the step does not look at it, any text will do, which is found out by a text that cannot be looked at.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from wholestep.capture import tree
-from wholestep.capture.containers import Containers, Written, spelled, ways
-from wholestep.capture.counters import Moving, Place
-from wholestep.capture.unread import Unread
+from wholestep.capture.python import tree_util
+from wholestep.capture.scalars.counters import Moving, Place
+from wholestep.capture.scalars.opaque_value import Unread
+
+Way = tuple[Any, ...]
+"""From a call to something in its arguments: 0 and a place, or 1 and a name, then keys and attributes."""
+
+
+def spelled(way: Way) -> str:
+    """``argument 1['x']``."""
+    kind, start, *keys = way
+    return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +46,15 @@ class Arguments:
     """Those of one call."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args, kwargs
-        self.leaves, self.spec = tree.flatten((args, kwargs))
-        self.paths = list(tree.paths(self.spec))
+        self.args, self.kwargs = args, kwargs
+        self.leaves, self.spec = tree_util.flatten((args, kwargs))
+        self.paths = list(tree_util.paths(self.spec))
         """Per leaf the way to it."""
         self.numbers = {leaf: one for leaf, one in enumerate(self.leaves) if type(one) in (int, float)}
         """By leaf, what stands there for a number: itself, or in a trace a symbol."""
         self._moving: set[int] = set()
         self.unread: tuple[int, ...] = ()
         """Leaves that are any text, at which the step does not look."""
-        self.written: tuple[Written, ...] = ()
-        """To which containers among them the step writes."""
-        self._ways = ways(args, kwargs)
-        self._containers: Containers | None = None
 
     def move(self, moving: Collection[Moving]) -> list[Place]:
         """Has leaves be others in every call: the places of numbers, once text is noted."""
@@ -61,28 +65,14 @@ class Arguments:
         numbers = (leaf for leaf in found if leaf in self.numbers)
         return [Place(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
 
-    def call(self, step: Any) -> Any:
-        """What the step gives; with what is new in containers among the arguments, if it writes to some.
-
-        Until `put_back` these are as the step has left them.
-        """
+    def traced(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a trace calls the step with: symbols for numbers that move, and text that cannot be looked at."""
         leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
         for leaf in self.unread:
             leaves[leaf] = Unread(
                 f"The step looks at argument {leaf}, a text, which is another one in other calls.", str
             )
-        args, kwargs = self._rebuilt(leaves)
-        self._containers = Containers((args, kwargs), self._ways)
-        result = step(*args, **kwargs)
-        written, things = self._containers.written()
-        self.written = tuple(written)
-        return (result, things) if written else result
-
-    def put_back(self) -> None:
-        """Behind a call in a trace: the arguments are as they were. Raises CaptureError if that cannot be."""
-        containers, self._containers = self._containers, None
-        if containers is not None:
-            containers.put_back()
+        return self._rebuilt(leaves)
 
     def _rebuilt(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves. Those in which none moves are the very objects."""
@@ -92,11 +82,11 @@ class Arguments:
             own = range(first, first + child.num_leaves)
             first += child.num_leaves
             parts.append(pytree.tree_unflatten([leaves[leaf] for leaf in own], child) if self._moves(own) else thing)
-        return tuple(parts[: len(self._args)]), dict(zip(named.context, parts[len(self._args) :], strict=True))
+        return tuple(parts[: len(self.args)]), dict(zip(named.context, parts[len(self.args) :], strict=True))
 
-    def _given(self, named: tree.TreeSpec) -> Iterator[Any]:
-        yield from self._args
-        yield from (self._kwargs[name] for name in named.context)
+    def _given(self, named: tree_util.TreeSpec) -> Iterator[Any]:
+        yield from self.args
+        yield from (self.kwargs[name] for name in named.context)
 
     def _moves(self, leaves: Iterable[int]) -> bool:
         return not self._moving.isdisjoint(leaves)

@@ -8,7 +8,7 @@ globals that the step's code names, followed through user functions, modules, co
   trace it shows side effects (refused), before each call it shows what changed (retraced).
 - Attributes of modules are watched whole. Other objects, the files of Python that the user has written among them,
   are watched only in the attributes whose names occur in code that the step can reach, so a counter that the training
-  loop moves does not retrace. Classes: `wholestep.capture.classes`.
+  loop moves does not retrace. Classes: `wholestep.capture.python.class_attributes`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholestep.capture import draws, hyper, scalers, tree
-from wholestep.capture.classes import CALLED_BY_TORCH, NOT_IN_A_STEP, Classes, functions_in
-from wholestep.capture.compiled import is_compiled
-from wholestep.capture.views import BUFFERS, CellView, ContentView, SlotsView, slots
-from wholestep.capture.watch import SCALARS, Watch
-from wholestep.capture.whose import NO_STATE, is_torchs_or_pythons, is_user_code, is_users, is_users_file
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, NOT_IN_A_STEP, Classes, functions_in
+from wholestep.capture.python.code_owner import NO_STATE, is_torchs_or_pythons, is_user_code, is_users, is_users_file
+from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
+from wholestep.capture.python.snapshot import SCALARS, Watch
+from wholestep.capture.reach import grad_scaler, rng_and_iterators
+from wholestep.capture.reach.unwrap_compiled import is_compiled
+from wholestep.capture.scalars import hyperparameters
 
 log = logging.getLogger("wholestep")
 
@@ -119,7 +121,7 @@ class Walker:
             self._classes.add(thing)
         if isinstance(thing, SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
             return
-        if isinstance(thing, draws.KINDS):
+        if isinstance(thing, rng_and_iterators.KINDS):
             self.found.generators[id(thing)] = (name, thing)
         if isinstance(thing, _OPAQUE) and not _is_users_module(thing):
             return
@@ -136,7 +138,7 @@ class Walker:
             self.found.optimizers[id(thing)] = (name, thing)
             self._classes.add(type(thing))
             for key, item in list(vars(thing).items()):
-                if key not in hyper.of_torch():
+                if key not in hyperparameters.of_torch():
                     self.visit(f"{name}.{key}", item, depth + 1)
             self._hooks(f"{name}.step_pre_hooks", thing._optimizer_step_pre_hooks, depth)
             self._hooks(f"{name}.step_post_hooks", thing._optimizer_step_post_hooks, depth)
@@ -147,8 +149,8 @@ class Walker:
                 self.visit(f"{name}.{index}", inner, depth + 1)
         elif isinstance(thing, GradScaler):
             self.found.scalers.append((name, thing))
-            self._watch(vars(thing), name, scalers.WATCHED)
-            self.found.tensors |= {id(one): (f"{name}.{key}", one) for key, one in scalers.tensors(thing)}
+            self._watch(vars(thing), name, grad_scaler.WATCHED)
+            self.found.tensors |= {id(one): (f"{name}.{key}", one) for key, one in grad_scaler.tensors(thing)}
         elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(name, thing, depth)
         elif isinstance(thing, (list, tuple, set, frozenset, deque)):
@@ -330,7 +332,7 @@ def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     for name, arg in flat:
         for leaf_name, leaf in _holders(name, arg):
             walker.visit(leaf_name, leaf)
-        for kind in tree.classes(arg):
+        for kind in tree_util.classes(arg):
             walker.visit(kind.__name__, kind)
     walker.visit(getattr(step, "__name__", "step"), step)
     for hooks in GLOBAL_HOOKS:
@@ -343,6 +345,6 @@ def _holders(name: str, arg: Any) -> Iterator[tuple[str, Any]]:
 
     Whatever `tree.flatten` takes apart, containers and objects that hold tensors, is data of this call.
     """
-    for keys, leaf in tree.leaves_with_keys(arg):
+    for keys, leaf in tree_util.leaves_with_keys(arg):
         if not isinstance(leaf, (torch.Tensor, *SCALARS)):
             yield ".".join([name, *map(str, keys)]), leaf

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from wholestep.capture import blame
-from wholestep.capture.thread import here
+from wholestep.capture.python import user_frame
+from wholestep.capture.python.tracing_thread import here
 from wholestep.errors import CaptureError
-from wholestep.program import meta
+from wholestep.ir import node_meta
 
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 """Types of generators."""
@@ -112,7 +112,8 @@ def check_made(module: fx.GraphModule, known: Mapping[int, tuple[str, Any]]) -> 
             made = getattr(module, str(made.target), None)
         if isinstance(made, torch.Generator) and _behind(made) not in there:
             raise CaptureError(
-                f"The step could not be captured at {meta.origin(node).source}\nit draws from a torch.Generator that "
+                f"The step could not be captured at {node_meta.origin(node).source}\nit draws from a torch.Generator "
+                "that "
                 f"it makes itself, or that wholestep could not find in its arguments, closure, globals or attributes. "
                 f"It would be made once, while capturing, and every call would draw on from it. Make it outside the "
                 f"step."
@@ -132,7 +133,7 @@ def kept_iterators(known: Mapping[int, str]) -> Iterator[None]:
     def refusing(iterator: Any, *default: Any) -> Any:
         if id(iterator) in known:
             raise CaptureError(
-                f"The step could not be captured at {blame.current_line()}\nit takes the next item of "
+                f"The step could not be captured at {user_frame.current_line()}\nit takes the next item of "
                 f"{known[id(iterator)]}, a {type(iterator).__name__}. That would happen once, while capturing, and "
                 f"every call would use that item again. Take it outside the step and pass it as an argument."
             )

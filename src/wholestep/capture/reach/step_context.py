@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture import state as stating
-from wholestep.capture import walk
-from wholestep.capture.arguments import Arguments
-from wholestep.capture.counters import Counters, Moving, Place, fits_a_box, identity
-from wholestep.capture.hyper import Lifter
-from wholestep.capture.nests import Nests
-from wholestep.capture.state import LazyState, State
-from wholestep.program.program import InputKind
+from wholestep.capture.reach import reachability
+from wholestep.capture.reach import train_state as stating
+from wholestep.capture.reach.arguments import Arguments
+from wholestep.capture.reach.train_state import LazyState, State
+from wholestep.capture.scalars.counters import Counters, Moving, Place, fits_a_box, identity
+from wholestep.capture.scalars.hyperparameters import Lifter
+from wholestep.ir.program import InputKind
 
 
 class Scene:
@@ -34,19 +33,15 @@ class Scene:
         moving: Collection[Moving] = (),
         *,
         moved: Collection[Hashable] = (),
-        leaving: Collection[Hashable] = (),
-        hidden: bool = False,
     ) -> None:
         """`places`: of the numbers that the step moves, as far as that is known. `moving`: those that move between
         calls; what is no such number here, or is not found, is left out. `moved`: places of tensors, likewise.
-        `leaving`, `hidden`: for `Nests`.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """
         self.arguments, self.moved = Arguments(args, kwargs), moved
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
-        self.found = walk.find(step, args, kwargs)
-        self.nests = Nests(self.found.watches, leaving, hidden)
+        self.found = reachability.find(step, args, kwargs)
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
             self.state: State = stating.collect(self.found)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from wholestep.capture import tree
-from wholestep.capture.walk import Found
+from wholestep.capture.python import tree_util
+from wholestep.capture.reach.reachability import Found
 from wholestep.errors import CaptureError, ConfigError, HyperparameterError
-from wholestep.program.program import InputKind
+from wholestep.ir.program import InputKind
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ def _add_optimizer(state: State, name: str, opt: Optimizer) -> None:
             if isinstance(item, torch.Tensor):
                 state.add(InputKind.OPTIMIZER, f"{name}.groups.{g}.{key}", item)
         for param in group["params"]:
-            for keys, leaf in tree.leaves_with_keys(opt.state.get(param, {})):
+            for keys, leaf in tree_util.leaves_with_keys(opt.state.get(param, {})):
                 if isinstance(leaf, torch.Tensor):
                     state.add(InputKind.OPTIMIZER, f"{name}.{'.'.join(map(str, keys))}.{state.name_of(param)}", leaf)
     for loose, held in opt.state.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wholestep.program.later import later
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     from torch._dynamo import config

@@ -2,7 +2,7 @@
 
 A traced value may not drive Python, since the other branch would never be seen. Of ``assert (labels >= 0).all()`` and
 of ``if loss.isnan(): raise ValueError(...)`` one branch is known without running it: it raises. The trace goes on with
-the other one, and the value is checked at every call (`program/checks.py`).
+the other one, and the value is checked at every call (`ir/ops/assertions.py`).
 
 Which expression asks is read from the position of the instruction that runs, and what it decides from the source.
 Where another part of the same condition could decide otherwise (``if a and b: raise`` asking for ``a``), or the step
@@ -21,13 +21,13 @@ from types import FrameType
 
 import torch
 
-from wholestep.capture.whose import library_frame
+from wholestep.capture.python.code_owner import library_frame
 
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
 _UNKNOWN = object()
 _MAY_ASK = ("torch/distributions/", "torch/nn/utils/clip_grad")
 """Parts of torch that check values as user's code does."""
-_TRACES, _STEP = "wholestep/capture/trace.py", "_body"
+_TRACES, _STEP = "wholestep/capture/tracing/tracer.py", "_body"
 """Where the step is called while it is traced. Who calls the step may catch what it likes."""
 
 

@@ -8,8 +8,8 @@ the box takes it over before a call, and the number is what is in the box behind
 
 [Note: moved from outside]
 A number that is another one in a later call, ``self.temperature = ...`` between the calls or ``step(x, y, beta)``, is a
-counter too (`capture/retraces.py`), which the step leaves as it is. Those among the arguments stand in a dict of the
-scene, from which the arguments of the trace are taken.
+counter too (`capture/retrace_policy.py`), which the step leaves as it is. Those among the arguments stand in a dict of
+the scene, from which the arguments of the trace are taken.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.host import picture
-from wholestep.capture.views import CellView, ClassView, ContentView, SlotsView
-from wholestep.capture.watch import Watch, same
+from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
+from wholestep.capture.python.snapshot import Watch, same
+from wholestep.capture.scalars.host_scalars import picture
 from wholestep.errors import CaptureError
 
 _DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}

@@ -29,10 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholestep.capture import blame, checks, uniform
-from wholestep.program import ops
-from wholestep.program.checks import CHECK
-from wholestep.program.later import later
+from wholestep.capture.python import user_frame
+from wholestep.capture.scalars import assert_branches, random_ranges
+from wholestep.ir import op_info
+from wholestep.ir.ops.assertions import CHECK
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     import sympy  # type: ignore[import-untyped,unused-ignore]
@@ -98,12 +99,12 @@ class HostValues:
             )
         if node.op != "call_function":
             return _UNKNOWN
-        if (truth := uniform.answer(node)) is not None and (size := _size(node)) is not None:
+        if (truth := random_ranges.answer(node)) is not None and (size := _size(node)) is not None:
             self.certain[node] = (_one_truth, (truth, size))
             return _one_truth(truth, size)
-        unknown = ops.is_random(node.target) or ops.is_collective(node) or node.target is ops.VERSION
+        unknown = op_info.is_random(node.target) or op_info.is_collective(node) or node.target is op_info.VERSION
         if unknown or not node.all_input_nodes or not all(arg in self._values for arg in node.all_input_nodes):
-            for position in ops.mutated_args(node.target):  # what an unknown number is written to is unknown
+            for position in op_info.mutated_args(node.target):  # what an unknown number is written to is unknown
                 if position < len(node.args):
                     fx.node.map_arg(node.args[position], self._forget)
             return _UNKNOWN
@@ -142,7 +143,7 @@ class HostValues:
     def is_chance(self, symbol: Any) -> bool:
         """Whether a symbolic condition compares a uniform draw with a number."""
         node = self._node(symbol)
-        return node is not None and uniform.by_chance(node)
+        return node is not None and random_ranges.by_chance(node)
 
     def _known_node(self, symbol: Any) -> fx.Node | None:
         node = self._node(symbol)
@@ -156,7 +157,7 @@ class HostValues:
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether the value is made of what never changes in a process: ranks, and comparisons that are certain."""
-        if node in self.certain and not uniform.is_written(node):
+        if node in self.certain and not random_ranges.is_written(node):
             return True
         if node.op == "placeholder":
             return isinstance(self._known.get(node.name), int)
@@ -223,14 +224,14 @@ def structure(node: Any) -> Any:
 
 
 def _in_place(node: fx.Node) -> bool:
-    return bool(ops.mutated_args(node.target)) or node.target is operator.getitem
+    return bool(op_info.mutated_args(node.target)) or node.target is operator.getitem
 
 
 def _reads_written(node: fx.Node) -> bool:
     for source in node.all_input_nodes:
-        while ops.is_view(source):
+        while op_info.is_view(source):
             source = source.all_input_nodes[0]
-        if uniform.is_written(source, before=node):
+        if random_ranges.is_written(source, before=node):
             return True
     return False
 
@@ -242,16 +243,16 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
     def truth_or(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def truth(symbol: Any) -> bool:
             host = values()
-            known = None if host is None else host.truth(symbol, blame.current_line())
+            known = None if host is None else host.truth(symbol, user_frame.current_line())
             if known is not None:
                 return known
             try:
                 return original(symbol)
-            except blame.ASKS_FOR_A_NUMBER as error:
+            except user_frame.ASKS_FOR_A_NUMBER as error:
                 if host is not None and host.is_chance(symbol):
-                    error.add_note(blame.CHANCE)
+                    error.add_note(user_frame.CHANCE)
                     raise
-                check = checks.at(_asking()) if host is not None else None
+                check = assert_branches.at(_asking()) if host is not None else None
                 if check is None:
                     raise
                 CHECK(symbol, check.wanted, check.error, check.message)
@@ -300,7 +301,7 @@ def kernels_branch(numbers: Mapping[Any, float]) -> Iterator[None]:
     def truth(symbol: Any) -> bool:
         try:
             return original(symbol)
-        except blame.ASKS_FOR_A_NUMBER:
+        except user_frame.ASKS_FOR_A_NUMBER:
             found = str(symbol.node.expr.xreplace(numbers))
             if found not in ("True", "False"):
                 raise
@@ -347,7 +348,7 @@ def _ancestors(wanted: list[fx.Node], values: HostValues) -> set[fx.Node]:
     last = max(order[node] for node in wanted)
     writers: dict[int | None, list[fx.Node]] = {}
     for node in met:
-        for position in ops.mutated_args(node.target) if order[node] < last else ():
+        for position in op_info.mutated_args(node.target) if order[node] < last else ():
             written: list[fx.Node] = []
             if position < len(node.args):
                 fx.node.map_arg(node.args[position], written.append)

@@ -8,7 +8,7 @@ float with a bit pattern of its own next to the true value, and every payload in
 input, or by what the graph computes where the step itself moves the number: that is a result of the trace, so that its
 node is known behind all rewriting. All else that reads the group sees the symbolic float.
 What is not a float (flags, names, counts) is watched by value instead, and what the step itself moves is a counter
-(`capture/counters.py`).
+(`capture/scalars/counters.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from wholestep.capture.counters import Counters, Place, moved
-from wholestep.capture.thread import here
-from wholestep.capture.watch import Watch
+from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.scalars.counters import Counters, Place, moved
 from wholestep.errors import CaptureError
-from wholestep.program import meta
+from wholestep.ir import node_meta
 
 _BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.ASGD: ("alpha",),  # torch 2.11 has no fake kernel for a tensor to the power of a symbolic float
@@ -249,8 +249,8 @@ class Lifter:
                     with graph.inserting_after(last):
                         box = inputs[id(self._payloads[arg].box)]
                         items[arg] = graph.call_function(torch.ops.aten._local_scalar_dense.default, (box,))
-                    meta.set_value(items[arg], self._payloads[arg].read())
-                    meta.set_origin(items[arg], meta.Origin(meta.Region.OPTIMIZER))
+                    node_meta.set_value(items[arg], self._payloads[arg].read())
+                    node_meta.set_origin(items[arg], node_meta.Origin(node_meta.Region.OPTIMIZER))
                 return items[arg]
             return arg
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from wholestep.errors import CaptureError
-from wholestep.program import ops
+from wholestep.ir.ops.library import LIBRARY
 
 _FUNCTIONS = (
     "exp", "expm1", "exp2", "log", "log2", "log10", "log1p", "cbrt", "sin", "cos", "tan", "asin", "acos", "atan",
@@ -31,16 +31,16 @@ _SYMBOLS = (torch.SymFloat, torch.SymInt)
 _answers: list[torch.Tensor] = []
 """Those that the running trace was given."""
 
-ops.LIBRARY.define("of_numbers(str function, Tensor[] numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("of_numbers(str function, Tensor[] numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _of_numbers(function: str, numbers: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(getattr(math, function)(*(one.item() for one in numbers)), dtype=torch.float64, device="cpu")
 
 
-ops.LIBRARY.impl("of_numbers", _of_numbers, "CPU")
+LIBRARY.impl("of_numbers", _of_numbers, "CPU")
 torch.library.register_fake(
-    "wholestep::of_numbers", lambda function, numbers: torch.empty((), dtype=torch.float64), lib=ops.LIBRARY
+    "wholestep::of_numbers", lambda function, numbers: torch.empty((), dtype=torch.float64), lib=LIBRARY
 )
 
 
@@ -87,7 +87,7 @@ def _recorded(name: str) -> Callable[..., Any]:
 
 
 def _asked(name: str) -> Callable[..., Any]:
-    """The answer as a tensor, which may decide whether something is raised (`capture/checks.py`)."""
+    """The answer as a tensor, which may decide whether something is raised (`capture/scalars/assert_branches.py`)."""
 
     def call(number: Any) -> Any:
         answer = getattr(torch, name)(torch.full((), number, dtype=torch.float64, device="cpu"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import ops
+from wholestep.ir import op_info
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def _is_drawn(node: fx.Node) -> bool:
     while node.target in _PARTS:
         node = node.all_input_nodes[0]
     packet = getattr(node.target, "overloadpacket", None)
-    return packet in _DRAWS and not ops.mutated_args(node.target) and not is_written(node)
+    return packet in _DRAWS and not op_info.mutated_args(node.target) and not is_written(node)
 
 
 def is_written(node: fx.Node, before: fx.Node | None = None) -> bool:
@@ -106,8 +106,8 @@ def is_written(node: fx.Node, before: fx.Node | None = None) -> bool:
     for user in node.users:
         if before is not None and not user < before:
             continue
-        if any(node in ops.argument_nodes(user, [place]) for place in ops.mutated_args(user.target)):
+        if any(node in op_info.argument_nodes(user, [place]) for place in op_info.mutated_args(user.target)):
             return True
-        if (ops.viewed_args(user.target) or user.target is operator.getitem) and is_written(user, before):
+        if (op_info.viewed_args(user.target) or user.target is operator.getitem) and is_written(user, before):
             return True
     return False

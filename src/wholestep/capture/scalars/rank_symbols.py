@@ -30,12 +30,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from wholestep.capture.host import HostValues
-from wholestep.capture.whose import library_frame
-from wholestep.program import ops
-from wholestep.program.collectives import BARRIER
-from wholestep.program.later import later
-from wholestep.program.program import Input, InputKind, MeshAxis
+from wholestep.capture.python.code_owner import library_frame
+from wholestep.capture.scalars.host_scalars import HostValues
+from wholestep.ir import op_info
+from wholestep.ir.ops.collectives import BARRIER
+from wholestep.ir.program import Input, InputKind, MeshAxis
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     from torch._dynamo import source
@@ -87,7 +87,7 @@ def _name_of(members: tuple[int, ...], own: int, world: int) -> tuple[str, bool]
 def axes_of(graph: fx.Graph, known: list[Rank]) -> tuple[MeshAxis, ...]:
     """The groups that the graph communicates over, in the order of first use."""
     by_group = {rank.axis.group: rank.axis for rank in known}
-    nodes = (node for node in graph.nodes if ops.is_collective(node) or node.target is BARRIER)
+    nodes = (node for node in graph.nodes if op_info.is_collective(node) or node.target is BARRIER)
     names = dict.fromkeys(str(node.args[-1]) for node in nodes)
     return tuple(by_group[name] for name in names if name in by_group)
 

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import torch
 
-from wholestep.capture import blame
-from wholestep.capture.thread import here
-from wholestep.capture.whose import library_frame
+from wholestep.capture.python import user_frame
+from wholestep.capture.python.code_owner import library_frame
+from wholestep.capture.python.tracing_thread import here
 
 LATER = "(a number of the step)"
 """What stands in texts for a number that is known when the step runs: no number, so that nobody takes it for one."""
@@ -58,7 +58,8 @@ def _is_later(thing: Any) -> bool:
 
 def _warn(what: str) -> None:
     warnings.warn(
-        f"{what} at {blame.current_line()} ran once, while the step was captured, when the tensor had no value; it "
+        f"{what} at {user_frame.current_line()} ran once, while the step was captured, when the tensor had no value; "
+        "it "
         f"does not run again. Return the tensor and print it outside the step.",
         stacklevel=4,
     )

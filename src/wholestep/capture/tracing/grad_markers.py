@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, ops
+from wholestep.ir import graph_edit, op_info
 
 
 class Markers:
@@ -30,21 +30,21 @@ class Markers:
 
     def mark(self, grad: torch.Tensor, name: str) -> torch.Tensor:
         """The gradient of the parameter `name`, marked."""
-        marked: torch.Tensor = ops.GRADIENT(grad, f"{self._count}:{name}")
+        marked: torch.Tensor = op_info.GRADIENT(grad, f"{self._count}:{name}")
         self._count += 1
         return marked
 
     def settle(self, graph: fx.Graph) -> None:
         """Removes the markers that were withdrawn from the traced graph; the others keep the name alone."""
         withdrawn = {}
-        for node in graph.find_nodes(op="call_function", target=ops.GRADIENT):
+        for node in graph.find_nodes(op="call_function", target=op_info.GRADIENT):
             grad, numbered = node.args
             number, _, name = numbered.partition(":")
             if int(number) in self._withdrawn:
                 withdrawn[node] = grad
             else:
                 node.args = (grad, name)
-        edit.replace_nodes(withdrawn)
+        graph_edit.replace_nodes(withdrawn)
 
     @contextmanager
     def on(self, params: dict[int, tuple[str, torch.Tensor]]) -> Iterator[None]:

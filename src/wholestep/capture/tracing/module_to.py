@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from wholestep.capture.thread import here
+from wholestep.capture.python.tracing_thread import here
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Method of a process group -> what it is in a graph. The table `RULES` of `wholestep.capture.comm`.
+"""Method of a process group -> what it is in a graph. The table `RULES` of `wholestep.capture.tracing.process_groups`.
 
 A rule takes what the method is given. ``torch.distributed`` passes lists of tensors and an options object; code that
 calls a group itself may leave out either.
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from wholestep.capture import blame
-from wholestep.capture.comm import Comm, Handle, Message, Part, Write
+from wholestep.capture.python import user_frame
+from wholestep.capture.tracing.process_groups import Comm, Handle, Message, Part, Write
 from wholestep.errors import CaptureError
-from wholestep.program.collectives import BARRIER, EXCHANGE, GATHER, REDUCE, REDUCE_OPS, REDUCE_SCATTER, SCATTER
-from wholestep.program.ops import c10d
+from wholestep.ir.op_info import c10d
+from wholestep.ir.ops.collectives import BARRIER, EXCHANGE, GATHER, REDUCE, REDUCE_OPS, REDUCE_SCATTER, SCATTER
 
 Tensors = Sequence[torch.Tensor]
 _NAMES = {op: name for name, op in REDUCE_OPS.items()}
@@ -26,7 +26,7 @@ _ASKS_TO_BROADCAST = torch.torch_version.TorchVersion(torch.__version__) < "2.13
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
-    raise CaptureError(f"The step could not be captured at {blame.current_line()}\n{what} {instead}")
+    raise CaptureError(f"The step could not be captured at {user_frame.current_line()}\n{what} {instead}")
 
 
 def _name_of(options: Any) -> str:

@@ -1,9 +1,9 @@
 """What a step does with ``torch.distributed`` becomes nodes of its graph.
 
 Every function of torch.distributed ends in a method of a process group. While a step is traced, the methods of the
-groups are replaced (table `wholestep.capture.comm_rules.RULES`), so it does not matter how a function was imported,
-whether its arguments are positional, or which group it is given. What is started becomes a functional collective;
-``Work.wait()``, which blocking calls do at once, becomes its wait and the writes to the user's tensors.
+groups are replaced (table `wholestep.capture.tracing.process_group_rules.RULES`), so it does not matter how a function
+was imported, whether its arguments are positional, or which group it is given. What is started becomes a functional
+collective; ``Work.wait()``, which blocking calls do at once, becomes its wait and the writes to the user's tensors.
 
 Supported: all_reduce, broadcast, reduce, all_gather (list), all_gather_into_tensor, gather, scatter, reduce_scatter
 (list), reduce_scatter_tensor, all_to_all (lists), all_to_all_single (even, with split sizes, with split sizes that are
@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from wholestep.capture import blame
-from wholestep.capture.ranks import ranks
-from wholestep.capture.thread import here
+from wholestep.capture.python import user_frame
+from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.errors import CaptureError
-from wholestep.program import ops
+from wholestep.ir import op_info
 
 Write = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the user and what it shall hold."""
@@ -59,14 +59,14 @@ class Handle(dist.Work):
         super().__init__()
         self._parts: list[Part] = list(parts)
         self._outputs = list(outputs)
-        self._what = f"{name}, called at {blame.current_line()},"
+        self._what = f"{name}, called at {user_frame.current_line()},"
 
     def wait(self, timeout: Any = None) -> bool:
         """Puts the waits and the writes here. Later calls do nothing."""
         parts, self._parts = self._parts, []
         for started, writes in parts:
             with torch.no_grad():
-                arrived = writes(ops.WAIT(started))
+                arrived = writes(op_info.WAIT(started))
             for target, value in arrived:
                 self._write(target, value)
         return True
@@ -154,7 +154,7 @@ class Comm:
 
     def _method(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if (name := blame.calling_function("object")) is not None:
+            if (name := user_frame.calling_function("object")) is not None:
                 _refuse_object(name)
             return rule(self, group, *args, **kwargs)
 
@@ -208,16 +208,20 @@ def _shaped(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_object(name: Any, *rest: Any) -> NoReturn:
-    name = name if isinstance(name, str) and not rest else blame.calling_function("object") or "an object collective"
+    name = (
+        name if isinstance(name, str) and not rest else user_frame.calling_function("object") or "an object collective"
+    )
     raise CaptureError(
-        f"The step could not be captured at {blame.current_line()}\n{name} sends Python objects, whose pickled bytes "
+        f"The step could not be captured at {user_frame.current_line()}\n{name} sends Python objects, whose pickled "
+        "bytes "
         f"are values that a graph does not have. Call it outside the step, or send tensors."
     )
 
 
 def _refuse_work(*args: Any, **kwargs: Any) -> NoReturn:
     raise CaptureError(
-        f"The step could not be captured at {blame.current_line()}\nThe step waits for a collective that was started "
+        f"The step could not be captured at {user_frame.current_line()}\nThe step waits for a collective that was "
+        "started "
         f"outside of it, which would happen once, while the step is captured. Wait before the step, or start it with a "
         f"functional collective and pass its result."
     )
@@ -225,6 +229,7 @@ def _refuse_work(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _refuse_group(*args: Any, **kwargs: Any) -> NoReturn:
     raise CaptureError(
-        f"The step could not be captured at {blame.current_line()}\nA process group is made here, which would happen "
+        f"The step could not be captured at {user_frame.current_line()}\nA process group is made here, which would "
+        "happen "
         f"once, while the step is captured. Make it before the first step."
     )

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from wholestep.capture.thread import here
+from wholestep.capture.python.tracing_thread import here
 
 log = logging.getLogger("wholestep")
 

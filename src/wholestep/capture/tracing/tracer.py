@@ -18,33 +18,36 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
 from torch.utils import _foreach_utils
 
-from wholestep.capture import blame, results, tree
-from wholestep.capture.comm import Comm
-from wholestep.capture.comm_rules import RULES
-from wholestep.capture.compiled import as_written
-from wholestep.capture.conversion import unconverted
-from wholestep.capture.counters import Moves
-from wholestep.capture.host import HostValues, host_branches, predicate_graph
-from wholestep.capture.layouts import Fakes
-from wholestep.capture.left import Left
-from wholestep.capture.mark import Markers
-from wholestep.capture.mathematics import of_symbols, refuse_answers
-from wholestep.capture.origin import OriginRecorder
-from wholestep.capture.random import traced_generator
-from wholestep.capture.ranks import Rank, RankSymbols
-from wholestep.capture.recurrent import step_by_step
-from wholestep.capture.replaced import Left as LeftInObjects
-from wholestep.capture.replaced import Replaced
-from wholestep.capture.scene import Scene
-from wholestep.capture.state import Address
-from wholestep.capture.storage import Storages, check_places, place_of
-from wholestep.capture.swap import ENTRY_MARK, swapped
-from wholestep.capture.texts import LATER, told
-from wholestep.capture.thread import here
-from wholestep.capture.version import Versions
+from wholestep.capture.effects.argument_effects import ArgumentEffects
+from wholestep.capture.effects.object_effects import Nests
+from wholestep.capture.effects.optimizer_effects import Left
+from wholestep.capture.effects.tensor_effects import Left as LeftInObjects
+from wholestep.capture.effects.tensor_effects import Replaced
+from wholestep.capture.functionalize.storage_resize import Storages, check_places, place_of
+from wholestep.capture.functionalize.version_counters import Versions
+from wholestep.capture.python import tree_util, user_frame
+from wholestep.capture.python.node_origin import OriginRecorder
+from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.train_state import Address
+from wholestep.capture.reach.unwrap_compiled import as_written
+from wholestep.capture.scalars.counters import Moves
+from wholestep.capture.scalars.host_scalars import HostValues, host_branches, predicate_graph
+from wholestep.capture.scalars.math_functions import of_symbols, refuse_answers
+from wholestep.capture.scalars.rank_symbols import Rank, RankSymbols
+from wholestep.capture.scalars.symbolic_text import LATER, told
+from wholestep.capture.tracing import new_parameters
+from wholestep.capture.tracing.fake_kernels import Fakes
+from wholestep.capture.tracing.grad_markers import Markers
+from wholestep.capture.tracing.module_to import unconverted
+from wholestep.capture.tracing.process_group_rules import RULES
+from wholestep.capture.tracing.process_groups import Comm
+from wholestep.capture.tracing.rnn_unroll import step_by_step
+from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
 from wholestep.errors import CaptureError
-from wholestep.program.modules import unwritten
-from wholestep.program.program import InputKind
+from wholestep.ir.lazy_graph_module import unwritten
+from wholestep.ir.ops.rng_state import traced_generator
+from wholestep.ir.program import InputKind
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
 CAPTURING: list[None] = []
@@ -73,7 +76,7 @@ class Trace:
     fakes: list[Any]
     """What the trace ran on, per placeholder: fake tensors, then the symbols of ranks."""
     mode: FakeTensorMode
-    result_spec: tree.TreeSpec
+    result_spec: tree_util.TreeSpec
     num_results: int
     """Leaves of what the step returns, and then of what it leaves in `left`."""
     results: list[Any]
@@ -114,11 +117,11 @@ def settle() -> None:
 class Tracer:
     """One trace of one call. `reals` are the tensors of the state, the boxes of numbers, and the arguments."""
 
-    def __init__(self, scene: Scene, left: Left) -> None:
+    def __init__(self, scene: Scene, left: Left, objects: Nests, arguments: ArgumentEffects) -> None:
         state, lifter, user = scene.state, scene.lifter, scene.user
         self._state, self._lifter, self._user = state, lifter, user
         self._counters, self._left, self._replaced = scene.counters, left, Replaced(scene)
-        self._arguments, self._nests = scene.arguments, scene.nests
+        self._arguments, self._nests = arguments, objects
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
         self._recorder, self._markers = OriginRecorder(scene.module_names(), owners), Markers()
@@ -150,7 +153,7 @@ class Tracer:
         except Moves:
             raise
         except Exception as error:
-            raise blame.explain(error) from error
+            raise user_frame.explain(error) from error
         finally:
             for slot, grad in entry_grads:
                 slot.tensor.grad = grad
@@ -284,7 +287,7 @@ class Tracer:
         self._nests.hide()
         result = self._nests.take(call())
         self._comm.finish()
-        leaves, out.result_spec = results.flatten(result, self._state.index)
+        leaves, out.result_spec = new_parameters.flatten(result, self._state.index)
         leaves, out.left = self._replaced.take(leaves)
         refuse_answers(leaves)
         if moved := self._lifter.rewritten():

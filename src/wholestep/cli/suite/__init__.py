@@ -1,1 +1,1 @@
-"""`wholestep bench --suite`: one training, ours against every stock way, by turns in one process group."""
+"""In: a training's name. Out: ours against every stock way, by turns in one process group."""

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from wholestep.cli.suite.silent import SilentStep
-from wholestep.cli.suite.trainings import Training
+from wholestep.cli.suite.no_comm_bound import SilentStep
+from wholestep.cli.suite.workloads import Training
 
 
 class Kind(Enum):

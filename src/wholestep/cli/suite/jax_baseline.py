@@ -1,7 +1,7 @@
 """The same language model, step and batch under JAX: one process, all devices, jit over a mesh, data parallel.
 
-``python -m wholestep.cli.suite.jax_peer W1 4 60`` trains on four devices and prints one line of JSON. It is a process
-of its own because JAX and torch want the same GPUs for themselves, and is run where JAX is installed.
+``python -m wholestep.cli.suite.jax_baseline W1 4 60`` trains on four devices and prints one line of JSON. It is a
+process of its own because JAX and torch want the same GPUs for themselves, and is run where JAX is installed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wholestep.cli.models import REFERENCE, LanguageModelSize
-from wholestep.cli.suite.kinds import LEARNING_RATE
-from wholestep.cli.suite.records import LOSS_STEPS
-from wholestep.cli.suite.session import BLOCK_STEPS
-from wholestep.cli.suite.trainings import draw_tokens
+from wholestep.cli.suite.contenders import LEARNING_RATE
+from wholestep.cli.suite.rank_session import BLOCK_STEPS
+from wholestep.cli.suite.results import LOSS_STEPS
+from wholestep.cli.suite.workloads import draw_tokens
+from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize
 
 # The defaults of torch.optim.AdamW.
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01

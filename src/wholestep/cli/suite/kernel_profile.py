@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from wholestep.cli.suite.intervals import Interval, exposed, idle, total
+from wholestep.cli.suite.exposed_time import Interval, exposed, idle, total
 
 
 class KernelClass(StrEnum):

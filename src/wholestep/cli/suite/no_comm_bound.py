@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
+from wholestep.api.compiled_step import CompiledStep
 from wholestep.config import DDP
 from wholestep.config import Inductor as InductorOptions
 from wholestep.errors import InternalError
-from wholestep.lower.backend import Inductor
-from wholestep.lower.eager import Wait
-from wholestep.options import checked_options
-from wholestep.passes.narrow import narrow_messages
-from wholestep.passes.pipeline import Pass, pass_name
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program
-from wholestep.program.show import Step
-from wholestep.run.world import World
-from wholestep.step import CompiledStep
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.printer import Step
+from wholestep.ir.program import Program
+from wholestep.lower.base.eager_backend import Wait
+from wholestep.lower.inductor_backend import Inductor
+from wholestep.passes.comm.wire_dtype import narrow_messages
+from wholestep.passes.pass_manager import Pass, pass_name
+from wholestep.runtime.distributed.world import World
+from wholestep.runtime.options import checked_options
 
 
 def without_communication(program: Program) -> Program:
@@ -31,17 +31,17 @@ def without_communication(program: Program) -> Program:
 
     Raises InternalError for a collective whose result has another shape: nothing could stand for it.
     """
-    program = edit.copy(program)
+    program = graph_edit.copy(program)
     graph = program.graph
     for node in list(graph.nodes):
-        if node.target is ops.WAIT or (ops.is_collective(node) and ops.mutated_args(node.target)):
-            edit.replace_node(node, node.args[0])
-        elif ops.is_collective(node):
+        if node.target is op_info.WAIT or (op_info.is_collective(node) and op_info.mutated_args(node.target)):
+            graph_edit.replace_node(node, node.args[0])
+        elif op_info.is_collective(node):
             given = node.args[0]
-            if meta.tensor(node).shape != meta.tensor(given).shape:
+            if node_meta.tensor(node).shape != node_meta.tensor(given).shape:
                 raise InternalError(f"{node.name} ({node.target}) cannot be left out: it gives another shape.")
             with graph.inserting_before(node):  # the collective would have copied it as well
-                edit.replace_node(node, edit.emit(graph, torch.ops.aten.clone.default, given, like=node))
+                graph_edit.replace_node(node, graph_edit.emit(graph, torch.ops.aten.clone.default, given, like=node))
     return program
 
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from wholestep.errors import RankMissingError
-from wholestep.run.store import PrefixStore
-from wholestep.run.world import World
+from wholestep.runtime.distributed.store import PrefixStore
+from wholestep.runtime.distributed.world import World
 
 FAILED_WAIT_S = 20.0
 """A rank whose lane failed waits so long for the others: they may be in a collective that it will never join."""

@@ -27,14 +27,14 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.cli.options import threads_per_rank
-from wholestep.cli.suite.kernels import Breakdown, behind_marker, breakdown, read_trace
-from wholestep.cli.suite.kinds import OWN, Kind, Lane, prepare
-from wholestep.cli.suite.records import LOSS_STEPS, LaneResult, SuiteReport, breakdown_from, keep
-from wholestep.cli.suite.talk import Talk
-from wholestep.cli.suite.trainings import training
-from wholestep.lower import copies
-from wholestep.warm import CACHE
+from wholestep.api.cache.warm_start import CACHE
+from wholestep.cli.common.options import threads_per_rank
+from wholestep.cli.suite.contenders import OWN, Kind, Lane, prepare
+from wholestep.cli.suite.kernel_profile import Breakdown, behind_marker, breakdown, read_trace
+from wholestep.cli.suite.rank_messages import Talk
+from wholestep.cli.suite.results import LOSS_STEPS, LaneResult, SuiteReport, breakdown_from, keep
+from wholestep.cli.suite.workloads import training
+from wholestep.lower.kernels import copy_all_reduce
 
 BLOCK_STEPS = 10
 """Steps of a lane before the next one takes over; each block is timed as a whole, behind one step that is not."""
@@ -366,4 +366,4 @@ def _joined(*notes: str) -> str:
 def _reduces_by_copies(lane: Lane) -> bool:
     if lane.step is None or lane.kind is Kind.LIMIT:
         return False
-    return any(node.target in copies.STARTS for node in lane.step.graph.graph.nodes)
+    return any(node.target in copy_all_reduce.STARTS for node in lane.step.graph.graph.nodes)

@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from wholestep.cli.suite.kernels import Breakdown
-from wholestep.cli.suite.kinds import Kind
+from wholestep.cli.suite.contenders import Kind
+from wholestep.cli.suite.kernel_profile import Breakdown
 
 LOSS_STEPS = 20
 """Steps that each lane is opened with; the loss behind the last of them is compared."""

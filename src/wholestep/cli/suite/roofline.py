@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wholestep.cli.models import LanguageModelSize
+from wholestep.cli.workloads.reference_lm import LanguageModelSize
 
 BF16_FLOPS_PER_S = 790e12
 """Of matrix products on one H200, measured on random data."""

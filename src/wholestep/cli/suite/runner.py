@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.cli.suite.checks import judged
-from wholestep.cli.suite.floors import floors
-from wholestep.cli.suite.kinds import DEFAULT, Kind
-from wholestep.cli.suite.records import LaneResult, SuiteReport, keep, load
-from wholestep.cli.suite.session import Plan, on_rank
-from wholestep.cli.suite.trainings import SUITES, training
+from wholestep.cli.suite.contenders import DEFAULT, Kind
+from wholestep.cli.suite.rank_session import Plan, on_rank
+from wholestep.cli.suite.results import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.roofline import floors
+from wholestep.cli.suite.targets import judged
+from wholestep.cli.suite.workloads import SUITES, training
 from wholestep.errors import ConfigError
 
 JAX_RESERVE_S = 90.0
@@ -145,7 +145,7 @@ def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> LaneR
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if not torch.cuda.is_available():
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={nproc}"}
-    asked = [sys.executable, "-m", "wholestep.cli.suite.jax_peer", name, str(nproc), str(settings.num_steps)]
+    asked = [sys.executable, "-m", "wholestep.cli.suite.jax_baseline", name, str(nproc), str(settings.num_steps)]
     try:
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wholestep.cli.suite.kinds import STOCK, Kind
-from wholestep.cli.suite.records import Check, LaneResult, SuiteReport
+from wholestep.cli.suite.contenders import STOCK, Kind
+from wholestep.cli.suite.results import Check, LaneResult, SuiteReport
 
 MOST_EXPOSED = 0.02
 """Communication that nothing hides, of the step."""

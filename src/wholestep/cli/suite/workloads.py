@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from wholestep.cli import small
-from wholestep.cli.models import REFERENCE, LanguageModelSize, build
+from wholestep.cli.workloads import small_models
+from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize, build
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -81,16 +81,16 @@ def _language_model(name: str) -> Training:
     )  # fmt: skip
 
 
-def _small_batch(workload: small.Workload, rank: int) -> Batch:
+def _small_batch(workload: small_models.Workload, rank: int) -> Batch:
     return next(iter(workload.batches(steps=1, rank=rank)))
 
 
-def _build_small(workload: small.Workload, device: torch.device) -> nn.Module:
+def _build_small(workload: small_models.Workload, device: torch.device) -> nn.Module:
     return workload.build().to(device)
 
 
-def _small(name: small.WorkloadName) -> Training:
-    workload = small.WORKLOADS[name]
+def _small(name: small_models.WorkloadName) -> Training:
+    workload = small_models.WORKLOADS[name]
     x, _ = _small_batch(workload, 0)
     return Training(
         name=name.value, build=partial(_build_small, workload), step=workload.step, sharded_step=workload.step,
@@ -105,4 +105,4 @@ SUITES: Mapping[str, tuple[str, ...]] = {"gpu": ("W1", "W2", "W3"), "cpu": ("mlp
 
 def training(name: str) -> Training:
     """The training called `name`, one of those in `SUITES`."""
-    return _language_model(name) if name in REFERENCE else _small(small.WorkloadName(name))
+    return _language_model(name) if name in REFERENCE else _small(small_models.WorkloadName(name))

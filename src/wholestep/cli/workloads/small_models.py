@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wholestep.cli.demo import DemoSettings, demo_batches
-from wholestep.cli.gpt import GPT, GPTConfig, train_step
-from wholestep.cli.lanes import Batch
-from wholestep.cli.text import standard_library
+from wholestep.cli.workloads.gpt import GPT, GPTConfig, train_step
+from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches
+from wholestep.cli.workloads.interleaved import Batch
+from wholestep.cli.workloads.text_data import standard_library
 
 
 class WorkloadName(StrEnum):

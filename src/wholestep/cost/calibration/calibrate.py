@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from wholestep.cost.calibration.device_probe import Sizes, probe_device, sizes_for
+from wholestep.cost.calibration.link_probe import probe_links
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.cost.device import Device
-from wholestep.cost.links import Links
-from wholestep.cost.model import CostModel
-from wholestep.cost.probe_device import Sizes, probe_device, sizes_for
-from wholestep.cost.probe_links import probe_links
+from wholestep.cost.device_model import Device
+from wholestep.cost.link_model import Links
 
 log = logging.getLogger("wholestep")
 

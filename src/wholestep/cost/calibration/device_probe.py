@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from wholestep.cost.compute import Kind, attention_flops, convolution_flops, matmul_flops
+from wholestep.cost.calibration.host_probe import probe_host
 from wholestep.cost.curve import Curve, fitted
-from wholestep.cost.device import TUNED, Device, dtype_name
-from wholestep.cost.probe_host import probe_host
-from wholestep.program import meta
+from wholestep.cost.device_model import TUNED, Device, dtype_name
+from wholestep.cost.flops import Kind, attention_flops, convolution_flops, matmul_flops
+from wholestep.ir import node_meta
 
 aten = torch.ops.aten
 
@@ -303,7 +303,7 @@ def _attended(*operands: torch.Tensor) -> tuple[Any, ...]:
 
 def _probe(name: str, amount: float, pool: Sequence[tuple[Any, ...]], calls: Sequence[Call]) -> Iterator[Probe]:
     """The probe of `calls` on every entry of `pool` (note *memory as a step finds it*)."""
-    made = [(call, sum(one.nbytes for one in meta.tensors_in(call(*pool[0])))) for call in calls]
+    made = [(call, sum(one.nbytes for one in node_meta.tensors_in(call(*pool[0])))) for call in calls]
     larges = [(call, num_bytes >= LARGE_BYTES) for call, num_bytes in made]
 
     def one_round() -> None:

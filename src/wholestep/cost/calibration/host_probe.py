@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.cost.compute import Kind
-from wholestep.program import show
-from wholestep.program.program import Program, Stage
+from wholestep.cost.flops import Kind
+from wholestep.ir import printer
+from wholestep.ir.program import Program, Stage
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def probe_host(device: torch.device) -> tuple[dict[str, float], float]:
     small.lists()
     small.graph.output(())
     program = Program(module=fx.GraphModule({}, small.graph), inputs=(), outputs=(), stage=Stage.SCHEDULED)
-    rendered = show.render(program, short_names=True)
+    rendered = printer.render(program, short_names=True)
     ticks: list[int] = []
     namespace = {**rendered.namespace, "tick": ticks.append, "clock": time.perf_counter_ns}
     exec(compile(_ticking(rendered), "<a step in small>", "exec"), namespace)
@@ -64,7 +64,7 @@ def probe_host(device: torch.device) -> tuple[dict[str, float], float]:
     return {str(kind): us for kind, us in calls_us.items()}, max(0.01, listed_us)
 
 
-def _ticking(rendered: show.Rendered) -> str:
+def _ticking(rendered: printer.Rendered) -> str:
     """The text with two looks at the clock before every node, and behind the last."""
     lines = []
     for number, line in enumerate(rendered.text.splitlines(), 1):

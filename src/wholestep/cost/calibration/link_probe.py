@@ -11,11 +11,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from wholestep.cost.links import OPS, Links
-from wholestep.cost.sweep import LATENCY_FACTOR, Points, curve_of, in_doubt, quickest, shows_rate, sweep
+from wholestep.cost.calibration.outliers import LATENCY_FACTOR, Points, curve_of, in_doubt, quickest, shows_rate, sweep
+from wholestep.cost.link_model import OPS, Links
 from wholestep.errors import ConfigError
-from wholestep.program.collectives import group_named
-from wholestep.program.show import bytes_text
+from wholestep.ir.ops.collectives import group_named
+from wholestep.ir.printer import bytes_text
 
 c10d = torch.ops._c10d_functional
 log = logging.getLogger("wholestep")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wholestep.program.ops import LIBRARY
+from wholestep.ir.ops.library import LIBRARY
 
 LIBRARY.define("check(Scalar truth, bool wanted, str error, str message) -> ()")
 

@@ -176,13 +176,13 @@ EXCHANGE = torch.ops.wholestep.exchange.default
 BARRIER = torch.ops.wholestep.barrier.default
 """Returns when every rank of the group has come."""
 ALL_REDUCE_BY_COPIES = torch.ops.wholestep.all_reduce_by_copies.default
-"""An all-reduce that leaves the multiprocessors of GPUs to others (`lower/copies.py`)."""
+"""An all-reduce that leaves the multiprocessors of GPUs to others (`lower/kernels/copy_all_reduce.py`)."""
 ALL_REDUCE_BY_COPIES_ = torch.ops.wholestep.all_reduce_by_copies_.default
 """The same, in place."""
 ALL_REDUCE_WIDE = torch.ops.wholestep.all_reduce_wide_by_copies.default
 """The same of half precision, added and given in the wider type `dtype`."""
 ALL_REDUCE_ROWS = torch.ops.wholestep.all_reduce_rows_by_copies.default
 """The same of a table, of shape (rows, width), of which only the rows `indices` of this rank's are not zero
-(`lower/table_rows.py`). Without indices any may be. Which they are is this rank's own affair."""
+(`lower/kernels/sparse_all_reduce.py`). Without indices any may be. Which they are is this rank's own affair."""
 ALL_REDUCE_ROWS_ = torch.ops.wholestep.all_reduce_rows_by_copies_.default
 """The same, in place."""

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from wholestep.program.ops import LIBRARY
+from wholestep.ir.ops.library import LIBRARY
 
 LIBRARY.define("rng_get(str device) -> Tensor", tags=())
 LIBRARY.define("rng_set(Tensor state, str device) -> ()")

@@ -14,10 +14,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.program import meta, ops, show
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
-from wholestep.program.show import Step
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.printer import Step
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
 
 _numbers = itertools.count()
 
@@ -45,12 +45,12 @@ def lower(
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
     error from a node carries a note with the user's line, module and shape of that node.
     """
-    rendered = show.render(program, short_names=True)
+    rendered = printer.render(program, short_names=True)
     filename = f"<wholestep step {next(_numbers)}>"
     namespace = dict(rendered.namespace)
     functions = {operator._op: function for operator, function in (instead or {}).items()}
     if wait is not None:
-        functions[ops.WAIT._op] = wait
+        functions[op_info.WAIT._op] = wait
     calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}
     namespace.update({name: functions[thing] for name, thing in calls.items() if thing in functions})
     if compile_segment is not None:
@@ -92,9 +92,9 @@ def _line_in(filename: str, traceback: TracebackType | None) -> int:
 
 
 def _describe(node: fx.Node) -> str:
-    origin = meta.origin(node)
+    origin = node_meta.origin(node)
     where = f" from {origin.source}" if origin.source else ""
     module = f" in module {origin.module}" if origin.module else ""
-    shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in meta.tensors(node))
+    shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in node_meta.tensors(node))
     gives = f", which gives {shapes}" if shapes else ""
     return f"while running {node.name} ({node.target}){where}{module}{gives} ({origin.region.value})"

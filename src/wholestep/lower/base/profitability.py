@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from wholestep.cost.model import CostModel
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir.program import Program
 
 ENOUGH = 0.05
 """The share of the computation that has to go. The share itself is predicted to about as much."""

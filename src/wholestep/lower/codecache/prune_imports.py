@@ -50,8 +50,8 @@ def lightened(text: str, is_torchs: Callable[[str], bool]) -> str:
 
 
 def _products(tree: ast.Module) -> set[str]:
-    """What is used of the namespace; a name that no module has, for a use of all of it. `wholestep.lower.wrapper` has
-    it put into one of ours, which uses what the module does."""
+    """What is used of the namespace; a name that no module has, for a use of all of it.
+    `wholestep.lower.inductor.wrapper_patch` has it put into one of ours, which uses what the module does."""
     own = {id(one) for node in tree.body if isinstance(node, ast.Assign) and _only_name(node) == _PRODUCTS
            for one in ast.walk(node)}  # fmt: skip
     found = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

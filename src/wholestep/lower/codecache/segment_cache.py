@@ -10,8 +10,9 @@ ranks of the same process group get a segment before its first call, with all it
 So does every process with kernels that are launched early, which Inductor does not bundle with their choice.
 
 [Note: another GPU]
-What was compiled on one GPU runs on another of the same kind once its number is replaced (`lower/moved.py`): in the
-text, in what Inductor keeps of every kernel, and in the keys made of either. Triton's own keys are the same.
+What was compiled on one GPU runs on another of the same kind once its number is replaced
+(`lower/codecache/relocate_device.py`): in the text, in what Inductor keeps of every kernel, and in the keys made of
+either. Triton's own keys are the same.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstant
 from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.triton_bundler import TritonBundler
 
-from wholestep.lower.header import lightened
-from wholestep.lower.moved import CannotMove, kernel_texts, moved
-from wholestep.program.later import later
+from wholestep.lower.codecache.prune_imports import lightened
+from wholestep.lower.codecache.relocate_device import CannotMove, kernel_texts, moved
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     from torch._inductor import async_compile, codecache, select_algorithm

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wholestep.program.later import later
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     from torch._inductor import codecache

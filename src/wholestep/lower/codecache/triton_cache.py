@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from wholestep.lower import ahead
-from wholestep.run import beside
+from wholestep.lower.codecache import toolchain_hash
+from wholestep.util import background
 
 Job = Callable[[], Any]
 """Has Triton compile a kernel as a launch would (by its ``warmup``), and gives what a launch gives."""
@@ -36,7 +36,7 @@ def build_beside(jobs: Iterable[Job], device: torch.device) -> None:
 
     What goes wrong there goes wrong again where the kernel is launched, and is told there.
     """
-    _underway.extend(beside.begun(partial(_build, job, device)) for job in jobs)
+    _underway.extend(background.begun(partial(_build, job, device)) for job in jobs)
 
 
 def wait() -> None:
@@ -46,8 +46,8 @@ def wait() -> None:
 
 
 def _build(job: Job, device: torch.device) -> None:
-    ahead.wait_for_triton()
-    if beside.is_ending():
+    toolchain_hash.wait_for_triton()
+    if background.is_ending():
         return
     with torch.cuda.device(device):
         compiled = job()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wholestep.lower.results import storage_of
+from wholestep.lower.cudagraph.output_copies import storage_of
 
 
 def is_possible() -> bool:

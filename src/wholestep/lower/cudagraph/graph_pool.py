@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from wholestep.lower import captures, memsets, rewinds
-from wholestep.run.collector import uncollected
+from wholestep.lower.cudagraph import capture_hooks, memset_nodes, rng_replay
+from wholestep.util.gc_pause import uncollected
 
 
 class Member(Protocol):
@@ -72,7 +72,7 @@ class Pool:
             self._lender = lambda: None
 
     def capture(
-        self, body: Callable[[], Sequence[Any]], rewound: rewinds.Rewinds | None = None
+        self, body: Callable[[], Sequence[Any]], rewound: rng_replay.Rewinds | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rewound` are its
         settings of the random generator, if there are any.
@@ -85,18 +85,18 @@ class Pool:
             if self._keeper is None:
                 self._renew()
             graph, results = self._captured(body, rewound)
-            memsets.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
+            memset_nodes.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
             graph.instantiate()
             return graph, results
 
     def _captured(
-        self, body: Callable[[], Any], rewound: rewinds.Rewinds | None = None
+        self, body: Callable[[], Any], rewound: rng_replay.Rewinds | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """What `body` does, as a graph that cannot run yet, and what `body` gives."""
         graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
         try:
             rewinding = rewound.captured(graph) if rewound is not None else contextlib.nullcontext()
-            with captures.settled(), rewinding, self._capturing(graph):
+            with capture_hooks.settled(), rewinding, self._capturing(graph):
                 results = body()
         except BaseException:
             self._mend(graph, before)

@@ -3,14 +3,14 @@
 Note: two parts
     What the host computes (rates, bias corrections, counters) runs before every replay, as Python; it reaches the
     device in tensors whose place does not change. All else is captured: as one graph or, where calls cannot be, as the
-    pieces between those (`lower/pieces.py`).
+    pieces between those (`lower/cudagraph/partition.py`).
 
 Note: who owns which memory
     Parameters and state are read and written where they live; if one has moved since (``param.data = ...``), the step
     is captured again. So are gradients from the step before, as long as they stay where they are. Arguments are copied
     into tensors of the graph. What the step returns is copied out of the graph's memory, so results may be kept; that
     memory is shared by all signatures of a step, which never run side by side. Gradients that nobody looks at before
-    they are replaced stay there (`lower/lent.py`).
+    they are replaced stay there (`lower/cudagraph/grad_ownership.py`).
 
 Note: pieces share their memory
     What a piece gives a later one is kept while those between are captured, so none of them writes there. A piece that
@@ -31,12 +31,13 @@ from typing import Any
 
 import torch
 
-from wholestep.lower import eager, lent, results, rewinds
-from wholestep.lower.pieces import Parts, Piece, split
-from wholestep.lower.pool import Pool
-from wholestep.program.program import InputKind, OutputKind, Program
-from wholestep.program.show import Step
-from wholestep.run import teardown
+from wholestep.ir.printer import Step
+from wholestep.ir.program import InputKind, OutputKind, Program
+from wholestep.lower.base import eager_backend
+from wholestep.lower.cudagraph import grad_ownership, output_copies, rng_replay
+from wholestep.lower.cudagraph.graph_pool import Pool
+from wholestep.lower.cudagraph.partition import Parts, Piece, split
+from wholestep.runtime.distributed import teardown
 
 log = logging.getLogger("wholestep")
 
@@ -71,7 +72,7 @@ def _cause(error: BaseException) -> str:
 def _culprit(error: BaseException) -> tuple[Any, str] | None:
     """The target of the call that cannot be captured, and what was said; None if the error is of another kind."""
     first = _first(error)
-    node = eager.failing_node(first)
+    node = eager_backend.failing_node(first)
     if node is None or isinstance(first, torch.OutOfMemoryError) or "captur" not in str(first):
         return None
     return node.target, _said(first)
@@ -100,10 +101,10 @@ class Graphed:
         """Why a capture has failed in the call that is running."""
         self.why_none = ""
         """Why all runs as it is, where a capture has failed for good."""
-        self._lent: lent.Lent | None = None
+        self._lent: grad_ownership.Lent | None = None
         """The gradients that were not copied."""
-        self._lends = lent.is_possible()
-        self._takings: dict[int, results.Taking] | None = None
+        self._lends = grad_ownership.is_possible()
+        self._takings: dict[int, output_copies.Taking] | None = None
         """How to take results of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
@@ -223,20 +224,22 @@ class Graphed:
         takings = self._takings
         if takings is None or self._error is not None:
             standins = self._standins(inputs, values)
-            takings = results.takings(in_graphs, standins, new=self._grads.values())
+            takings = output_copies.takings(in_graphs, standins, new=self._grads.values())
             if self._error is None:
                 self._lend(in_graphs, taken=standins)
                 self._takings = takings if self._stay else None
         given = {} if self._lent is None else self._lent.given()
         lent_by_number = {self._grads[target]: grad for target, grad in given.items()}
-        call, taken = results.Call(inputs, in_graphs), list(found)
+        call, taken = output_copies.Call(inputs, in_graphs), list(found)
         for number in in_graphs:
             taken[number] = lent_by_number[number] if number in lent_by_number else takings[number](call)
         return tuple(taken)
 
-    def _standins(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, results.Standin]:
+    def _standins(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, output_copies.Standin]:
         return {
-            results.storage_of(values[place]): results.Standin(number, values[place], inputs[number].stride())
+            output_copies.storage_of(values[place]): output_copies.Standin(
+                number, values[place], inputs[number].stride()
+            )
             for place, number in enumerate(self._parts.inputs)
             if isinstance(values[place], torch.Tensor)
         }
@@ -245,9 +248,9 @@ class Graphed:
         """Lends the gradients that may stay where they are, if any. `taken`: where storages of inputs begin."""
         if self._lent is not None or not self._lends or not self._pool.may_lend(self):
             return
-        alone = results.alone(in_graphs)
+        alone = output_copies.alone(in_graphs)
         own = {target: in_graphs[number] for target, number in self._grads.items() if number in alone & self._may_stay}
-        self._lent = lent.Lent(lent.apart(own, taken))
+        self._lent = grad_ownership.Lent(grad_ownership.apart(own, taken))
         if self._lent.given():  # else the graphs of others stay as they are
             self._pool.lends_to(self)
 
@@ -295,7 +298,7 @@ class _Piece:
         self._static: dict[int, torch.Tensor] = {}
         self._addresses: list[int] = []
         self._outputs: Sequence[Any] = ()
-        self._rewinds = rewinds.Rewinds.of(piece.program, pool.device) if piece.captured else None
+        self._rewinds = rng_replay.Rewinds.of(piece.program, pool.device) if piece.captured else None
 
     def let_go(self) -> None:
         """Gives up the graph, which nothing may be running of."""
@@ -337,8 +340,8 @@ class _Piece:
             self._have_moved({place for place, then, now in pairs if then != now}, values)
         self.graph, self._outputs = None, ()
         # The memory of something else, seen in another way: a copy would be apart from it.
-        sharing = Counter(results.storage_of(value) for value in values if isinstance(value, torch.Tensor))
-        self._moving -= {place for place in self._loose if sharing[results.storage_of(given[place])] > 1}
+        sharing = Counter(output_copies.storage_of(value) for value in values if isinstance(value, torch.Tensor))
+        self._moving -= {place for place in self._loose if sharing[output_copies.storage_of(given[place])] > 1}
         self._static = {place: given[place].clone() for place in sorted(self._moving)}
         self._resting = [place for place in range(len(given)) if place not in self._moving]
         self._addresses = [given[place].data_ptr() for place in self._resting]
@@ -348,8 +351,10 @@ class _Piece:
 
     def _have_moved(self, places: Collection[int], values: Sequence[Any]) -> None:
         """Some values that rested lie elsewhere now. Gradients that do so again and again are copied from then on."""
-        inputs = {results.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)}
-        wander = any(results.storage_of(values[self._piece.takes[place]]) not in inputs for place in places)
+        inputs = {
+            output_copies.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)
+        }
+        wander = any(output_copies.storage_of(values[self._piece.takes[place]]) not in inputs for place in places)
         self._moves += wander or not self._grads.isdisjoint(places)
         if self._moves < _MOST_MOVES:
             return

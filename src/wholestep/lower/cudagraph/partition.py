@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture import random
-from wholestep.lower import rewinds
-from wholestep.program import edit, meta, ops
-from wholestep.program.modules import module_of
-from wholestep.program.numbers import pack
-from wholestep.program.program import Input, InputKind, OutputKind, Program
-from wholestep.program.segment import Segment
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.lazy_graph_module import module_of
+from wholestep.ir.ops import rng_state
+from wholestep.ir.ops.packed_scalars import pack
+from wholestep.ir.program import Input, InputKind, OutputKind, Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.cudagraph import rng_replay
 
 FEWEST_CALLS = 4
 """Fewer calls than that run as they are where others are captured: the host is no quicker at launching a graph."""
@@ -116,7 +116,7 @@ def _host_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 
 def _is_made_here(node: fx.Node) -> bool:
     """Whether a call that takes no values is the host's: it packs constants, or makes a tensor on the CPU."""
-    on_cpu = not _on_gpu(node) and not ops.needs_peers(node.target)
+    on_cpu = not _on_gpu(node) and not op_info.needs_peers(node.target)
     return node.target is pack or on_cpu
 
 
@@ -127,7 +127,7 @@ def _is_host(node: fx.Node, host: Collection[fx.Node]) -> bool:
 
 
 def _on_gpu(node: fx.Node) -> bool:
-    return any(one.is_cuda for one in meta.tensors(node))
+    return any(one.is_cuda for one in node_meta.tensors(node))
 
 
 # ---- what cannot be captured -----------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _cuts(graph: fx.Graph, host: Collection[fx.Node], refused: Mapping[Any, str]
             cuts[node] = f"{_named(node)} could not be captured: {refused[node.target]}"
         elif (reason := _reason(node, host)) is not None:
             cuts[node] = reason
-        elif rewinds.is_one(node):
+        elif rng_replay.is_one(node):
             rewinding[node] = len(cuts)
     if len(set(rewinding.values())) > 1:
         # A graph sets the generator to what it has read itself.
@@ -154,33 +154,33 @@ def _cuts(graph: fx.Graph, host: Collection[fx.Node], refused: Mapping[Any, str]
 def _reason(node: fx.Node, host: Collection[fx.Node]) -> str | None:
     """Why a CUDA graph cannot hold a call; None if it can, or need not."""
     name = _named(node)
-    if rewinds.is_one(node) and rewinds.are_possible():
+    if rng_replay.is_one(node) and rng_replay.are_possible():
         return None
     if _handles_generator(node) and node not in host:
         return _of_generator(node)
     if node.op != "call_function" or node in host:
         return None
-    if node.target is _GROUPED and meta.tensor(node).dtype is not torch.bfloat16:
+    if node.target is _GROUPED and node_meta.tensor(node).dtype is not torch.bfloat16:
         return f"{name} asks the GPU where groups end, as ATen does for all but bfloat16"
-    if isinstance(meta.value(node), _NUMBERS):
+    if isinstance(node_meta.value(node), _NUMBERS):
         return f"{name} gives a number of the GPU, for which the host would wait"
-    if not all(isinstance(size, int) for one in meta.tensors(node) for size in one.shape):
+    if not all(isinstance(size, int) for one in node_meta.tensors(node) for size in one.shape):
         return f"the size of what {name} gives depends on data"
-    if any(not one.is_cuda for one in meta.tensors(node)):
+    if any(not one.is_cuda for one in node_meta.tensors(node)):
         return f"{name} gives a tensor on the CPU that depends on the GPU"
     for arg in node.all_input_nodes:
         if arg.op != "get_attr" and not _on_gpu(arg) and not _is_of_generator(arg):
             whose = "which the host computes for every call" if _is_early(arg, host) else "for which the host waits"
             return f"{name} takes {arg.name}, {whose}"
-        if not all(isinstance(size, int) for one in meta.tensors(arg) for size in one.shape):
+        if not all(isinstance(size, int) for one in node_meta.tensors(arg) for size in one.shape):
             return f"the size of what {name} takes depends on data"
     return None
 
 
 def _named(node: fx.Node) -> str:
     """A call for people: what is called, and where."""
-    where = meta.origin(node).source
-    called = node.target if ops.is_op(node) else getattr(node.target, "__name__", node.target)
+    where = node_meta.origin(node).source
+    called = node.target if op_info.is_op(node) else getattr(node.target, "__name__", node.target)
     return f"{called}{f' of {where}' if where else ''}"
 
 
@@ -194,7 +194,7 @@ def _is_early(node: fx.Node, host: Collection[fx.Node]) -> bool:
 
 def _handles_generator(node: fx.Node) -> bool:
     """Whether the call reads or sets the state of a generator, of the device that its last argument names."""
-    return ops.is_op(node) and node.target._schema.name.startswith("wholestep::rng_")  # type: ignore[union-attr]
+    return op_info.is_op(node) and node.target._schema.name.startswith("wholestep::rng_")  # type: ignore[union-attr]
 
 
 def _handles_gpu_generator(node: fx.Node) -> bool:
@@ -202,17 +202,17 @@ def _handles_gpu_generator(node: fx.Node) -> bool:
 
 
 def _is_of_generator(node: fx.Node) -> bool:
-    return node.target is random.GET and rewinds.is_one(node)
+    return node.target is rng_state.GET and rng_replay.is_one(node)
 
 
 def _outer_reason(program: Program) -> str | None:
     for output in program.outputs:
         if output.kind is OutputKind.STATE:
             return f"the step creates the state {output.name}; the calls behind it can be captured"
-    resizes = any(node.target in (ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_) for node in program.graph.nodes)
+    resizes = any(node.target in (op_info.RESIZE_STORAGE, op_info.RESIZE_STORAGE_) for node in program.graph.nodes)
     if resizes or any(record.freed for record in program.inputs):
         return "the step frees the memory of its inputs or fills it"
-    if any(node.target is ops.VERSION for node in program.graph.nodes):
+    if any(node.target is op_info.VERSION for node in program.graph.nodes):
         return "the step reads the version of a tensor, and a graph has tensors of its own"
     return None
 
@@ -229,12 +229,12 @@ def _changed_order(program: Program, host: Collection[fx.Node]) -> str | None:
             roots[node] = node
             continue
         early = node in host
-        changed = ops.argument_nodes(node, ops.written_by(node.target, node.kwargs))
-        shared = changed or ops.argument_nodes(node, ops.viewed_args(node.target))
+        changed = op_info.argument_nodes(node, op_info.written_by(node.target, node.kwargs))
+        shared = changed or op_info.argument_nodes(node, op_info.viewed_args(node.target))
         roots[node] = next((roots[one] for one in shared), node)
         written[early] |= {roots[one] for one in changed if not _on_gpu(one)}
         seen[early] |= {roots[one] for one in node.all_input_nodes if not _on_gpu(one)}
-        if ops.draws(node) and not _on_gpu(node) and not _handles_gpu_generator(node):
+        if op_info.draws(node) and not _on_gpu(node) and not _handles_gpu_generator(node):
             drawing[early] = node
     both = (written[True] & seen[False]) | (written[False] & seen[True])
     first = next((node for node in roots if node in both), None)
@@ -265,7 +265,7 @@ def _runs(graph: fx.Graph, host: Collection[fx.Node], cuts: Collection[fx.Node])
     ]
     number_of = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes}
     for node in calls:
-        if node.target in (ops.WAIT, operator.getitem):
+        if node.target in (op_info.WAIT, operator.getitem):
             begun = number_of.get(node.args[0])
             if begun is not None and begun != number_of[node]:
                 runs[number_of[node]][1].remove(node)
@@ -278,7 +278,7 @@ def _num_calls(node: fx.Node) -> int:
     """How many calls a node stands for that compute something."""
     if isinstance(node.target, Segment):
         return sum(map(_num_calls, node.target.calls))
-    idle = node.target in (ops.WAIT, operator.getitem) or ops.is_view(node) or rewinds.is_one(node)
+    idle = node.target in (op_info.WAIT, operator.getitem) or op_info.is_view(node) or rng_replay.is_one(node)
     return int(not idle)
 
 
@@ -326,12 +326,12 @@ def _part(
     inside: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         inside[node] = graph.placeholder(node.name)
-        meta.copy_meta(node, inside[node])
+        node_meta.copy_meta(node, inside[node])
     for node in program.graph.nodes:
         if node.op == "get_attr" or (node.op == "call_function" and keep(node)):
             inside[node] = graph.node_copy(node, inside.__getitem__)
     graph.output(tuple(inside[value] if isinstance(value, fx.Node) else value for value in results))
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
     return replace(
         program, module=module_of(program.module, graph), outputs=(),
         inputs=tuple(records.get(node) or _handed_record(node) for node in inputs),
@@ -339,6 +339,6 @@ def _part(
 
 
 def _handed_record(node: fx.Node) -> Input:
-    found = list(meta.tensors(node))
+    found = list(node_meta.tensors(node))
     shape, dtype = (tuple(found[0].shape), found[0].dtype) if found else ((), torch.float64)
     return Input(kind=InputKind.TENSOR, name=node.name, shape=shape, dtype=dtype)

@@ -21,8 +21,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.capture import random
-from wholestep.program.program import Program
+from wholestep.ir.ops import rng_state
+from wholestep.ir.program import Program
 
 _OFFSET = slice(8, 16)
 """Of the state of a generator of a GPU, 16 bytes: a seed and an offset."""
@@ -36,11 +36,11 @@ def are_possible() -> bool:
 
 def is_one(node: fx.Node) -> bool:
     """Whether a node sets the state of a GPU's generator to one that the step has read, or reads one for that alone."""
-    if node.target not in (random.GET, random.SET) or not str(node.args[-1]).startswith("cuda"):
+    if node.target not in (rng_state.GET, rng_state.SET) or not str(node.args[-1]).startswith("cuda"):
         return False
-    read = node if node.target is random.GET else node.args[0]
-    is_read = isinstance(read, fx.Node) and read.target is random.GET
-    return is_read and all(user.target is random.SET for user in read.users)  # type: ignore[union-attr]
+    read = node if node.target is rng_state.GET else node.args[0]
+    is_read = isinstance(read, fx.Node) and read.target is rng_state.GET
+    return is_read and all(user.target is rng_state.SET for user in read.users)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Rewinds:
     @classmethod
     def of(cls, body: Program, device: torch.device) -> Rewinds | None:
         """None if the body sets no state."""
-        sets = any(node.target is random.SET for node in body.graph.nodes)
+        sets = any(node.target is rng_state.SET for node in body.graph.nodes)
         return cls(device) if sets else None
 
     @property
@@ -99,7 +99,7 @@ class Rewinds:
             settings.append((generator.get_offset() - begun, wanted - begun))
             generator.set_state(state)
 
-        with random.instead(generator.get_state, set_):
+        with rng_state.instead(generator.get_state, set_):
             yield
         self.plan = planned(settings)
 
@@ -115,7 +115,7 @@ class Rewinds:
         states = [generator.graphsafe_get_state(), *self._others]
         turns = iter(self.plan.turns)
         try:
-            with random.instead(
+            with rng_state.instead(
                 lambda: torch.empty(0, device="cpu"), lambda state: generator.graphsafe_set_state(states[next(turns)])
             ):
                 yield

@@ -1,8 +1,8 @@
 """Fused optimizers written out on tensors, for compilers of kernels: rates and betas are tensors there.
 
 On a GPU a fused kernel of ATen takes betas, decay and epsilon as arguments, which a CUDA graph freezes. Kernels over
-lists (`lower/lists.py`) compute this arithmetic, one index of it, in one pass over the same memory; Inductor gets all
-of it where they cannot. On the CPU ATen's own kernels stay.
+lists (`lower/foreach/multi_tensor.py`) compute this arithmetic, one index of it, in one pass over the same memory;
+Inductor gets all of it where they cannot. On the CPU ATen's own kernels stay.
 
 Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; Loshchilov and Hutter, "Decoupled Weight
 Decay Regularization", 2019. The order of operations is that of torch's fused kernels.
@@ -17,11 +17,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.program import meta, ops
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.library import LIBRARY
 
-ops.LIBRARY.define("in_memory(Tensor self) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-ops.LIBRARY.impl("in_memory", lambda self: self.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("wholestep::in_memory", torch.empty_like, lib=ops.LIBRARY)
+LIBRARY.define("in_memory(Tensor self) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("in_memory", lambda self: self.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep::in_memory", torch.empty_like, lib=LIBRARY)
 _in_memory = torch.ops.wholestep.in_memory.default
 """A copy that a compiler does not see through, so that what few numbers cost is not paid again for every element."""
 
@@ -122,7 +123,7 @@ def _name(target: Any) -> str:
 
 def on_gpu(node: fx.Node) -> bool:
     """Whether all that a call gives is on a GPU."""
-    return all(one.is_cuda for one in meta.tensors(node))
+    return all(one.is_cuda for one in node_meta.tensors(node))
 
 
 def is_written_out(node: fx.Node) -> bool:
@@ -132,7 +133,7 @@ def is_written_out(node: fx.Node) -> bool:
 
 def written_out(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Tensor]]:
     """What the functional form of a fused optimizer gives: the lists it would have written to."""
-    names, given = ops.argument_names(target), ops.by_name(target, args, kwargs)
+    names, given = op_info.argument_names(target), op_info.by_name(target, args, kwargs)
     lists = {name: list(given[name]) for name in names if isinstance(given.get(name), (list, tuple))}
     rest = {name: value for name, value in given.items() if name not in lists}
     scale, found_inf = rest.pop("grad_scale", None), rest.pop("found_inf", None)

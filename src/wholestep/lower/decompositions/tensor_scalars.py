@@ -13,9 +13,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower.fused import is_written_out, written_out
-from wholestep.program import meta, ops
-from wholestep.program.numbers import element
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.lower.decompositions.optimizers import is_written_out, written_out
 
 Number = Tensor | float
 """A tensor of no dimensions where it is packed."""
@@ -75,7 +75,7 @@ def takes_numbers(node: fx.Node) -> bool:
     """Whether there is a rule for the operator of a call whose arguments are numbers."""
     if is_written_out(node):
         return True
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return False
     namespace, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
     return namespace == "aten" and has_rule(name.removeprefix("_foreach_"))
@@ -99,7 +99,7 @@ class Numbers(fx.Interpreter):
         if n.op != "call_function" or not any(arg.target is element for arg in n.all_input_nodes):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return by_rule(n.target, args, kwargs, meta.value(n))
+        return by_rule(n.target, args, kwargs, node_meta.value(n))
 
 
 def by_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any) -> Any:

@@ -17,30 +17,31 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import fused, numbers, pointwise
-from wholestep.lower.pointwise import NotPointwise
-from wholestep.program import meta, ops
-from wholestep.program.meta import Region
-from wholestep.program.numbers import element
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.lower.decompositions import optimizers, tensor_scalars
+from wholestep.lower.foreach import triton_codegen
+from wholestep.lower.foreach.triton_codegen import NotPointwise
 
-_OF_LOOPS = frozenset({*pointwise.TYPES, torch.bool})
+_OF_LOOPS = frozenset({*triton_codegen.TYPES, torch.bool})
 """What the calls of a loop may read and give."""
 
 
 def takes(node: fx.Node) -> bool:
     """Whether a call may be computed here: element by element on a GPU, on lists or in the loop of an optimizer."""
-    if not ops.is_op(node) or not fused.on_gpu(node):
+    if not op_info.is_op(node) or not optimizers.on_gpu(node):
         return False
-    if ops.is_indexwise(node.target):
-        if any(one.dtype not in pointwise.TYPES for one in meta.tensors(node)):
+    if op_info.is_indexwise(node.target):
+        if any(one.dtype not in triton_codegen.TYPES for one in node_meta.tensors(node)):
             return False
-        return fused.is_written_out(node) or _has_text(node)
+        return optimizers.is_written_out(node) or _has_text(node)
     return _is_of_loop(node) and _has_text(node) and _is_of_one_size(node)
 
 
 def apart(graph: fx.Graph) -> set[fx.Node]:
     """The calls of a graph that are to be computed here: those on lists and those of loops."""
-    return loops(graph).union(node for node in graph.nodes if ops.is_indexwise(node.target) and takes(node))
+    return loops(graph).union(node for node in graph.nodes if op_info.is_indexwise(node.target) and takes(node))
 
 
 def loops(graph: fx.Graph) -> set[fx.Node]:
@@ -49,24 +50,31 @@ def loops(graph: fx.Graph) -> set[fx.Node]:
     None if something else of the optimizers is left for a compiler: it may be products by turns with them (Muon), and
     to take them out would leave it a piece for every parameter.
     """
-    found = {node for node in graph.nodes if ops.is_op(node) and _is_of_loop(node) and fused.on_gpu(node)}
+    found = {node for node in graph.nodes if op_info.is_op(node) and _is_of_loop(node) and optimizers.on_gpu(node)}
     return found if all(map(takes, found)) else set()
 
 
 def _is_of_loop(node: fx.Node) -> bool:
     """Whether a call of an optimizer computes something from tensors that are no lists."""
-    if meta.origin(node).region is not Region.OPTIMIZER or ops.is_indexwise(node.target) or ops.is_view(node):
+    if (
+        node_meta.origin(node).region is not Region.OPTIMIZER
+        or op_info.is_indexwise(node.target)
+        or op_info.is_view(node)
+    ):
         return False
-    return not ops.needs_peers(node.target) and any(True for _ in meta.tensors(node))
+    return not op_info.needs_peers(node.target) and any(True for _ in node_meta.tensors(node))
 
 
 def _is_of_one_size(node: fx.Node) -> bool:
     """Whether a call gives one tensor and reads others of its shape, or numbers; all of types that a kernel knows, and
     on one device: a rate that is a tensor of the host lies where no kernel can read it."""
-    value = meta.value(node)
+    value = node_meta.value(node)
     if not isinstance(value, Tensor):
         return False
-    every = [value, *(one for arg in node.all_input_nodes if arg.target is not element for one in meta.tensors(arg))]
+    every = [
+        value,
+        *(one for arg in node.all_input_nodes if arg.target is not element for one in node_meta.tensors(arg)),
+    ]
     if any(not isinstance(size, int) for one in every for size in one.shape):
         return False  # it is data, and not known before the step runs
     same = all(one.shape in (value.shape, ()) and one.device == value.device for one in every)
@@ -75,7 +83,7 @@ def _is_of_one_size(node: fx.Node) -> bool:
 
 def _has_text(node: fx.Node) -> bool:
     name = _plain_name(node.target)
-    return bool(name) and (numbers.takes_numbers(node) or pointwise.has_text(name))
+    return bool(name) and (tensor_scalars.takes_numbers(node) or triton_codegen.has_text(name))
 
 
 def _plain_name(op: Any) -> str:
@@ -120,13 +128,13 @@ class Line:
         """The entries of the lists that the call gives; None of lists that are empty. `bound` gives arguments."""
         args, kwargs = tuple(map(bound, self.args)), {key: bound(value) for key, value in self.kwargs}
         name, like = _plain_name(self.op), torch.empty(0, dtype=self.dtype)
-        if not ops.is_indexwise(self.op):
-            is_rule = numbers.has_rule(name)
-            return [numbers.by_rule(self.op, args, kwargs, like) if is_rule else self.op(*args, **kwargs)]
+        if not op_info.is_indexwise(self.op):
+            is_rule = tensor_scalars.has_rule(name)
+            return [tensor_scalars.by_rule(self.op, args, kwargs, like) if is_rule else self.op(*args, **kwargs)]
         if not name:
-            return [one[0] if one else None for one in fused.written_out(self.op, args, kwargs)]
-        if numbers.has_rule(name):
-            return numbers.by_rule(self.op, args, kwargs, [like])  # type: ignore[no-any-return]
+            return [one[0] if one else None for one in optimizers.written_out(self.op, args, kwargs)]
+        if tensor_scalars.has_rule(name):
+            return tensor_scalars.by_rule(self.op, args, kwargs, [like])  # type: ignore[no-any-return]
         single = [arg[0] if isinstance(arg, list) else arg for arg in args]
         return [getattr(torch.ops.aten, name)(*single, **kwargs)]
 
@@ -143,7 +151,7 @@ class Reading:
     def value(self, node: fx.Node) -> Leaf | Item:
         """The value of a node, with all that it is made of. Raises NotPointwise."""
         call, path = node, list[int]()
-        while call.target is operator.getitem and not ops.is_view(call):
+        while call.target is operator.getitem and not op_info.is_view(call):
             path.insert(0, call.args[1])  # type: ignore[arg-type]
             call = call.args[0]  # type: ignore[assignment]
         if path or takes(call):
@@ -154,7 +162,7 @@ class Reading:
 
     def _line(self, call: fx.Node, index: int) -> int:
         if (call, index) not in self.made:
-            first, of_lists = first_list(call), ops.is_indexwise(call.target)
+            first, of_lists = first_list(call), op_info.is_indexwise(call.target)
 
             def entry(arg: Any) -> Any:
                 return self._argument(arg, index, len(first)) if of_lists else self._entry(arg)
@@ -169,7 +177,7 @@ class Reading:
             if arg and len(arg) != count:
                 raise NotPointwise(f"a list of {len(arg)} beside lists of {count}")
             return One(self._entry(arg[index])) if arg else ()
-        if isinstance(arg, fx.Node) and any(one.ndim for one in meta.tensors(arg)) and arg.target is not element:
+        if isinstance(arg, fx.Node) and any(one.ndim for one in node_meta.tensors(arg)) and arg.target is not element:
             raise NotPointwise(f"{arg.name} is the same tensor for all indices")
         return self._entry(arg)
 
@@ -179,14 +187,14 @@ class Reading:
 
 def root_of(node: fx.Node) -> fx.Node:
     """What a view is seen of."""
-    while ops.is_view(node):
+    while op_info.is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def first_list(call: fx.Node) -> Sequence[Tensor]:
     """The fake values of the list that a call gives, or of the first one; the one value of what gives no list."""
-    value = meta.value(call)
+    value = node_meta.value(call)
     if isinstance(value, Tensor):
         return [value]
     return value[0] if isinstance(value[0], (list, tuple)) else value
@@ -194,7 +202,7 @@ def first_list(call: fx.Node) -> Sequence[Tensor]:
 
 def dtype_of(leaf: fx.Node) -> torch.dtype:
     """The type that a leaf has in memory."""
-    return torch.float64 if leaf.target is element else meta.tensor(leaf).dtype
+    return torch.float64 if leaf.target is element else node_meta.tensor(leaf).dtype
 
 
 def run(lines: Sequence[Line], leaves: Sequence[Tensor], given: Sequence[Leaf | Item]) -> list[Tensor]:

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from wholestep.lower import indices, pointwise
-from wholestep.lower.indices import Item, Leaf, Line, Reading, dtype_of, first_list, root_of, takes
-from wholestep.lower.pointwise import NotPointwise
-from wholestep.program import meta, ops
-from wholestep.program.numbers import element
-from wholestep.program.segment import Segment
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.ir.segment import Segment
+from wholestep.lower.foreach import index_expr, triton_codegen
+from wholestep.lower.foreach.index_expr import Item, Leaf, Line, Reading, dtype_of, first_list, root_of, takes
+from wholestep.lower.foreach.triton_codegen import NotPointwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class _Unit:
 
     def is_whole(self, leaf: fx.Node) -> bool:
         """Whether a leaf is read element by element, and not as one number. Raises NotPointwise."""
-        shape = torch.Size() if leaf.target is element else meta.tensor(leaf).shape
+        shape = torch.Size() if leaf.target is element else node_meta.tensor(leaf).shape
         if shape and shape != self.like.shape:
             raise NotPointwise(f"{leaf.name} has the shape {list(shape)} where results have {list(self.like.shape)}")
         return shape == self.like.shape
@@ -116,10 +116,10 @@ class _Unit:
             graph = make_fx(self._run)(*inputs).graph
         graph.eliminate_dead_code()
         name = "update_lists" if self.like.ndim else "update_numbers"
-        return pointwise.kernel(name, graph, elementwise=whole)
+        return triton_codegen.kernel(name, graph, elementwise=whole)
 
     def _run(self, *leaves: Tensor) -> list[Tensor]:
-        return indices.run(self.lines, leaves, self.given)
+        return index_expr.run(self.lines, leaves, self.given)
 
 
 def plan(segment: Segment, texts: dict[str, str]) -> Plan | str:
@@ -135,7 +135,7 @@ def plan(segment: Segment, texts: dict[str, str]) -> Plan | str:
 
 
 def _is_of_lists(node: fx.Node) -> bool:
-    return node.target is operator.getitem or ops.is_view(node) or takes(node)
+    return node.target is operator.getitem or op_info.is_view(node) or takes(node)
 
 
 class _Planner:
@@ -166,10 +166,10 @@ class _Planner:
                 )
                 for units in ordered
             ),
-            fresh=tuple((number, meta.tensor(self._results[number])) for number in self._fresh),
+            fresh=tuple((number, node_meta.tensor(self._results[number])) for number in self._fresh),
             turned=tuple(self._turned.values()),
             num_results=len(self._results),
-            device=meta.tensor(self._results[0]).device,
+            device=node_meta.tensor(self._results[0]).device,
         )
 
     def _units(self) -> Iterator[_Unit]:
@@ -185,7 +185,7 @@ class _Planner:
             return number
 
         for number, result in enumerate(self._results):
-            reading, like = Reading(), meta.tensor(result)
+            reading, like = Reading(), node_meta.tensor(result)
             reading.value(result)
             for call, index in reading.made:
                 if first_list(call)[index].shape == like.shape:
@@ -193,7 +193,7 @@ class _Planner:
                     parents[head(number)] = head(owner)
             for leaf in reading.leaves:
                 writer = writers.get(leaf, number)
-                written = meta.tensor(self._results[writer])
+                written = node_meta.tensor(self._results[writer])
                 if (written.shape, _order(written)) == (like.shape, _order(like)):
                     parents[head(number)] = head(writer)
         together: dict[int, list[int]] = {}
@@ -202,7 +202,7 @@ class _Planner:
         for results in together.values():
             reading = Reading()
             given = tuple(reading.value(self._results[number]) for number in results)
-            like = meta.tensor(self._results[results[0]])
+            like = node_meta.tensor(self._results[results[0]])
             if _order(like) is None:
                 raise NotPointwise(f"{self._results[results[0]].name} leaves gaps in memory")
             yield _Unit(
@@ -235,7 +235,7 @@ class _Planner:
         if leaf.target is element:
             return Cell(base=1 + argument, offset=int(leaf.args[1]) * torch.float64.itemsize)  # type: ignore[arg-type]
         seen, start = self._seen[leaf], self._starts[leaf]
-        if seen.dtype is not meta.tensor(root).dtype:
+        if seen.dtype is not node_meta.tensor(root).dtype:
             raise NotPointwise(f"{leaf.name} is {root.name} seen in another type")
         if not unit.is_whole(leaf) or _order(seen) == _order(unit.like):
             return Cell(base=1 + argument, offset=start * seen.dtype.itemsize)
@@ -274,10 +274,10 @@ def _views(segment: Segment) -> tuple[dict[fx.Node, int], dict[fx.Node, Tensor]]
     with torch.no_grad():
         for node in segment.graph.nodes:
             if node.op == "placeholder":
-                seen[node] = meta.value(node)
-            elif ops.is_view(node) and node.target is not element and root_of(node).op == "placeholder":
+                seen[node] = node_meta.value(node)
+            elif op_info.is_view(node) and node.target is not element and root_of(node).op == "placeholder":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), seen.__getitem__)
                 seen[node] = node.target(*args, **kwargs)
             if isinstance(seen.get(node), Tensor):
-                starts[node] = seen[node].storage_offset() - meta.tensor(root_of(node)).storage_offset()
+                starts[node] = seen[node].storage_offset() - node_meta.tensor(root_of(node)).storage_offset()
     return starts, seen

@@ -1,8 +1,9 @@
 """Segments of calls on lists of tensors, as kernels of our own: one for all indices with the same expression.
 
 What an optimizer does to n parameters is the same arithmetic n times. A compiler that is given all of it looks at n
-times as many operators; here one index is written out (`lower/indices.py`), and one kernel (`lower/pointwise.py`)
-computes it for all of them, one row of a table each (`lower/rows.py`)::
+times as many operators; here one index is written out (`lower/foreach/index_expr.py`), and one kernel
+(`lower/foreach/triton_codegen.py`) computes it for all of them, one row of a table each
+(`lower/foreach/kernel_plan.py`)::
 
     w', m', v' = fused_adamw([w0, w1, ...], [g0, g1, ...], ...)
     table      = one row per index: addresses of w, g, m, v, rates, betas, of w', m', v'; number of elements
@@ -33,15 +34,18 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import ahead, binaries, captures, copies, pointwise
-from wholestep.lower.indices import apart, loops, takes
-from wholestep.lower.rows import Cell, Plan, Turned, plan
-from wholestep.passes import sink
-from wholestep.program import edit, meta, ops, portable
-from wholestep.program.collectives import ALL_REDUCE_ROWS_
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
-from wholestep.run import beside
+from wholestep.ir import graph_edit, node_meta, op_info, serializer
+from wholestep.ir.ops.collectives import ALL_REDUCE_ROWS_
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.codecache import toolchain_hash, triton_cache
+from wholestep.lower.cudagraph import capture_hooks
+from wholestep.lower.foreach import triton_codegen
+from wholestep.lower.foreach.index_expr import apart, loops, takes
+from wholestep.lower.foreach.kernel_plan import Cell, Plan, Turned, plan
+from wholestep.lower.kernels import copy_all_reduce
+from wholestep.passes.analysis import write_order
+from wholestep.util import background
 
 log = logging.getLogger("wholestep")
 
@@ -83,7 +87,7 @@ class Plans:
         for text in wanted:
             _built(text)  # once: what two threads made would be two kernels, of which one is built
         if wanted:
-            self._building = beside.begun(functools.partial(_build, wanted))
+            self._building = background.begun(functools.partial(_build, wanted))
 
     def compile(self, segment: Segment) -> Lists | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
@@ -106,16 +110,16 @@ class Plans:
             self._building.join()
         if not isinstance(found, Plan) or not all(kernel.text in _binaries for kernel in found.kernels):
             return None
-        built = binaries.written(_binaries[kernel.text] for kernel in found.kernels)
-        return portable.dumps(_Written(plan=found, binaries=built)) if found.kernels else None
+        built = triton_cache.written(_binaries[kernel.text] for kernel in found.kernels)
+        return serializer.dumps(_Written(plan=found, binaries=built)) if found.kernels else None
 
     def take(self, segment: Segment, data: bytes, device: torch.device) -> None:
         """Uses what `written` gave in another process, for this GPU or one of the same kind: it holds no number of
         one but that of the plan."""
         try:
-            found: _Written = portable.loads(data)
+            found: _Written = serializer.loads(data)
             self._plans[segment] = replace(found.plan, device=device)
-            binaries.take(found.binaries)
+            triton_cache.take(found.binaries)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
 
@@ -134,24 +138,25 @@ class Plans:
         While it does, the wires are busy with the last piece, behind which there is only that piece's own part left.
         The segment waits itself then. That can be where it alone reads the message, and by one kernel, so that no
         element is read which another kernel has overwritten; and where inputs are written beside communication anyway.
-        Rows of a table (`lower/table_rows.py`) come as one piece. Where they come last, nothing else has to be early.
+        Rows of a table (`lower/kernels/sparse_all_reduce.py`) come as one piece. Where they come last, nothing else has
+        to be early.
         """
-        if not sink.writes_beside_communication(program):
+        if not write_order.writes_beside_communication(program):
             return program
-        program = edit.copy(program)
-        waits = (node for node in reversed(program.graph.nodes) if node.target is ops.WAIT and _is_by_copies(node))
+        program = graph_edit.copy(program)
+        waits = (node for node in reversed(program.graph.nodes) if node.target is op_info.WAIT and _is_by_copies(node))
         wait = next(waits, None)
         reader = next(iter(wait.users)) if wait is not None and len(wait.users) == 1 else None
         if wait is None or reader is None or not isinstance(reader.target, Segment):
             return program
-        if (start := ops.waited_for(wait)).target not in copies.STARTS:
+        if (start := op_info.waited_for(wait)).target not in copy_all_reduce.STARTS:
             return program
-        segment, awaited = reader.target, _Awaited(reader.args.index(wait), meta.tensor(wait).itemsize)
+        segment, awaited = reader.target, _Awaited(reader.args.index(wait), node_meta.tensor(wait).itemsize)
         if isinstance(found := self._of(segment), Plan) and _can_await(found, awaited.argument):
             reader.target = replace(segment)
             self._plans[reader.target], self._awaited[reader.target] = found, awaited
-            start.target = copies.STARTS[start.target]
-            edit.replace_node(wait, start)
+            start.target = copy_all_reduce.STARTS[start.target]
+            graph_edit.replace_node(wait, start)
         return program
 
     def tell_lists(self, program: Program) -> Program:
@@ -182,7 +187,7 @@ class Lists:
         for kernel in plan.kernels:
             first = len(programs)
             for row, (*_, size) in enumerate(kernel.rows):
-                programs += [(row, chunk) for chunk in range(-(-size.offset // pointwise.CHUNK))]
+                programs += [(row, chunk) for chunk in range(-(-size.offset // triton_codegen.CHUNK))]
             if awaited is not None and not kernel.of_numbers:
                 needs = {(row, chunk): _needed_bytes(kernel.rows[row], chunk, awaited) for row, chunk in programs}
                 programs.sort(key=needs.__getitem__)
@@ -207,7 +212,7 @@ class Lists:
         if self._building is not None:
             self._building.join()
             self._building = None
-        arriving: copies.Arriving | None = None
+        arriving: copy_all_reduce.Arriving | None = None
         if self._awaited is not None:
             arriving = arguments[self._awaited.argument]
             arguments[self._awaited.argument] = arriving.result
@@ -227,7 +232,7 @@ class Lists:
     def _fill(self) -> None:
         self._captured.copy_(self._held, non_blocking=True)
 
-    def _begin(self, table: Tensor, arriving: copies.Arriving) -> int:
+    def _begin(self, table: Tensor, arriving: copy_all_reduce.Arriving) -> int:
         """Launches what programs of the first kernel can do without the last piece, and waits for that one.
 
         Gives how many programs have been launched.
@@ -252,7 +257,7 @@ class Lists:
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             torch.add(torch.tensor(addresses, device="cpu")[self._bases], self._offsets, out=self._held)
-            if not captures.behind(self._fill):
+            if not capture_hooks.behind(self._fill):
                 self._fill()
             return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)
@@ -264,8 +269,8 @@ class Lists:
 
 
 def _is_by_copies(wait: fx.Node) -> bool:
-    start = ops.waited_for(wait)
-    return start.target in (*copies.STARTS, ALL_REDUCE_ROWS_) and list(start.users) == [wait]
+    start = op_info.waited_for(wait)
+    return start.target in (*copy_all_reduce.STARTS, ALL_REDUCE_ROWS_) and list(start.users) == [wait]
 
 
 def _can_await(plan: Plan, argument: int) -> bool:
@@ -279,7 +284,7 @@ def _can_await(plan: Plan, argument: int) -> bool:
 def _needed_bytes(row: tuple[Cell, ...], chunk: int, awaited: _Awaited) -> int:
     """Up to where a program reads the argument that is awaited; 0 if it does not."""
     *cells, size = row
-    stop = min((chunk + 1) * pointwise.CHUNK, size.offset)
+    stop = min((chunk + 1) * triton_codegen.CHUNK, size.offset)
     ends = (cell.offset + stop * awaited.itemsize for cell in cells if cell.base == 1 + awaited.argument)
     return max(ends, default=0)
 
@@ -297,14 +302,14 @@ def _segments(program: Program) -> list[Segment]:
 
 def _build(wanted: Mapping[str, torch.device]) -> None:
     """Has Triton compile modules' kernels for devices, as `Lists` launches them."""
-    ahead.wait_for_triton()
+    toolchain_hash.wait_for_triton()
     for text, device in wanted.items():
-        if beside.is_ending():
+        if background.is_ending():
             return
         # What goes wrong here goes wrong again where the kernel is launched, and is told there.
         with contextlib.suppress(Exception), torch.cuda.device(device):
             _binaries[text] = _built(text).warmup(torch.int64, torch.int32, grid=(1,), num_warps=_WARPS)
-            binaries.make_ready(_binaries[text])
+            triton_cache.make_ready(_binaries[text])
 
 
 _binaries: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.fx as fx
 
-from wholestep.program import meta
+from wholestep.ir import node_meta
 
 BLOCK = 1024
 CHUNK = 8 * BLOCK
@@ -154,7 +154,7 @@ class _Writer:
             raise NotPointwise(f"{node.target}")
         op = node.target._schema.name.removeprefix("aten::")
         options = {key: value for key, value in node.kwargs.items() if key not in _IGNORED and value is not None}
-        value, args = meta.tensor(node), node.args
+        value, args = node_meta.tensor(node), node.args
         if options:
             raise NotPointwise(f"{op} with {', '.join(options)}")
         if op in _COMPARISONS:
@@ -184,7 +184,7 @@ class _Writer:
         if not isinstance(arg, fx.Node):
             return _constant(arg, dtype)
         name = self._names[arg]
-        return name if meta.tensor(arg).dtype is dtype else f"{name}.to({TYPES[dtype]})"
+        return name if node_meta.tensor(arg).dtype is dtype else f"{name}.to({TYPES[dtype]})"
 
     def module(self, name: str) -> str:
         """The whole text."""
@@ -220,7 +220,7 @@ class _Writer:
 
 
 def _type(node: fx.Node) -> str:
-    dtype = meta.tensor(node).dtype
+    dtype = node_meta.tensor(node).dtype
     if dtype not in TYPES:
         raise NotPointwise(f"tensors of {dtype}")
     return TYPES[dtype]
@@ -228,7 +228,7 @@ def _type(node: fx.Node) -> str:
 
 def _compared_in(args: Sequence[object]) -> torch.dtype:
     """The type that a comparison of two values is made in."""
-    left, right = (meta.tensor(arg) if isinstance(arg, fx.Node) else arg for arg in args)
+    left, right = (node_meta.tensor(arg) if isinstance(arg, fx.Node) else arg for arg in args)
     dtype = torch.result_type(left, right)  # type: ignore[call-overload]
     if dtype not in TYPES:
         raise NotPointwise(f"a comparison in {dtype}")

@@ -1,9 +1,9 @@
 """Products of float32 matrices on a CPU by the library that is the faster one here, found out while they are compiled.
 
-Behind all that Inductor itself makes of products, each is timed once, by torch and by oneDNN (`lower/onednn.py`), on
-random operands of its layout. Where oneDNN is faster its operator stands in the place of torch's, and so in what is
+Behind all that Inductor itself makes of products, each is timed once, by torch and by oneDNN (`lower/gemm/onednn.py`),
+on random operands of its layout. Where oneDNN is faster its operator stands in the place of torch's, and so in what is
 written down for other processes: they time nothing and compute the same bits. Nothing else imports this than
-`lower/compiler.py`.
+`lower/inductor/compile_fx.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from wholestep.cost.compute import matmul_flops
-from wholestep.lower import onednn
+from wholestep.cost.flops import matmul_flops
+from wholestep.lower.gemm import onednn
 
 log = logging.getLogger("wholestep")
 

@@ -3,7 +3,7 @@
 cuBLAS chooses by a heuristic, which is 5 to 15 % off for some shapes. A product that a step computes is timed once, by
 torch and by each algorithm that cublasLt names, on the very operands of the first call; the fastest stays. Choices are
 kept with a saved step, so processes that load it compute the same bits and time nothing. Likewise for GELU with the
-product beside it (`passes/activations.py`), by cublasLt in one kernel or apart.
+product beside it (`passes/rewrites/fuse_gelu.py`), by cublasLt in one kernel or apart.
 
 Note: what stays with torch
     Whatever is no plain product of two matrices in half precision on an NVIDIA GPU; products within a capture that was
@@ -24,9 +24,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower.cublaslt import Algorithm, Call, Epilogue, Factor, Product, version
-from wholestep.passes import activations  # noqa: F401  # operators that are implemented here
-from wholestep.program import meta, ops
+from wholestep.ir import node_meta
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.lower.gemm.cublaslt import Algorithm, Call, Epilogue, Factor, Product, version
+from wholestep.passes.rewrites import fuse_gelu  # noqa: F401  # operators that are implemented here
 
 log = logging.getLogger("wholestep")
 
@@ -104,7 +105,7 @@ def mm_dtype_out(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Te
 
 
 def product_gelu(bias: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """See `wholestep.passes.activations`, which says what the operator of this name gives."""
+    """See `wholestep.passes.rewrites.fuse_gelu`, which says what the operator of this name gives."""
     pre = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     hidden = torch.empty_like(pre)
 
@@ -119,7 +120,7 @@ def product_gelu(bias: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def product_gelu_backward(a: Tensor, b: Tensor, pre: Tensor) -> Tensor:
-    """See `wholestep.passes.activations`, likewise."""
+    """See `wholestep.passes.rewrites.fuse_gelu`, likewise."""
     gradient = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
 
     def apart() -> None:
@@ -133,7 +134,7 @@ def product_gelu_backward(a: Tensor, b: Tensor, pre: Tensor) -> Tensor:
 
 def activates(product: fx.Node) -> bool:
     """Whether a product with an activation may be asked for: in half precision, on an NVIDIA GPU."""
-    value = meta.tensor(product)
+    value = node_meta.tensor(product)
     return value.is_cuda and torch.version.cuda is not None and value.dtype in _HALF
 
 
@@ -282,5 +283,5 @@ def _tell_once(text: str) -> None:
     log.info("%s", text)
 
 
-ops.LIBRARY.impl("product_gelu", product_gelu, "CompositeExplicitAutograd")
-ops.LIBRARY.impl("product_gelu_backward", product_gelu_backward, "CompositeExplicitAutograd")
+LIBRARY.impl("product_gelu", product_gelu, "CompositeExplicitAutograd")
+LIBRARY.impl("product_gelu_backward", product_gelu_backward, "CompositeExplicitAutograd")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wholestep.program import ops
-from wholestep.program.later import later
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     from torch._inductor import codecache
@@ -125,21 +125,21 @@ def _run(call: _Call, a: Tensor, b: Tensor, out: Tensor, *, beta: float) -> None
         raise RuntimeError(f"oneDNN refuses the product of {shapes}: {said.decode(errors='replace')}")
 
 
-ops.LIBRARY.define("product(Tensor a, Tensor b) -> Tensor")
-ops.LIBRARY.define("product.out(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)")
-ops.LIBRARY.define("product_add(Tensor bias, Tensor a, Tensor b) -> Tensor")
-ops.LIBRARY.define("product_add.out(Tensor bias, Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)")
+LIBRARY.define("product(Tensor a, Tensor b) -> Tensor")
+LIBRARY.define("product.out(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)")
+LIBRARY.define("product_add(Tensor bias, Tensor a, Tensor b) -> Tensor")
+LIBRARY.define("product_add.out(Tensor bias, Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)")
 
 
 def _room(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-ops.LIBRARY.impl("product", lambda a, b: product(a, b, out=_room(a, b)), "CPU")
-ops.LIBRARY.impl("product.out", product, "CPU")
-ops.LIBRARY.impl("product_add", lambda bias, a, b: product_add(bias, a, b, out=_room(a, b)), "CPU")
-ops.LIBRARY.impl("product_add.out", product_add, "CPU")
-torch.library.register_fake("wholestep::product", _room, lib=ops.LIBRARY)
-torch.library.register_fake("wholestep::product_add", lambda bias, a, b: _room(a, b), lib=ops.LIBRARY)
+LIBRARY.impl("product", lambda a, b: product(a, b, out=_room(a, b)), "CPU")
+LIBRARY.impl("product.out", product, "CPU")
+LIBRARY.impl("product_add", lambda bias, a, b: product_add(bias, a, b, out=_room(a, b)), "CPU")
+LIBRARY.impl("product_add.out", product_add, "CPU")
+torch.library.register_fake("wholestep::product", _room, lib=LIBRARY)
+torch.library.register_fake("wholestep::product_add", lambda bias, a, b: _room(a, b), lib=LIBRARY)
 PRODUCT = torch.ops.wholestep.product
 PRODUCT_ADD = torch.ops.wholestep.product_add

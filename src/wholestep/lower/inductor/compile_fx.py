@@ -29,14 +29,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from wholestep.lower import behind, host_products, launches, onednn, resampling, row_sums, wrapper
-from wholestep.lower.kept_order import kept_order
-from wholestep.lower.numbers import Numbers
-from wholestep.lower.patient import is_of_triton, patient
-from wholestep.lower.postponed import put_off
-from wholestep.program import meta, ops
-from wholestep.program.modules import unwritten
-from wholestep.program.segment import Segment
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.lazy_graph_module import unwritten
+from wholestep.ir.segment import Segment
+from wholestep.lower.decompositions import interpolate
+from wholestep.lower.decompositions.tensor_scalars import Numbers
+from wholestep.lower.gemm import cpu_matmul, onednn
+from wholestep.lower.inductor import dependent_launch, post_grad_passes, wrapper_patch
+from wholestep.lower.inductor.config_fallback import is_of_triton, patient
+from wholestep.lower.inductor.deferred_wait import put_off
+from wholestep.lower.inductor.war_order import kept_order
+from wholestep.lower.kernels import row_sum
 
 log = logging.getLogger("wholestep")
 
@@ -123,7 +126,7 @@ def _begun(
     """What Inductor makes of a segment with some options more, not to be called before the second is."""
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    inputs = [_blank(meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
+    inputs = [_blank(node_meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
     graph = decomposed(segment, inputs, mode)
     device = _device(segment)
     settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
@@ -141,7 +144,7 @@ def _begun(
 
 def _device(segment: Segment) -> torch.device:
     given: Any = segment.graph.output_node().args[0]
-    return meta.tensor(given[0]).device  # there may be no input: a mask, positions
+    return node_meta.tensor(given[0]).device  # there may be no input: a mask, positions
 
 
 def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
@@ -165,13 +168,13 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
 
 def _own_passes(device: torch.device, own_products: bool) -> dict[str, object]:
     """Options with which Inductor runs our passes over a segment."""
-    own: dict[object, behind.GraphPass] = {"wholestep::keep_values": behind.keep_values}
+    own: dict[object, post_grad_passes.GraphPass] = {"wholestep::keep_values": post_grad_passes.keep_values}
     if own_products and device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
         if reason := onednn.why_not():
             _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
         else:
-            own["wholestep::product", torch.get_num_threads()] = host_products.choose
-    return {_BEHIND: behind.Behind(getattr(inductor_config, _BEHIND), own)}
+            own["wholestep::product", torch.get_num_threads()] = cpu_matmul.choose
+    return {_BEHIND: post_grad_passes.Behind(getattr(inductor_config, _BEHIND), own)}
 
 
 @functools.cache
@@ -193,11 +196,11 @@ def own_ways(device: torch.device, *, early_launches: bool, own_products: bool) 
     with contextlib.ExitStack() as ways:
         ways.enter_context(kept_order())
         if device.type != "cpu":
-            ways.enter_context(wrapper.own_sums())
+            ways.enter_context(wrapper_patch.own_sums())
             if own_products:
-                ways.enter_context(wrapper.own_products())
+                ways.enter_context(wrapper_patch.own_products())
             if early_launches:
-                ways.enter_context(launches.early())
+                ways.enter_context(dependent_launch.early())
         yield
 
 
@@ -218,9 +221,9 @@ class _AsCaptured(Numbers):
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, copied where its layout is another one; mostly it is not."""
-        found, wanted = super().run_node(n), meta.value(n)
+        found, wanted = super().run_node(n), node_meta.value(n)
         both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
-        if not both or n.op != "call_function" or ops.is_view(n) or _steps(found) == _steps(wanted):
+        if not both or n.op != "call_function" or op_info.is_view(n) or _steps(found) == _steps(wanted):
             return found
         dims = sorted(range(wanted.ndim), key=lambda dim: -wanted.stride(dim))
         back = sorted(range(wanted.ndim), key=dims.__getitem__)
@@ -248,13 +251,13 @@ def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMod
         return results
 
     with mode, torch.no_grad(), unwritten(), preserve_node_meta():  # so that kernels are named by what they compute
-        made = make_fx(run, decomposition_table=select_decomp_table() | resampling.rules(_device(segment)))(*inputs)
+        made = make_fx(run, decomposition_table=select_decomp_table() | interpolate.rules(_device(segment)))(*inputs)
     end, old = made.graph.output_node(), segment.graph.output_node().args[0]
-    row_sums.gather_sums(made.graph)
+    row_sum.gather_sums(made.graph)
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
     end.meta["user_visible_output_idxs"] = given
     end.meta["original_output_strides"] = [
-        None if index in stored else meta.tensor(node).stride()
+        None if index in stored else node_meta.tensor(node).stride()
         for index, node in enumerate(old)  # type: ignore[arg-type]
     ]
     return made

@@ -4,7 +4,7 @@ Inductor offers several block sizes for most kernels, and leaves out those that 
 Where Triton itself fails at one (3.6 on Hopper did at a GELU written by hand in front of a norm of 128 columns, with 8
 rows and 2 warps), Inductor gives up the kernel, and with it the graph. Here such a size is left out as well. A worker
 process knows nothing of this: what it could not compile is compiled once more in the process that asked. Where no size
-is left, the graph is compiled with other kernels (`lower/compiler.py`).
+is left, the graph is compiled with other kernels (`lower/inductor/compile_fx.py`).
 """
 
 from __future__ import annotations

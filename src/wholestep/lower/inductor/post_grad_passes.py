@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from wholestep.lower import kept_order
-from wholestep.program import ops
+from wholestep.ir import op_info
+from wholestep.lower.inductor import war_order
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ class Behind(CustomGraphPass):
         """What Inductor's cache knows this pass by. None, so that it keeps nothing, where one of the user's has no
         name."""
         names = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._others]
-        return None if None in names else (get_hash_for_files((__file__, kept_order.__file__)), *self._own, *names)
+        return None if None in names else (get_hash_for_files((__file__, war_order.__file__)), *self._own, *names)
 
 
 _BY_INDEX = {aten.index_put.default, aten._unsafe_index_put.default}
@@ -84,7 +84,7 @@ class _Keeper:
         for node in list(self._graph.nodes):
             if node.target in _IN_PLACE and _root(node.args[0]) in self._stored and not self._is_stored(node):
                 node.replace_input_with(node.args[0], self._copy(node.args[0], before=node))
-            elif ops.is_indexwise(node.target) and not self._may_be_in_place(node):
+            elif op_info.is_indexwise(node.target) and not self._may_be_in_place(node):
                 own: Any = node.args[0]
                 copied = [self._copy(one, before=node) if _root(one) in self._stored else one for one in own]
                 node.args = (copied, *node.args[1:])
@@ -149,7 +149,7 @@ class _Keeper:
             if not isinstance(value, fx.Node) or (value, straight) in seen:
                 continue
             seen.add((value, straight))
-            if value.target is operator.getitem and ops.is_indexwise(value.args[0].target):  # type: ignore[union-attr]
+            if value.target is operator.getitem and op_info.is_indexwise(value.args[0].target):  # type: ignore[union-attr]
                 call, place = value.args
                 todo += [(_at(arg, place), straight) for arg in (*call.args, *call.kwargs.values())]  # type: ignore[union-attr]
             elif value.op == "call_function" and (straight_on := _goes_on(value)) is not None:
@@ -167,7 +167,7 @@ def _goes_on(node: fx.Node) -> bool | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = node.target._schema.name.removeprefix("aten::")
-    if ops.is_view(node) or node.target in _IN_PLACE or name in _ELSEWHERE:
+    if op_info.is_view(node) or node.target in _IN_PLACE or name in _ELSEWHERE:
         return False
     return True if torch.Tag.pointwise in node.target.tags or name in ("clone", "copy") else None
 
@@ -180,6 +180,6 @@ def _base(node: Any) -> Any:
 
 
 def _root(node: Any) -> Any:
-    while isinstance(node, fx.Node) and ops.is_view(node):
+    while isinstance(node, fx.Node) and op_info.is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,5 @@
-"""Segments through Inductor: which nodes it may have, what it has made of them. `lower/compiler.py` calls it.
+"""Segments through Inductor: which nodes it may have, what it has made of them. `lower/inductor/compile_fx.py` calls
+it.
 
 Note: what may refuse its values
     On the CPU, look-ups stay with ATen, which raises; see `_is_known`. On a GPU a look-up out of range ends in an
@@ -26,30 +27,24 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime import compile_tasks
 
-from wholestep.cost import calibrate
-from wholestep.lower import (
-    binaries,
-    column_sums,  # noqa: F401  # an operator that compiled segments call
-    instructions,
-    kernels,
-    onednn,  # noqa: F401  # likewise
-    products,
-    row_sums,  # noqa: F401  # likewise
-)
-from wholestep.lower.fused import is_written_out
-from wholestep.lower.moved import anywhere
-from wholestep.lower.numbers import takes_numbers
-from wholestep.passes import wide
-from wholestep.program import meta, ops
-from wholestep.program.later import later
-from wholestep.program.numbers import element
-from wholestep.program.segment import Segment
+from wholestep.cost.calibration import calibrate
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.ir.segment import Segment
+from wholestep.lower.codecache import segment_cache, triton_cache
+from wholestep.lower.codecache.relocate_device import anywhere
+from wholestep.lower.decompositions.optimizers import is_written_out
+from wholestep.lower.decompositions.tensor_scalars import takes_numbers
+from wholestep.lower.gemm import matmul_autotune
+from wholestep.lower.inductor import cpu_isa
+from wholestep.passes.rewrites import matmul_out_dtype
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
-    from wholestep.lower import compiler
-    from wholestep.lower.compiler import Begun, Compiled
+    from wholestep.lower.inductor import compile_fx
+    from wholestep.lower.inductor.compile_fx import Begun, Compiled
 else:
-    compiler = later("wholestep.lower.compiler")
+    compile_fx = later("wholestep.lower.inductor.compile_fx")
 
 log = logging.getLogger("wholestep")
 
@@ -96,43 +91,43 @@ def only_on(device_type: str, says: Callable[[fx.Node], bool], node: fx.Node) ->
 
     Beside a GPU, what is computed on the host is small, and its first kernel takes the C++ compiler a minute.
     """
-    return says(node) and all(one.device.type == device_type for one in meta.tensors(node))
+    return says(node) and all(one.device.type == device_type for one in node_meta.tensors(node))
 
 
 def _is_known(node: fx.Node) -> bool:
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return False
     if node.target.namespace not in ("aten", "prims") and not is_written_out(node):  # type: ignore[union-attr]
         return False
-    if ops.mutated_args(node.target) or ops.draws(node):
+    if op_info.mutated_args(node.target) or op_info.draws(node):
         return False
     if node.target in _LEFT_TO_ATEN:
         return False
-    taken = [one for arg in node.all_input_nodes for one in meta.tensors(arg)]
-    given = list(meta.tensors(node))
-    if node.target is wide.WIDE or wide.fills(node):
+    taken = [one for arg in node.all_input_nodes for one in node_meta.tensors(arg)]
+    given = list(node_meta.tensors(node))
+    if node.target is matmul_out_dtype.WIDE or matmul_out_dtype.fills(node):
         return False  # it writes to a slice of a bucket
     if node.target is _aten.cat.default and len(taken) > MOST_PARTS and given[0].is_cuda:
         return False  # one kernel of ATen
     # A kernel on the CPU that finds an index out of range throws in one of its threads, which ends the process.
-    if ops.may_fail(node.target) and not all(one.is_cuda for one in given):
+    if op_info.may_fail(node.target) and not all(one.is_cuda for one in given):
         return False
     return bool(given) and all(map(_is_plain, taken + given)) and _one_device(taken + given)
 
 
 def pays_alone(node: fx.Node) -> bool:
     """Whether one call is worth a segment: the kernel of ATen sorts the indices first."""
-    return node.target is _aten.embedding_dense_backward.default and meta.tensor(node).is_cuda
+    return node.target is _aten.embedding_dense_backward.default and node_meta.tensor(node).is_cuda
 
 
 def by_library(node: fx.Node) -> bool:
     """Whether Inductor leaves a node that it may have to a library: a product, a convolution, attention."""
-    return ops.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
+    return op_info.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
 
 
 def goes_by_number(node: fx.Node) -> bool:
     """Whether a kernel that reads what the call gives can compute it on its way."""
-    if not _is_known(node) or ops.may_fail(node.target):
+    if not _is_known(node) or op_info.may_fail(node.target):
         return False
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     return torch.Tag.pointwise in node.target.tags or name in _BY_NUMBER  # type: ignore[union-attr]
@@ -140,16 +135,16 @@ def goes_by_number(node: fx.Node) -> bool:
 
 def follows(node: fx.Node) -> bool:
     """Whether a node that Inductor does not have may follow the segment that it reads."""
-    return node.target is wide.WIDE
+    return node.target is matmul_out_dtype.WIDE
 
 
 def widens(node: fx.Node) -> bool:
     """Whether the device of a product can write it in float32: with CUDA, and not on GPUs of others."""
-    return meta.tensor(node).is_cuda and torch.version.cuda is not None
+    return node_meta.tensor(node).is_cuda and torch.version.cuda is not None
 
 
 def _gives_tensors(node: fx.Node) -> bool:
-    value = meta.value(node)
+    value = node_meta.value(node)
     return isinstance(value, (torch.Tensor, list, tuple))
 
 
@@ -198,26 +193,26 @@ class Inductor:
         There is other work to do meanwhile. For kernels of a GPU it does not matter.
         """
         if self._on_cpu and self._asking is None:
-            self._asking = threading.Thread(target=instructions.ask, daemon=True)
+            self._asking = threading.Thread(target=cpu_isa.ask, daemon=True)
             self._asking.start()
 
     def found(self) -> bytes:
         """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
         that have run on a GPU and algorithms of products."""
         if self._on_cpu:
-            return instructions.answers()
-        return pickle.dumps((binaries.written(binaries.kept()), products.choices()))
+            return cpu_isa.answers()
+        return pickle.dumps((triton_cache.written(triton_cache.kept()), matmul_autotune.choices()))
 
     def take_found(self, found: bytes) -> None:
         """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
         if self._on_cpu:
-            instructions.believe(found)
+            cpu_isa.believe(found)
             return
         try:
             own, choices = pickle.loads(found)
             if choices is not None:
-                products.take(choices)
-            binaries.take(own)
+                matmul_autotune.take(choices)
+            triton_cache.take(own)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("kernels that segments share are built anew: %s", _said(error))
 
@@ -226,7 +221,7 @@ class Inductor:
         likeness = segment.likeness
         if likeness not in self._compiled and likeness not in self._unfinished:
             self._ask()
-            self._unfinished[likeness] = compiler.begun(
+            self._unfinished[likeness] = compile_fx.begun(
                 segment, early_launches=self._early_launches, own_products=self._tune_products
             )
 
@@ -260,7 +255,7 @@ class Inductor:
         if not isinstance(compiled, CompiledFxGraph):
             return None
         try:
-            return kernels.dumps(compiled)
+            return segment_cache.dumps(compiled)
         except Exception as error:  # whatever a compiler's objects raise, the rest is worth keeping
             log.warning("%s is compiled in every process: %s", segment.name, _said(error))
             return None
@@ -272,7 +267,7 @@ class Inductor:
         if likeness in self._compiled:
             return
         try:
-            self._compiled[likeness], self._loaded[likeness] = kernels.loads(data, self._device)
+            self._compiled[likeness], self._loaded[likeness] = segment_cache.loads(data, self._device)
         except Exception as error:  # likewise
             log.warning("%s is compiled anew: what another process made cannot be used: %s", segment.name, _said(error))
 

@@ -1,6 +1,7 @@
 """What Inductor writes around its kernels, changed where a kernel of ours is faster: the only file that does so.
 
-Gradients of norms' weights (`lower/column_sums.py`): Inductor adds up its partial sums by a call of ATen for each::
+Gradients of norms' weights (`lower/kernels/column_sum.py`): Inductor adds up its partial sums by a call of ATen for
+each::
 
     buf4 = workspace_0[0 * 512 * 768 : (0 + 1) * 512 * 768].view(512, 768).sum(dim=0)
     buf6 = workspace_0[1 * 512 * 768 : (1 + 1) * 512 * 768].view(512, 768).sum(dim=0)
@@ -12,8 +13,8 @@ becomes::
 Before torch 2.13 such lines gave vectors whatever the shape of the buffer is, as of a sum with ``keepdim``. They give
 that shape here.
 
-Products of matrices (`lower/products.py`): what Inductor calls them by is put into a namespace of ours, in which they
-are ours, behind its own imports.
+Products of matrices (`lower/gemm/matmul_autotune.py`): what Inductor calls them by is put into a namespace of ours, in
+which they are ours, behind its own imports.
 
 Lines of another form stay as they are. Code that calls us must not be found by a process that does not know us: it has
 keys of its own in Inductor's cache.
@@ -37,12 +38,15 @@ from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
 
-from wholestep.lower import column_sums  # noqa: F401  # the operator that is called
+from wholestep.lower.kernels import column_sum  # noqa: F401  # the operator that is called
 
 log = logging.getLogger("wholestep")
 
 _TAG = "wholestep::column_sums"
-_OWN_PRODUCTS = ("from wholestep.lower.products import Products", "extern_kernels = Products(extern_kernels)")
+_OWN_PRODUCTS = (
+    "from wholestep.lower.gemm.matmul_autotune import Products",
+    "extern_kernels = Products(extern_kernels)",
+)
 _METHOD = "_codegen_mix_order_reduction"
 _HEADER = "write_header"
 
@@ -110,7 +114,8 @@ def own_sums() -> AbstractContextManager[None]:
 
 
 def own_products() -> AbstractContextManager[None]:
-    """Meanwhile what this thread has Inductor compile takes products of matrices from `wholestep.lower.products`."""
+    """Meanwhile what this thread has Inductor compile takes products of matrices from
+    `wholestep.lower.gemm.matmul_autotune`."""
 
     def write_header(write: Callable[..., Any], module: Any) -> None:
         write(module)

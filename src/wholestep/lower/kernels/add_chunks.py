@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.lower import binaries
+from wholestep.lower.codecache import triton_cache
 
 try:
     import triton
@@ -54,12 +54,12 @@ def add_parts(slots: Tensor, own: Tensor, result: Tensor, shared: Tensor, *, ran
     if not own.numel():
         return
     how, memory = (len(slots), rank, averages), (slots, own, result, shared)
-    binaries.wait()
+    triton_cache.wait()
     _kernel[(-(-own.numel() // _BLOCK),)](memory, own.numel(), slots.stride(0), how, _BLOCK, num_warps=_WARPS)
 
 
-def build(dtype: torch.dtype, wide: torch.dtype, *, size: int, rank: int, averages: bool) -> binaries.Job:
+def build(dtype: torch.dtype, wide: torch.dtype, *, size: int, rank: int, averages: bool) -> triton_cache.Job:
     """What has Triton compile the kernel for parts in `dtype` of `size` ranks and results in `wide`, as launches for
     parts of most messages would: lengths are multiples of 16 there."""
-    how, memory = (size, rank, averages), binaries.addresses([dtype, dtype, wide, wide])
+    how, memory = (size, rank, averages), triton_cache.addresses([dtype, dtype, wide, wide])
     return partial(_kernel.warmup, memory, 16, 16, how, _BLOCK, grid=(1,), num_warps=_WARPS)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.lower import binaries
-from wholestep.program import ops
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.lower.codecache import triton_cache
 
 try:
     import triton
@@ -35,7 +35,7 @@ _BLOCK = (512, 8)
 _WARPS = 4
 
 _CALL = re.compile(r"\bcolumn_sums\.default\(\w+, (\d+), (\d+), (\d+)\)")
-"""As `wholestep.lower.wrapper` writes it."""
+"""As `wholestep.lower.inductor.wrapper_patch` writes it."""
 
 
 def _sum_columns(workspace, results, size, count: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -73,19 +73,19 @@ def column_sums(workspace: Tensor, count: int, rows: int, columns: int) -> list[
     """
     results = [torch.empty(columns, dtype=torch.float32, device=workspace.device) for _ in range(count)]
     grid = (-(-columns // _BLOCK[1]), count)
-    binaries.wait()
-    binaries.keep(_kernel[grid](workspace, tuple(results), (rows, columns), count, _BLOCK, num_warps=_WARPS))
+    triton_cache.wait()
+    triton_cache.keep(_kernel[grid](workspace, tuple(results), (rows, columns), count, _BLOCK, num_warps=_WARPS))
     return results
 
 
-def builds(module: str) -> Iterator[binaries.Job]:
+def builds(module: str) -> Iterator[triton_cache.Job]:
     """What has Triton compile the kernel for the calls in text of Inductor's modules, as launches would."""
     for call in dict.fromkeys(_CALL.findall(module)):
         count, rows, columns = map(int, call)
-        workspace, *results = binaries.addresses([torch.float32] * (count + 1))
+        workspace, *results = triton_cache.addresses([torch.float32] * (count + 1))
         given = (workspace, tuple(results), (rows, columns), count, _BLOCK)
         yield partial(_kernel.warmup, *given, grid=(1,), num_warps=_WARPS)
 
 
-ops.LIBRARY.define("column_sums(Tensor workspace, int count, int rows, int columns) -> Tensor[]")
-ops.LIBRARY.impl("column_sums", column_sums, "CompositeExplicitAutograd")
+LIBRARY.define("column_sums(Tensor workspace, int count, int rows, int columns) -> Tensor[]")
+LIBRARY.impl("column_sums", column_sums, "CompositeExplicitAutograd")

@@ -68,10 +68,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from wholestep.errors import ConfigError
-from wholestep.lower import addition, binaries
-from wholestep.lower.addition import add_parts
-from wholestep.program import meta
-from wholestep.program.collectives import (
+from wholestep.ir import node_meta
+from wholestep.ir.ops.collectives import (
     ALL_REDUCE_BY_COPIES_,
     ALL_REDUCE_WIDE,
     LIBRARY,
@@ -79,7 +77,10 @@ from wholestep.program.collectives import (
     group_named,
     started_on_this_stream,
 )
-from wholestep.program.program import Program
+from wholestep.ir.program import Program
+from wholestep.lower.codecache import triton_cache
+from wholestep.lower.kernels import add_chunks
+from wholestep.lower.kernels.add_chunks import add_parts
 
 PIECE_BYTES = 160 << 20
 """The largest piece, so the bytes of a set of slots; the symmetric memory of a group is two.
@@ -363,13 +364,15 @@ STARTS: Mapping[Any, Callable[..., Arriving]] = {ALL_REDUCE_BY_COPIES_: start, A
 """What starts the reductions of a scheduled program, and does not wait."""
 
 
-def builds(program: Program) -> Iterator[binaries.Job]:
+def builds(program: Program) -> Iterator[triton_cache.Job]:
     """What has Triton compile the additions of a program's messages."""
     starts = (node for target in STARTS for node in program.graph.find_nodes(op="call_function", target=target))
-    wanted = ((meta.tensor(one.args[0]).dtype, meta.tensor(one).dtype, one.args[1], one.args[-1]) for one in starts)
+    wanted = (
+        (node_meta.tensor(one.args[0]).dtype, node_meta.tensor(one).dtype, one.args[1], one.args[-1]) for one in starts
+    )
     for dtype, wide, reduce_op, name in dict.fromkeys(wanted):
         group = group_named(name)
-        yield addition.build(dtype, wide, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
+        yield add_chunks.build(dtype, wide, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
 
 
 def why_not(group: str, device: torch.device) -> str:

@@ -25,8 +25,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import binaries
-from wholestep.program import meta, ops
+from wholestep.ir import node_meta
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.lower.codecache import triton_cache
 
 try:
     import triton
@@ -94,21 +95,21 @@ _kernel: Any = triton.jit(_cross_entropy) if triton is not None else None
 def takes(product: fx.Node) -> bool:
     """Whether the kernel can read what a node gives, and pays: on a GPU, in a type that is computed with in float32, of
     many classes."""
-    value = meta.tensor(product)
+    value = node_meta.tensor(product)
     return value.is_cuda and value.dtype in _TYPES and value.shape[-1] >= _FEWEST_CLASSES and _kernel is not None
 
 
 def cross_entropy(
     logits: Tensor, target: Tensor, share: Tensor, ignored: int, classes: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `wholestep.passes.cross_entropy`, which says what the operator of this name gives."""
+    """See `wholestep.passes.rewrites.fuse_cross_entropy`, which says what the operator of this name gives."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if len(logits):
         tensors = logits, target, share, losses, gradient
-        binaries.wait()
+        triton_cache.wait()
         with torch.cuda.device_of(logits):
-            binaries.keep(_kernel[(len(logits),)](tensors, *_rest(logits, ignored, classes), **_OPTIONS))
+            triton_cache.keep(_kernel[(len(logits),)](tensors, *_rest(logits, ignored, classes), **_OPTIONS))
     return losses, gradient
 
 
@@ -119,13 +120,13 @@ def _rest(logits: Tensor, ignored: int, classes: int | None) -> tuple[Any, ...]:
     return (classes, columns, logits.stride(0), ignored), *_CONSTANTS, classes == columns
 
 
-def build(node: fx.Node) -> binaries.Job:
+def build(node: fx.Node) -> triton_cache.Job:
     """What has Triton compile the kernel for a call, as its launch would."""
     logits, target, share, ignored, *classes = node.args
-    types = [meta.tensor(one).dtype for one in (logits, target, share)]  # type: ignore[arg-type]
-    given, value = binaries.addresses([*types, torch.float32, types[0]]), meta.tensor(logits)  # type: ignore[arg-type]
+    types = [node_meta.tensor(one).dtype for one in (logits, target, share)]  # type: ignore[arg-type]
+    given, value = triton_cache.addresses([*types, torch.float32, types[0]]), node_meta.tensor(logits)  # type: ignore[arg-type]
     rest = _rest(value, ignored, *(classes or [None]))  # type: ignore[arg-type]
     return partial(_kernel.warmup, given, *rest, grid=(1,), **_OPTIONS)
 
 
-ops.LIBRARY.impl("cross_entropy", cross_entropy, "CompositeExplicitAutograd")
+LIBRARY.impl("cross_entropy", cross_entropy, "CompositeExplicitAutograd")

@@ -29,8 +29,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.lower import binaries
-from wholestep.program import ops
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.lower.codecache import triton_cache
 
 try:
     import triton
@@ -178,31 +178,29 @@ def sum_rows(
     parts = torch.empty(layout.num_parts * sum(columns), dtype=torch.float32, device=device)
     results = tuple(torch.empty(one, dtype=result, device=device) for one in columns)
     (of_rows, of_parts), (every, last) = layout.sizes, layout.grids
-    binaries.wait()
+    triton_cache.wait()
     add_rows, add_parts, cut = _rows_kernel[every], _parts_kernel[last], layout.cut
-    binaries.keep(add_rows(tuple(matrices), parts, of_rows, layout.columns, cut.block, num_warps=cut.warps))
-    binaries.keep(add_parts(parts, (*results, matrices[0]), of_parts, layout.columns, _END, num_warps=_END_WARPS))
+    triton_cache.keep(add_rows(tuple(matrices), parts, of_rows, layout.columns, cut.block, num_warps=cut.warps))
+    triton_cache.keep(add_parts(parts, (*results, matrices[0]), of_parts, layout.columns, _END, num_warps=_END_WARPS))
     return list(results)
 
 
-def builds(module: str) -> Iterator[binaries.Job]:
+def builds(module: str) -> Iterator[triton_cache.Job]:
     """What has Triton compile the kernels for the calls in text of Inductor's modules, as launches would."""
     for call in dict.fromkeys(_CALL.findall(module)):
         rows, columns = int(call[0]), tuple(map(int, call[1].split(",")))
         dtype, result = (getattr(torch, name.removeprefix("torch.")) for name in call[2:])
         layout = _Layout(rows, columns)
         (of_rows, of_parts), cut = layout.sizes, layout.cut
-        (parts,) = binaries.addresses([torch.float32])
-        matrices, results = (binaries.addresses([one] * len(columns)) for one in (dtype, result))
+        (parts,) = triton_cache.addresses([torch.float32])
+        matrices, results = (triton_cache.addresses([one] * len(columns)) for one in (dtype, result))
         add_rows, add_parts = (partial(kernel.warmup, grid=(1,)) for kernel in (_rows_kernel, _parts_kernel))
         yield partial(add_rows, matrices, parts, of_rows, columns, cut.block, num_warps=cut.warps)
         yield partial(add_parts, parts, (*results, matrices[0]), of_parts, columns, _END, num_warps=_END_WARPS)
 
 
-ops.LIBRARY.define(
-    "sum_rows(Tensor[] matrices, int rows, int[] columns, ScalarType dtype, ScalarType result) -> Tensor[]"
-)
-ops.LIBRARY.impl("sum_rows", sum_rows, "CompositeExplicitAutograd")
+LIBRARY.define("sum_rows(Tensor[] matrices, int rows, int[] columns, ScalarType dtype, ScalarType result) -> Tensor[]")
+LIBRARY.impl("sum_rows", sum_rows, "CompositeExplicitAutograd")
 
 
 def _fake_sum_rows(
@@ -211,7 +209,7 @@ def _fake_sum_rows(
     return [matrices[0].new_empty(one, dtype=result) for one in columns]
 
 
-torch.library.register_fake("wholestep::sum_rows", _fake_sum_rows, lib=ops.LIBRARY)
+torch.library.register_fake("wholestep::sum_rows", _fake_sum_rows, lib=LIBRARY)
 SUM_ROWS = torch.ops.wholestep.sum_rows.default
 
 

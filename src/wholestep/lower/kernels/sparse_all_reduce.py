@@ -1,6 +1,6 @@
 """All-reduce of embeddings' gradients by copies of the rows that were looked up, and not of tables.
 
-All on the wire, the stream of `lower/copies.py`::
+All on the wire, the stream of `lower/kernels/copy_all_reduce.py`::
 
     meet    all ranks are behind what they did with their memory for earlier messages
     pack    each rank puts the indices it has looked up, and the rows of its table there, into its own slot
@@ -10,14 +10,14 @@ All on the wire, the stream of `lower/copies.py`::
     meet    nobody reads a slot any more
 
 Nothing is sorted: a row that was looked up twice is twice in a slot, with the same values, of which one is found and
-added. Sums are those of `lower/addition.py`, bit by bit, since rows that a rank has not looked up are zero.
+added. Sums are those of `lower/kernels/add_chunks.py`, bit by bit, since rows that a rank has not looked up are zero.
 
 Note: a rank with more rows than there is room for
     It has a CUDA graph of its own, and the others theirs, which know nothing of it. So it says in its slot that there
     are no rows, and puts its whole table into its own memory, from where the others read it while they add. That holds
     multiprocessors and takes longer than a reduction by parts, and asks nothing of the others' graphs.
 
-Memory of a rank, which is that of `lower/copies.py`::
+Memory of a rank, which is that of `lower/kernels/copy_all_reduce.py`::
 
     whole table | slot of rank 0 | slot of rank 1 | ...          slot:  number of rows | indices | rows
 """
@@ -33,17 +33,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wholestep.lower import binaries, copies
-from wholestep.lower.copies import WIRE, Peers
-from wholestep.program import meta
-from wholestep.program.collectives import (
+from wholestep.ir import node_meta
+from wholestep.ir.ops.collectives import (
     ALL_REDUCE_ROWS,
     ALL_REDUCE_ROWS_,
     LIBRARY,
     group_named,
     started_on_this_stream,
 )
-from wholestep.program.program import Program
+from wholestep.ir.program import Program
+from wholestep.lower.codecache import triton_cache
+from wholestep.lower.kernels import copy_all_reduce
+from wholestep.lower.kernels.copy_all_reduce import WIRE, Peers
 
 try:
     import triton
@@ -81,7 +82,7 @@ class Layout:
     def of(cls, shape: Sequence[int], dtype: torch.dtype, num_ranks: int) -> Layout:
         """That for tables of this shape, (rows, width)."""
         start = _aligned(math.prod(shape) * dtype.itemsize)
-        slot_bytes = (copies.memory_bytes(num_ranks) - start) // num_ranks // _ALIGNED_BYTES * _ALIGNED_BYTES
+        slot_bytes = (copy_all_reduce.memory_bytes(num_ranks) - start) // num_ranks // _ALIGNED_BYTES * _ALIGNED_BYTES
         room_bytes = slot_bytes - 2 * _ALIGNED_BYTES  # the head, and what is lost to alignment
         return cls(
             num_rows=shape[0], width=shape[1], dtype=dtype, slots_start=start, slot_bytes=slot_bytes,
@@ -156,13 +157,13 @@ def all_reduce_rows(table: Tensor, indices: Tensor | None, peers: Peers, kernels
     peers.meet(WIRE)
     if indices is None:
         peers.run(WIRE, partial(layout.indices(own)[:1].fill_, WHOLE))
-        peers.run(WIRE, partial(copies.copy, layout.whole(memories[peers.rank]), table))
+        peers.run(WIRE, partial(copy_all_reduce.copy, layout.whole(memories[peers.rank]), table))
     else:
         peers.run(WIRE, partial(kernels.pack, table, indices, own, layout))
     used_bytes = _ALIGNED_BYTES if indices is None else layout.used_bytes(len(indices))
     for step in range(1, peers.size):
         there = layout.slot(memories[(peers.rank + step) % peers.size], peers.rank)
-        peers.run(WIRE, partial(copies.copy, there[:used_bytes], own[:used_bytes]))
+        peers.run(WIRE, partial(copy_all_reduce.copy, there[:used_bytes], own[:used_bytes]))
     peers.meet(WIRE)
     peers.run(WIRE, partial(kernels.add, table, memories, layout))
     peers.meet(WIRE)
@@ -245,13 +246,13 @@ class OnGPU:
 
     def pack(self, table: Tensor, indices: Tensor, slot: Tensor, layout: Layout) -> None:
         """See `Kernels`."""
-        binaries.wait()
+        triton_cache.wait()
         memory = (table, indices, layout.indices(slot), layout.rows(slot))
         _pack_kernel[(max(1, len(indices)),)](memory, len(indices), layout.width, _BLOCK)
 
     def add(self, table: Tensor, memories: Sequence[Tensor], layout: Layout) -> None:
         """See `Kernels`."""
-        binaries.wait()
+        triton_cache.wait()
         ranks, slot = len(memories), layout.slot(memories[self.rank], 0)
         heads, strides = layout.indices(slot), (layout.slot_bytes // 4, layout.slot_bytes // layout.dtype.itemsize)
         self.places.fill_(-1)
@@ -263,7 +264,7 @@ class OnGPU:
 
 
 def _all_reduce_rows_(table: Tensor, reduce_op: str, group: str, *, indices: Tensor | None = None) -> Tensor:
-    peers = copies.group_of(group, table.device).peers
+    peers = copy_all_reduce.group_of(group, table.device).peers
     with torch.no_grad():
         # A copy, as the indices may be overwritten before the wire reads them.
         wanted = None if indices is None else indices.reshape(-1).to(torch.int32, copy=True)
@@ -278,23 +279,23 @@ def _all_reduce_rows_(table: Tensor, reduce_op: str, group: str, *, indices: Ten
 LIBRARY.impl("all_reduce_rows_by_copies_", _all_reduce_rows_, "CUDA")
 
 
-def builds(program: Program) -> Iterator[binaries.Job]:
+def builds(program: Program) -> Iterator[triton_cache.Job]:
     """What has Triton compile the kernels for a program's tables."""
     nodes = program.graph.nodes
     starts = [node for node in nodes if node.target in (ALL_REDUCE_ROWS, ALL_REDUCE_ROWS_)]
-    tables = ((meta.tensor(one.args[0]), *one.args[1:]) for one in starts)
+    tables = ((node_meta.tensor(one.args[0]), *one.args[1:]) for one in starts)
     wanted = ((table.dtype, table.shape[1], reduce_op, name) for table, reduce_op, name in tables)
     for dtype, width, reduce_op, name in dict.fromkeys(wanted):
         group = group_named(name)
         yield from build(dtype, width, size=group.size(), rank=group.rank(), averages=reduce_op == "avg")
 
 
-def build(dtype: torch.dtype, width: int, *, size: int, rank: int, averages: bool) -> Iterator[binaries.Job]:
+def build(dtype: torch.dtype, width: int, *, size: int, rank: int, averages: bool) -> Iterator[triton_cache.Job]:
     """What has Triton compile the kernels for tables in `dtype`, as launches for most of them would: the
     numbers of their rows are multiples of 16."""
     table, ints, how = dtype, torch.int32, (size, rank, averages, _ROWS, width)
-    packed, placed = binaries.addresses([table, ints, ints, table]), binaries.addresses([ints] * 2)
-    added, wholes = binaries.addresses([table, ints, table, ints]), binaries.addresses([table] * size)
+    packed, placed = triton_cache.addresses([table, ints, ints, table]), triton_cache.addresses([ints] * 2)
+    added, wholes = triton_cache.addresses([table, ints, table, ints]), triton_cache.addresses([table] * size)
     yield partial(_pack_kernel.warmup, packed, 16, width, _BLOCK, grid=(1,))
     yield partial(_place_kernel.warmup, placed, 16, size, _BLOCK, grid=(1, 1))
     yield partial(_add_kernel.warmup, added, wholes, (16,) * 3, how, _BLOCK, grid=(1,))

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from wholestep.cost.timeline import ALONE, Clock, Sharing, Task
+from wholestep.cost.simulator import ALONE, Clock, Sharing, Task
 
 MAX_UNITS = 192
 """Cuts are looked for between at most this many runs of gradients: the search is quadratic."""

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from wholestep.cost.model import CostModel
-from wholestep.passes import rows
-from wholestep.passes.assignment import Costs, Cuts, fixed_cuts, pack, planned_cuts
-from wholestep.passes.elements import follow, joined
-from wholestep.passes.rows import TravelsAs, Way, as_it_is
-from wholestep.passes.tasks import sharing
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import Program
+from wholestep.passes.analysis.foreach_items import follow, joined
+from wholestep.passes.analysis.task_graph import sharing
+from wholestep.passes.comm import wire_format
+from wholestep.passes.comm.bucket_planner import Costs, Cuts, fixed_cuts, pack, planned_cuts
+from wholestep.passes.comm.wire_format import TravelsAs, Way, as_it_is
 
 _aten = torch.ops.aten
 
@@ -85,15 +85,15 @@ def bucket(
     reductions = list(_reductions(program))
     if not reductions:
         return program
-    sizes_bytes = [meta.num_bytes(one.grad) for one in reductions]
+    sizes_bytes = [node_meta.num_bytes(one.grad) for one in reductions]
     ways = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
     tables = _tables(reductions, ways, choose)
     ranks = {axis.group: axis.size for axis in program.mesh}
     keys, shares = list[Hashable](), list[float]()
     for number, (one, way) in enumerate(zip(reductions, ways, strict=True)):
-        as_rows = number in tables
+        as_rows, size = number in tables, ranks[str(one.start.args[-1])]
         keys.append((_key(one), way.dtype, number if as_rows else None))
-        shares.append(rows.share(one.grad, ranks[str(one.start.args[-1])]) if as_rows else _share(one, way.dtype))
+        shares.append(wire_format.share(one.grad, size) if as_rows else _share(one, way.dtype))
     needs = _needs(program.graph, reductions)
     if bucket_bytes is not None:
         cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
@@ -111,13 +111,13 @@ def bucket(
         orders = tuple(order for one in laid_out for order in _orders(one))
         first = group.items[0]
         reason = tables.get(first, group.reason)
-        record = meta.Bucket(
+        record = node_meta.Bucket(
             index, names, group.num_bytes, reason, orders, as_rows=first in tables, share=shares[first]
         )  # fmt: skip
         _merge(program.graph, laid_out, record, last=members[-1].start)
-        notes.append(f"bucket {index}: {len(names)} gradients, {show.bytes_text(group.num_bytes)}; {reason}")
-    edit.sort_topologically(program.graph)
-    edit.remove_dead_code(program.graph)
+        notes.append(f"bucket {index}: {len(names)} gradients, {printer.bytes_text(group.num_bytes)}; {reason}")
+    graph_edit.sort_topologically(program.graph)
+    graph_edit.remove_dead_code(program.graph)
     return program.with_notes(*notes)
 
 
@@ -125,9 +125,10 @@ def _tables(reductions: Sequence[_Reduction], ways: Sequence[Way], choose: Choos
     """The gradients that travel as rows, each with the reason: as it pays for rank 0 and its first batch."""
 
     def plan() -> Cuts:
-        found = {number: (rows.num_rows(one.grad), ways[number]) for number, one in enumerate(reductions)}
+        found = {number: (wire_format.num_rows(one.grad), ways[number]) for number, one in enumerate(reductions)}
         return {
-            number: f"rows: a batch of rank 0 looks up {count:,} of {meta.tensor(reductions[number].grad).shape[0]:,}"
+            number: f"rows: a batch of rank 0 looks up {count:,} of "
+            f"{node_meta.tensor(reductions[number].grad).shape[0]:,}"
             for number, (count, way) in found.items()
             if count is not None and count <= way.most_rows
         }
@@ -138,7 +139,8 @@ def _tables(reductions: Sequence[_Reduction], ways: Sequence[Way], choose: Choos
 def _text(reductions: Sequence[_Reduction]) -> str:
     """The gradients in the order in which they are ready: what the cuts number. The same on every rank."""
     lines = (
-        f"{', '.join(_bucket_of(one).members)} {meta.tensor(one.grad).dtype}{list(meta.tensor(one.grad).shape)}"
+        f"{', '.join(_bucket_of(one).members)} "
+        f"{node_meta.tensor(one.grad).dtype}{list(node_meta.tensor(one.grad).shape)}"
         for one in reductions
     )
     return "\n".join(lines) + "\n"
@@ -176,10 +178,10 @@ def _costs(
             ready_us.append(end_us)
         if node.op != "call_function":
             continue
-        if joined(masks[node]) or meta.origin(node).region is meta.Region.OPTIMIZER:
+        if joined(masks[node]) or node_meta.origin(node).region is node_meta.Region.OPTIMIZER:
             update_us += times_us[node]
-            num_calls += ops.is_indexwise(node.target)
-            barrier |= masks[node] == everything and not ops.is_indexwise(node.target) and len(reductions) > 1
+            num_calls += op_info.is_indexwise(node.target)
+            barrier |= masks[node] == everything and not op_info.is_indexwise(node.target) and len(reductions) > 1
         elif node in scaled:  # one call for each gradient as placed, and for each bucket later
             end_us += max(0.0, times_us[node] - cost.call_us)
         else:
@@ -204,38 +206,38 @@ def _costs(
 def _reductions(program: Program) -> Iterator[_Reduction]:
     """The marked reductions, in the order in which they start, which is that of the gradients' readiness."""
     scales = {axis.group: 1 / axis.size for axis in program.mesh}
-    for node in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
-        record = meta.bucket(node)
-        if record is None or record.reason != meta.UNBUCKETED:
+    for node in program.graph.find_nodes(op="call_function", target=op_info.c10d.all_reduce.default):
+        record = node_meta.bucket(node)
+        if record is None or record.reason != node_meta.UNBUCKETED:
             continue
         grad, scale = node.args[0], None
         # Only the product that placement has put there: one of the user's own would split buckets by its factor.
         if grad.target is _aten.mul.Tensor and grad.args[1] == scales[node.args[-1]]:
             grad, scale = grad.args
-        waits = tuple(user for user in node.users if user.target is ops.WAIT)
+        waits = tuple(user for user in node.users if user.target is op_info.WAIT)
         yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)
 
 
-def _bucket_of(one: _Reduction) -> meta.Bucket:
-    found = meta.bucket(one.start)
+def _bucket_of(one: _Reduction) -> node_meta.Bucket:
+    found = node_meta.bucket(one.start)
     assert found is not None  # `_reductions` has looked
     return found
 
 
 def _orders(one: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
     """How the gradients of a reduction lie in the bucket that it joins."""
-    order = _memory_order(meta.tensor(one.grad))
+    order = _memory_order(node_meta.tensor(one.grad))
     return _bucket_of(one).orders or (None if order is None else tuple(order),)
 
 
 def _share(one: _Reduction, dtype: torch.dtype) -> float:
     """Bytes that go there in a type and come back in the gradient's own, of those that go both ways in this one."""
-    return (1 + dtype.itemsize / meta.tensor(one.grad).dtype.itemsize) / 2
+    return (1 + dtype.itemsize / node_meta.tensor(one.grad).dtype.itemsize) / 2
 
 
 def _key(one: _Reduction) -> Hashable:
     """Only reductions with the same key can share a bucket."""
-    tensor = meta.tensor(one.grad)
+    tensor = node_meta.tensor(one.grad)
     return (tensor.dtype, tensor.device, one.scale, one.start.args[1:])
 
 
@@ -256,8 +258,8 @@ def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[
         for arg in node.all_input_nodes:
             mask |= masks[arg]
         masks[node] = mask
-        theirs = ops.is_collective(node) and meta.bucket(node) is None
-        if node.op == "call_function" and (theirs or ops.has_effect(node.target)):
+        theirs = op_info.is_collective(node) and node_meta.bucket(node) is None
+        if node.op == "call_function" and (theirs or op_info.has_effect(node.target)):
             fence |= mask
         if node in number_of:
             needs[number_of[node]] = frozenset(_bits(mask | fence))
@@ -276,33 +278,33 @@ def _granularity_bytes(one: _Reduction) -> int:
 
     In falling order of it, every gradient of a bucket begins as aligned as the sizes allow.
     """
-    num_bytes = meta.num_bytes(one.grad)
-    return min(num_bytes & -num_bytes, 4 * meta.ALIGNMENT_BYTES)
+    num_bytes = node_meta.num_bytes(one.grad)
+    return min(num_bytes & -num_bytes, 4 * node_meta.ALIGNMENT_BYTES)
 
 
-def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: meta.Bucket, *, last: fx.Node) -> None:
+def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Bucket, *, last: fx.Node) -> None:
     """Makes one reduction of `members`, which lie so in the bucket, in the place of the one that starts last."""
-    if len(members) == 1 and meta.tensor(members[0].grad).is_contiguous():
-        meta.set_bucket(last, record)
+    if len(members) == 1 and node_meta.tensor(members[0].grad).is_contiguous():
+        node_meta.set_bucket(last, record)
         _delay_waits(graph, members[0])
         return
     with graph.inserting_before(last):
         flats = [_flatten(graph, one.grad) for one in members]
-        flat = flats[0] if len(flats) == 1 else edit.emit(graph, _aten.cat.default, flats, like=last)
+        flat = flats[0] if len(flats) == 1 else graph_edit.emit(graph, _aten.cat.default, flats, like=last)
         scale = members[0].scale
         if scale is not None:
-            flat = edit.emit(graph, _aten.mul.Tensor, flat, scale, like=last)
-        start = edit.emit(graph, last.target, flat, *last.args[1:], like=last)  # type: ignore[arg-type]
-        meta.set_bucket(start, record)
+            flat = graph_edit.emit(graph, _aten.mul.Tensor, flat, scale, like=last)
+        start = graph_edit.emit(graph, last.target, flat, *last.args[1:], like=last)  # type: ignore[arg-type]
+        node_meta.set_bucket(start, record)
     with graph.inserting_before(_first_reader(graph, members, behind=last)):
-        waited = edit.emit(graph, ops.WAIT, start, like=last)
-        sizes = [meta.tensor(one.grad).numel() for one in members]
+        waited = graph_edit.emit(graph, op_info.WAIT, start, like=last)
+        sizes = [node_meta.tensor(one.grad).numel() for one in members]
         parts = [waited]
         if len(members) > 1:
-            split = edit.emit(graph, _aten.split_with_sizes.default, waited, sizes, like=last)
-            parts = [edit.emit(graph, operator.getitem, split, index, like=last) for index in range(len(sizes))]
+            split = graph_edit.emit(graph, _aten.split_with_sizes.default, waited, sizes, like=last)
+            parts = [graph_edit.emit(graph, operator.getitem, split, index, like=last) for index in range(len(sizes))]
         views = [_unflatten(graph, part, one.grad) for part, one in zip(parts, members, strict=True)]
-    edit.replace_nodes({wait: view for one, view in zip(members, views, strict=True) for wait in one.waits})
+    graph_edit.replace_nodes({wait: view for one, view in zip(members, views, strict=True) for wait in one.waits})
     for one in members:
         graph.erase_node(one.start)
 
@@ -332,20 +334,20 @@ def _flatten(graph: fx.Graph, grad: fx.Node) -> fx.Node:
 
     ``reshape`` and not ``view``: should a kernel give other strides than its fake one, a copy is made.
     """
-    order = _memory_order(meta.tensor(grad))
+    order = _memory_order(node_meta.tensor(grad))
     if order is not None:
-        grad = edit.emit(graph, _aten.permute.default, grad, order, like=grad)
-    return edit.emit(graph, _aten.reshape.default, grad, [-1], like=grad)
+        grad = graph_edit.emit(graph, _aten.permute.default, grad, order, like=grad)
+    return graph_edit.emit(graph, _aten.reshape.default, grad, [-1], like=grad)
 
 
 def _unflatten(graph: fx.Graph, part: fx.Node, grad: fx.Node) -> fx.Node:
     """Undoes `_flatten`: the part of the bucket with the shape and the strides of the gradient."""
-    tensor, order = meta.tensor(grad), _memory_order(meta.tensor(grad))
+    tensor, order = node_meta.tensor(grad), _memory_order(node_meta.tensor(grad))
     if order is None:
-        return edit.emit(graph, _aten.view.default, part, list(tensor.shape), like=grad)
-    view = edit.emit(graph, _aten.view.default, part, [tensor.shape[dim] for dim in order], like=grad)
+        return graph_edit.emit(graph, _aten.view.default, part, list(tensor.shape), like=grad)
+    view = graph_edit.emit(graph, _aten.view.default, part, [tensor.shape[dim] for dim in order], like=grad)
     back = [order.index(dim) for dim in range(len(order))]
-    return edit.emit(graph, _aten.permute.default, view, back, like=grad)
+    return graph_edit.emit(graph, _aten.permute.default, view, back, like=grad)
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:

@@ -24,13 +24,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.capture.functional import functional_call
+from wholestep.capture.functionalize.functionalize import functional_call
 from wholestep.config import CastCompress, Compress, Compressor, PowerSGD
 from wholestep.errors import ConfigError
-from wholestep.passes import powersgd
-from wholestep.passes.powersgd import Messages
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import Input, InputKind, Output, OutputKind, Placement, Program
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import Input, InputKind, Output, OutputKind, Placement, Program
+from wholestep.passes.comm import powersgd
+from wholestep.passes.comm.powersgd import Messages
 
 _aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class _Bucket:
     num_ranks: int
     averaged: bool
     """Whether gradients are averaged over the ranks, or summed."""
-    record: meta.Bucket
+    record: node_meta.Bucket
 
     @property
     def divisor(self) -> int:
@@ -77,8 +77,8 @@ def compress(program: Program, *, how: Compress, started: bool = True) -> Progra
 
 def _buckets(program: Program) -> Iterator[_Bucket]:
     sizes = {axis.group: axis.size for axis in program.mesh}
-    for start in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
-        record = meta.bucket(start)
+    for start in program.graph.find_nodes(op="call_function", target=op_info.c10d.all_reduce.default):
+        record = node_meta.bucket(start)
         if record is None or not record.orders:
             continue
         flat, size = start.args[0], sizes[start.args[-1]]
@@ -115,12 +115,12 @@ class _Compress:
 
     def bucket(self, one: _Bucket) -> str:
         """Compresses one bucket. Gives a note on what came of it."""
-        dtype, record, how = meta.tensor(one.flat).dtype, one.record, self.how
+        dtype, record, how = node_meta.tensor(one.flat).dtype, one.record, self.how
         if not dtype.is_floating_point:
             return f"bucket {record.index} travels as it is: {dtype} is no real floating-point type"
         if len(set(record.members)) < len(record.members):
             return f"bucket {record.index} travels as it is: a parameter has two gradients in it"
-        num_bytes = meta.num_bytes(one.flat)
+        num_bytes = node_meta.num_bytes(one.flat)
         if isinstance(how, PowerSGD):
             starts = self._powersgd(one, how)
         elif isinstance(how, CastCompress):
@@ -128,8 +128,9 @@ class _Compress:
             starts = self._insert(one, partial(_cast, how=how, divisor=one.divisor, name=name), {name: None})
         else:
             starts = self._of_users(one, how)
-        travel = sum(meta.num_bytes(start) for start in starts)
-        return f"bucket {record.index}: {show.bytes_text(travel)} travel for {show.bytes_text(num_bytes)} of gradients"
+        travel = sum(node_meta.num_bytes(start) for start in starts)
+        travels, whole = printer.bytes_text(travel), printer.bytes_text(num_bytes)
+        return f"bucket {record.index}: {travels} travel for {whole} of gradients"
 
     def _of_users(self, one: _Bucket, how: Compressor) -> list[fx.Node]:
         name = type(how).__name__
@@ -162,11 +163,11 @@ class _Compress:
         """Adds an input of the kind COMM, unless an earlier bucket of the step has added it."""
         if name in self.latest:
             return
-        flat = meta.tensor(one.flat)
+        flat = node_meta.tensor(one.flat)
         with self.graph.inserting_after(self.program.placeholders[-1]):
             node = self.graph.placeholder(re.sub(r"\W", "_", name))
-        with meta.fake_mode(self.graph):
-            meta.set_value(node, torch.empty(shape, dtype=flat.dtype, device=flat.device))
+        with node_meta.fake_mode(self.graph):
+            node_meta.set_value(node, torch.empty(shape, dtype=flat.dtype, device=flat.device))
         record = Input(
             kind=InputKind.COMM, name=name, shape=shape, dtype=flat.dtype, placement=placement, bucket=one.record.index
         )
@@ -203,27 +204,27 @@ class _Compress:
             results: Any = self.graph.graph_copy(inner.graph, copies)
         added = _between(first, one.start)
         for node in added:
-            meta.set_origin(node, meta.origin(one.start))
-        starts = [node for node in added if ops.is_collective(node)]
+            node_meta.set_origin(node, node_meta.origin(one.start))
+        starts = [node for node in added if op_info.is_collective(node)]
         for start, name in zip(starts, sent, strict=True):
             members = carried[name]
             record = replace(
                 one.record, members=one.record.members if members is None else tuple(members), orders=(),
-                num_bytes=meta.num_bytes(start), reason=f"{name}; {one.record.reason}",
+                num_bytes=node_meta.num_bytes(start), reason=f"{name}; {one.record.reason}",
             )  # fmt: skip
-            meta.set_bucket(start, record)
+            node_meta.set_bucket(start, record)
         self._replace(one, added, results[0])
         self.latest.update(zip(kept, results[1:], strict=True))
         return starts
 
     def _replace(self, one: _Bucket, added: list[fx.Node], result: fx.Node) -> None:
         """What read the reduction reads `result`; what waits stands where the wait stood."""
-        waits = sorted(ops.waits(one.start))
-        behind = next(index for index, node in enumerate(added) if node.target is ops.WAIT)
+        waits = sorted(op_info.waits(one.start))
+        behind = next(index for index, node in enumerate(added) if node.target is op_info.WAIT)
         for node in added[behind:]:
             waits[0].prepend(node)
         for wait in waits:
-            edit.replace_node(wait, result)
+            graph_edit.replace_node(wait, result)
         self.graph.erase_node(one.start)
         _unjoin(result)
 
@@ -235,9 +236,9 @@ class _Compress:
             if self.latest[record.name] is not node:
                 outputs.append(Output(kind=OutputKind.WRITE, name=record.name, target=known + index))
                 results.append(self.latest[record.name])
-        edit.set_results(self.graph, results)
-        edit.sort_topologically(self.graph)
-        edit.remove_dead_code(self.graph)
+        graph_edit.set_results(self.graph, results)
+        graph_edit.sort_topologically(self.graph)
+        graph_edit.remove_dead_code(self.graph)
         return replace(self.program, inputs=(*self.program.inputs, *self.inputs), outputs=tuple(outputs))
 
 
@@ -258,11 +259,11 @@ def _traced(
             except StopIteration as end:
                 reduced, *rest = end.value
                 return [reduced if flat.dim() == 1 else reduced.view(flat.shape), *rest]
-            started = {name: ops.c10d.all_reduce.default(one, "sum", group) for name, one in messages.items()}
+            started = {name: op_info.c10d.all_reduce.default(one, "sum", group) for name, one in messages.items()}
             sent.extend(started)
-            answer = {name: ops.WAIT(one) for name, one in started.items()}
+            answer = {name: op_info.WAIT(one) for name, one in started.items()}
 
-    inner = functional_call(run, [meta.tensor(node) for node in sources], meta.fake_mode(sources[0].graph))
+    inner = functional_call(run, [node_meta.tensor(node) for node in sources], node_meta.fake_mode(sources[0].graph))
     return inner, sent
 
 
@@ -329,7 +330,7 @@ def _unjoin(flat: fx.Node) -> None:
     if flat.target is not _aten.cat.default:
         return
     parts: Any = flat.args[0]
-    sizes = [meta.tensor(part).numel() for part in parts]
+    sizes = [node_meta.tensor(part).numel() for part in parts]
     for split in [user for user in flat.users if user.target is _aten.split_with_sizes.default]:
         if list(split.args[1]) == sizes:  # type: ignore[arg-type]
-            edit.replace_nodes({item: parts[item.args[1]] for item in split.users})
+            graph_edit.replace_nodes({item: parts[item.args[1]] for item in split.users})

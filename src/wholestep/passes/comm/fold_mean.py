@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program, Stage
 
 _aten = torch.ops.aten
 
@@ -33,17 +33,17 @@ def average_on_the_way(program: Program, *, averages: Callable[[str, torch.devic
         return program
     sizes = {axis.group: axis.size for axis in program.mesh}
     count = saved_bytes = 0
-    for start in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
+    for start in program.graph.find_nodes(op="call_function", target=op_info.c10d.all_reduce.default):
         scaled, op, group = start.args
         if op != "sum" or not _is_mean(scaled, sizes.get(group, 1)):
             continue
-        if not averages(group, meta.tensor(scaled).device):
+        if not averages(group, node_meta.tensor(scaled).device):
             continue
         start.args = (scaled.args[0], "avg", group)
-        count, saved_bytes = count + 1, saved_bytes + 2 * meta.num_bytes(scaled)
+        count, saved_bytes = count + 1, saved_bytes + 2 * node_meta.num_bytes(scaled)
     if not count:
         return program
-    edit.remove_dead_code(program.graph)
+    graph_edit.remove_dead_code(program.graph)
     return program.with_notes(f"{count} reductions average on the way: {saved_bytes:,} B less are read and written")
 
 
@@ -55,6 +55,6 @@ def _is_mean(scaled: fx.Node, size: int) -> bool:
     inverse = {_aten.mul.Tensor: 1 / size, _aten.div.Tensor: size}.get(scaled.target)  # type: ignore[call-overload]
     if inverse is None or factor != inverse or isinstance(factor, fx.Node):
         return False
-    dtype = meta.tensor(scaled).dtype
+    dtype = node_meta.tensor(scaled).dtype
     exact = dtype in (torch.float32, torch.float64) or (dtype.is_floating_point and size & (size - 1) == 0)
-    return exact and isinstance(flat, fx.Node) and meta.tensor(flat).dtype is dtype
+    return exact and isinstance(flat, fx.Node) and node_meta.tensor(flat).dtype is dtype

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from wholestep.passes.alias import Memory, span_of
-from wholestep.passes.tasks import live_bytes
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import Program
+from wholestep.passes.analysis.alias_analysis import Memory, span_of
+from wholestep.passes.analysis.task_graph import live_bytes
 
 _aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class _Part:
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradient."""
-        return meta.num_bytes(self.flat)
+        return node_meta.num_bytes(self.flat)
 
 
 def fill_buckets(program: Program) -> Program:
@@ -78,15 +78,15 @@ def fill_buckets(program: Program) -> Program:
         assert memory is not None
         parts = _within(live, node, _parts(node, memory))
         own = sum(part.num_bytes for part in parts if part.maker is not None)
-        total += meta.num_bytes(node)
-        if 2 * own >= meta.num_bytes(node) or (len(parts) > _FEW and _on_gpu(node)):
+        total += node_meta.num_bytes(node)
+        if 2 * own >= node_meta.num_bytes(node) or (len(parts) > _FEW and _on_gpu(node)):
             _account(live, node, parts)
             _fill(graph, node, parts)
             direct += own
     if not total:
         return program
-    edit.remove_dead_code(graph)
-    share = f"{show.bytes_text(direct)} of {show.bytes_text(total)}"
+    graph_edit.remove_dead_code(graph)
+    share = f"{printer.bytes_text(direct)} of {printer.bytes_text(total)}"
     return program.with_notes(f"{share} of gradients in buckets of several are computed in their place in the bucket")
 
 
@@ -95,15 +95,15 @@ def _is_bucket(cat: fx.Node) -> bool:
     node = cat
     while len(node.users) == 1 and len(cat.args) == 1:
         node = next(iter(node.users))
-        if ops.is_collective(node):
-            return meta.bucket(node) is not None
+        if op_info.is_collective(node):
+            return node_meta.bucket(node) is not None
         if node.target is not _aten.mul_.Tensor:
             return False
     return False
 
 
 def _on_gpu(node: fx.Node) -> bool:
-    return bool(meta.tensor(node).is_cuda)
+    return bool(node_meta.tensor(node).is_cuda)
 
 
 def _memory(graph: fx.Graph) -> Memory:
@@ -116,20 +116,20 @@ def _memory(graph: fx.Graph) -> Memory:
 def _parts(cat: fx.Node, memory: Memory) -> list[_Part]:
     parts, start = [], 0
     seen: set[int] = set()
-    for flat in edit.nodes_of(cat.args[0]):
+    for flat in graph_edit.nodes_of(cat.args[0]):
         maker = _maker(flat, cat, memory)
-        if maker is not None and (memory.storage(meta.tensor(maker)) in seen or not _may_write(maker, start)):
+        if maker is not None and (memory.storage(node_meta.tensor(maker)) in seen or not _may_write(maker, start)):
             maker = None
-        seen.add(memory.storage(meta.tensor(flat)))
+        seen.add(memory.storage(node_meta.tensor(flat)))
         parts.append(_Part(start, flat, maker))
-        start += meta.tensor(flat).numel()
+        start += node_meta.tensor(flat).numel()
     return parts
 
 
 def _may_write(maker: fx.Node, start: int) -> bool:
     """Whether it gives the same bits where it writes behind `start` elements."""
-    place_bytes = start * meta.tensor(maker).element_size()
-    return _OUT[maker.target] not in _PRODUCTS or place_bytes % meta.ALIGNMENT_BYTES == 0  # type: ignore[index]
+    place_bytes = start * node_meta.tensor(maker).element_size()
+    return _OUT[maker.target] not in _PRODUCTS or place_bytes % node_meta.ALIGNMENT_BYTES == 0  # type: ignore[index]
 
 
 def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
@@ -138,9 +138,9 @@ def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
     maker = block.values[0]
     if block.inputs or block.constant or maker.target not in _OUT or memory.read_later(maker, memory.position[cat]):
         return None
-    made, part = meta.tensor(maker), meta.tensor(flat)
+    made, part = node_meta.tensor(maker), node_meta.tensor(flat)
     dense = made.storage_offset() == 0 and made.numel() * made.element_size() == made.untyped_storage().nbytes()
-    same = made.dtype == part.dtype == meta.tensor(cat).dtype and span_of(made) == span_of(part)
+    same = made.dtype == part.dtype == node_meta.tensor(cat).dtype and span_of(made) == span_of(part)
     return maker if dense and same else None
 
 
@@ -169,44 +169,44 @@ def _account(live: dict[fx.Node, int], cat: fx.Node, parts: Sequence[_Part]) -> 
 def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Part]) -> Iterator[tuple[fx.Node, int]]:
     """From the first gradient made in the bucket to its ``cat``: bytes that are alive beyond those of the gradients."""
     sizes = {part.maker: part.num_bytes for part in direct}
-    more = meta.num_bytes(cat)
+    more = node_meta.num_bytes(cat)
     for node in live:
         if node is cat:
             return
         more -= sizes.get(node, 0)
-        if more < meta.num_bytes(cat):
+        if more < node_meta.num_bytes(cat):
             yield node, more
 
 
 def _fill(graph: fx.Graph, cat: fx.Node, parts: Sequence[_Part]) -> None:
     """Makes the bucket before the first gradient that is written into it, and lets the parts follow."""
-    whole = meta.tensor(cat)
+    whole = node_meta.tensor(cat)
     makers = {part.maker for part in parts if part.maker is not None}
     first = next(node for node in graph.nodes if node in makers or node is cat)
     with graph.inserting_before(first):
-        flat = edit.emit(graph, _aten.empty.memory_format, [whole.numel()], like=cat, **_like(whole))
+        flat = graph_edit.emit(graph, _aten.empty.memory_format, [whole.numel()], like=cat, **_like(whole))
     copied = []
     for part in parts:
         if part.maker is None:
             copied.append(part)
             continue
-        made = meta.tensor(part.maker)
+        made = node_meta.tensor(part.maker)
         with graph.inserting_before(part.maker):
             place = _place(graph, flat, part, made.shape, made.stride())
             new = graph.call_function(_OUT[part.maker.target], part.maker.args, {**part.maker.kwargs, "out": place})  # type: ignore[index]
-            meta.copy_meta(part.maker, new)
-            meta.set_value(new, meta.value(place))
-        edit.replace_node(part.maker, new)
+            node_meta.copy_meta(part.maker, new)
+            node_meta.set_value(new, node_meta.value(place))
+        graph_edit.replace_node(part.maker, new)
     with graph.inserting_before(cat):
         if copied:
-            places = [_place(graph, flat, part, meta.tensor(part.flat).shape, (1,)) for part in copied]
-            edit.emit(graph, _aten._foreach_copy_.default, places, [part.flat for part in copied], like=cat)
-    edit.replace_node(cat, flat)
+            places = [_place(graph, flat, part, node_meta.tensor(part.flat).shape, (1,)) for part in copied]
+            graph_edit.emit(graph, _aten._foreach_copy_.default, places, [part.flat for part in copied], like=cat)
+    graph_edit.replace_node(cat, flat)
 
 
 def _place(graph: fx.Graph, flat: fx.Node, part: _Part, shape: Sequence[int], stride: Sequence[int]) -> fx.Node:
     like = part.maker or part.flat
-    return edit.emit(graph, _aten.as_strided.default, flat, list(shape), list(stride), part.start, like=like)
+    return graph_edit.emit(graph, _aten.as_strided.default, flat, list(shape), list(stride), part.start, like=like)
 
 
 def _like(tensor: torch.Tensor) -> dict[str, object]:

@@ -23,22 +23,24 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.passes import elements
-from wholestep.passes.elements import Masks
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program
+from wholestep.passes.analysis import foreach_items
+from wholestep.passes.analysis.foreach_items import Masks
 
 
 def split_updates(program: Program) -> Program:
     """The program with every foreach or fused call over parameters of several buckets in a part per bucket."""
-    starts = [node for node in program.graph.nodes if ops.is_collective(node) and meta.bucket(node) is not None]
+    starts = [
+        node for node in program.graph.nodes if op_info.is_collective(node) and node_meta.bucket(node) is not None
+    ]
     if len(starts) < 2:
         return program
-    sources = {wait: 1 << number for number, start in enumerate(starts) for wait in ops.waits(start)}
+    sources = {wait: 1 << number for number, start in enumerate(starts) for wait in op_info.waits(start)}
     owners = _owners(program.graph, sources)
     calls = parts = 0
     for node, owner in owners.items():
-        if len(set(owner)) > 1 and elements.only_items(node):
+        if len(set(owner)) > 1 and foreach_items.only_items(node):
             calls += 1
             parts += _split(program.graph, node, owner)
     return program.with_notes(f"{calls} calls on lists of parameters are {parts} now, one per bucket")
@@ -49,13 +51,13 @@ def _owners(graph: fx.Graph, sources: dict[fx.Node, int]) -> dict[fx.Node, list[
 
     What needs none (weight decay, counters) belongs to the bucket of what reads it.
     """
-    masks = elements.follow(graph, sources, scalars=False)
+    masks = foreach_items.follow(graph, sources, scalars=False)
     owners: dict[fx.Node, list[int]] = {}
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or not ops.is_indexwise(node.target):
+        if node.op != "call_function" or not op_info.is_indexwise(node.target):
             continue
         own = [mask.bit_length() - 1 for mask in _flat(masks[node], node)]
-        for _, index, item in elements.items(node) if -1 in own else ():
+        for _, index, item in foreach_items.items(node) if -1 in own else ():
             owner = _first_owner(item, owners, masks)
             if owner >= 0 and masks_at(masks[node], node, index) == 0:
                 own[index] = owner if own[index] < 0 else min(own[index], owner)
@@ -65,13 +67,13 @@ def _owners(graph: fx.Graph, sources: dict[fx.Node, int]) -> dict[fx.Node, list[
 
 
 def _flat(masks: Masks, node: fx.Node) -> list[int]:
-    return [masks_at(masks, node, index) for index in range(elements.length(node))]
+    return [masks_at(masks, node, index) for index in range(foreach_items.length(node))]
 
 
 def masks_at(masks: Masks, node: fx.Node, index: int) -> int:
     """The bits of one index of an indexwise call."""
     assert isinstance(masks, list)
-    found = masks[0][index] if elements.several(node) else masks[index]
+    found = masks[0][index] if foreach_items.several(node) else masks[index]
     assert isinstance(found, int)
     return found
 
@@ -89,15 +91,15 @@ def _first_owner(node: fx.Node, owners: dict[fx.Node, list[int]], masks: dict[fx
 
 def _places(user: fx.Node, node: fx.Node) -> list[int]:
     lists = [arg for arg in (*user.args, *user.kwargs.values()) if isinstance(arg, (list, tuple))]
-    return [at for one in lists for at, other in enumerate(one) if other is node and at < elements.length(user)]
+    return [at for one in lists for at, other in enumerate(one) if other is node and at < foreach_items.length(user)]
 
 
 def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
     """Replaces the call by one per owner. Gives how many those are."""
-    count = elements.length(node)
-    several = elements.several(node)
+    count = foreach_items.length(node)
+    several = foreach_items.several(node)
     new_item: dict[tuple[int, int], fx.Node] = {}
-    wanted = {(result, index) for result, index, _ in elements.items(node)}
+    wanted = {(result, index) for result, index, _ in foreach_items.items(node)}
     groups = sorted(set(owner))
     with graph.inserting_before(node):
         for group in groups:
@@ -107,10 +109,10 @@ def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
                 tuple(_chosen(arg, chosen, count) for arg in node.args),
                 {key: _chosen(arg, chosen, count) for key, arg in node.kwargs.items()},
             )
-            meta.copy_meta(node, part)
-            value = meta.value(node)
+            node_meta.copy_meta(node, part)
+            value = node_meta.value(node)
             lists = [[one[index] for index in chosen] if one else [] for one in (value if several else [value])]
-            meta.set_value(part, tuple(lists) if several else lists[0])
+            node_meta.set_value(part, tuple(lists) if several else lists[0])
             for result in range(len(lists)):
                 if not any((result, index) in wanted for index in chosen):
                     continue
@@ -118,7 +120,7 @@ def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
                 for place, index in enumerate(chosen):
                     if (result, index) in wanted:
                         new_item[result, index] = _item(graph, taken, place, node)
-    edit.replace_nodes({item: new_item[result, index] for result, index, item in elements.items(node)})
+    graph_edit.replace_nodes({item: new_item[result, index] for result, index, item in foreach_items.items(node)})
     for user in list(node.users):
         graph.erase_node(user)
     graph.erase_node(node)
@@ -126,7 +128,7 @@ def _split(graph: fx.Graph, node: fx.Node, owner: Sequence[int]) -> int:
 
 
 def _item(graph: fx.Graph, source: fx.Node, index: int, like: fx.Node) -> fx.Node:
-    return edit.emit(graph, operator.getitem, source, index, like=like)
+    return graph_edit.emit(graph, operator.getitem, source, index, like=like)
 
 
 def _chosen(arg: Any, chosen: Sequence[int], count: int) -> Any:

@@ -1,8 +1,8 @@
 """Large reductions go through the copy engines, where the ranks of a group see each other's memory.
 
 A reduction by NCCL holds multiprocessors for as long as it runs, and a product of matrices that is cut for all of them
-takes up to twice as long beside it. What runs instead is in `lower/copies.py`, and for tables of embeddings in
-`lower/table_rows.py`.
+takes up to twice as long beside it. What runs instead is in `lower/kernels/copy_all_reduce.py`, and for tables of
+embeddings in `lower/kernels/sparse_all_reduce.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.passes.rows import looked_up
-from wholestep.program import meta, ops, show
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS
-from wholestep.program.program import Program, Stage
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.comm.wire_format import looked_up
 
 MIN_BYTES = 4 << 20
 """Of a message: below, its meetings cost more than the multiprocessors of NCCL."""
@@ -33,8 +33,8 @@ def reduce_by_copies(program: Program, *, why_not: Callable[[str, torch.device],
         return program
     count = num_bytes = others = 0
     reasons: dict[str, None] = {}
-    for start in program.graph.find_nodes(op="call_function", target=ops.c10d.all_reduce.default):
-        message, op, group = meta.tensor(start.args[0]), start.args[1], str(start.args[2])
+    for start in program.graph.find_nodes(op="call_function", target=op_info.c10d.all_reduce.default):
+        message, op, group = node_meta.tensor(start.args[0]), start.args[1], str(start.args[2])
         large = message.nbytes >= MIN_BYTES and message.is_contiguous()
         if not large or op not in ("sum", "avg") or message.dtype not in _DTYPES:
             others += 1
@@ -46,12 +46,12 @@ def reduce_by_copies(program: Program, *, why_not: Callable[[str, torch.device],
             count, num_bytes = count + 1, num_bytes + message.nbytes
     if not count and not reasons:
         return program
-    ways = f"{count} reductions by copy engines ({show.bytes_text(num_bytes)}), {others} not"
+    ways = f"{count} reductions by copy engines ({printer.bytes_text(num_bytes)}), {others} not"
     return program.with_notes("; ".join([ways, *reasons]))
 
 
 def _go_by_copies(start: fx.Node) -> None:
-    record = meta.bucket(start)
+    record = node_meta.bucket(start)
     if record is None or not record.as_rows:
         start.target = ALL_REDUCE_BY_COPIES
         return

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.passes.wide import Cast, cast_product, make_in, viewed
-from wholestep.program import edit, meta, show
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_WIDE
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, printer
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_WIDE
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.rewrites.matmul_out_dtype import Cast, cast_product, make_in, viewed
 
 _aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ Makes = Callable[[fx.Node], bool]
 def narrow_type(grad: fx.Node, *, makes: Makes) -> torch.dtype | None:
     """The type of the product that a gradient is, where it has been cast to float32 and nothing else reads it."""
     found = _cast(grad, makes)
-    return None if found is None else meta.tensor(found.product).dtype
+    return None if found is None else node_meta.tensor(found.product).dtype
 
 
 def narrow_messages(program: Program, *, makes: Makes) -> Program:
@@ -48,13 +48,15 @@ def narrow_messages(program: Program, *, makes: Makes) -> Program:
     for start in graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES):
         casts = [_cast(part, makes) for part in _parts(start.args[0])]
         found = [one for one in casts if one is not None]
-        types = {meta.tensor(one.product).dtype for one in found}
-        if meta.bucket(start) is not None and len(found) == len(casts) and len(types) == 1:
+        types = {node_meta.tensor(one.product).dtype for one in found}
+        if node_meta.bucket(start) is not None and len(found) == len(casts) and len(types) == 1:
             count, num_bytes = count + 1, num_bytes + _narrow(start, found, types.pop())
     if not count:
         return program
-    edit.remove_dead_code(graph)
-    return program.with_notes(f"{count} buckets travel as their products are: {show.bytes_text(num_bytes)} to be added")
+    graph_edit.remove_dead_code(graph)
+    return program.with_notes(
+        f"{count} buckets travel as their products are: {printer.bytes_text(num_bytes)} to be added"
+    )
 
 
 def _narrow(start: fx.Node, casts: list[Cast], dtype: torch.dtype) -> int:
@@ -64,18 +66,20 @@ def _narrow(start: fx.Node, casts: list[Cast], dtype: torch.dtype) -> int:
     flat, op, group = start.args
     assert isinstance(flat, fx.Node)
     if flat.target is _aten.cat.default:
-        edit.evaluate(flat)
+        graph_edit.evaluate(flat)
     with start.graph.inserting_before(start):
-        new = edit.emit(start.graph, ALL_REDUCE_WIDE, flat, op, torch.float32, group, like=start)
-    if (record := meta.bucket(start)) is not None:
-        meta.set_bucket(new, record)
-    edit.replace_node(start, new)
-    return meta.num_bytes(flat)
+        new = graph_edit.emit(start.graph, ALL_REDUCE_WIDE, flat, op, torch.float32, group, like=start)
+    if (record := node_meta.bucket(start)) is not None:
+        node_meta.set_bucket(new, record)
+    graph_edit.replace_node(start, new)
+    return node_meta.num_bytes(flat)
 
 
 def _parts(flat: fx.Node) -> list[fx.Node]:
     """What is put together, if it is for this alone."""
-    return list(edit.nodes_of(flat.args[0])) if flat.target is _aten.cat.default and len(flat.users) == 1 else [flat]
+    return (
+        list(graph_edit.nodes_of(flat.args[0])) if flat.target is _aten.cat.default and len(flat.users) == 1 else [flat]
+    )
 
 
 def _cast(grad: fx.Node, makes: Makes) -> Cast | None:

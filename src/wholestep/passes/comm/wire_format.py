@@ -13,7 +13,7 @@ Note: the same on every rank, whatever its batch is
     Ranks must come to a message in one way, and one whose batch changes captures again alone, with nobody to ask. So
     which tables go as rows is chosen once, by rank 0 on its first batch, and the number of rows is no part of the plan:
     a rank sends as many as it has. With more than there is room for, or a gradient that is no look-up, its table is
-    read whole (`lower/table_rows.py`), which is slower and as right.
+    read whole (`lower/kernels/sparse_all_reduce.py`), which is slower and as right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from wholestep.program import meta
+from wholestep.ir import node_meta
 
 _aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ TravelsAs = Callable[[fx.Node, str], Way]
 
 def as_it_is(grad: fx.Node, group: str) -> Way:
     """Whole, in its own type."""
-    return Way(dtype=meta.tensor(grad).dtype)
+    return Way(dtype=node_meta.tensor(grad).dtype)
 
 
 def looked_up(grad: fx.Node) -> fx.Node | None:
@@ -63,7 +63,7 @@ def looked_up(grad: fx.Node) -> fx.Node | None:
 def num_rows(grad: fx.Node) -> int | None:
     """As how many rows a gradient can go; None where it is no look-up."""
     indices = looked_up(grad)
-    return None if indices is None else meta.tensor(indices).numel()
+    return None if indices is None else node_meta.tensor(indices).numel()
 
 
 def share(grad: fx.Node, ranks: int) -> float:
@@ -71,5 +71,5 @@ def share(grad: fx.Node, ranks: int) -> float:
 
     A rank gives its rows to every other one; of a reduction it gives a part of the table to each, and takes one.
     """
-    rows, table = num_rows(grad), meta.tensor(grad)
+    rows, table = num_rows(grad), node_meta.tensor(grad)
     return 1.0 if rows is None else min(1.0, rows * ranks / (2 * table.shape[0]))

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.passes import elements, sink
-from wholestep.passes.alias import Memory, same_layout, same_place, tensor_nodes
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import InputKind, OutputKind, Program, Stage
-from wholestep.program.segment import Segment
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import InputKind, OutputKind, Program, Stage
+from wholestep.ir.segment import Segment
+from wholestep.passes.analysis import foreach_items, write_order
+from wholestep.passes.analysis.alias_analysis import Memory, same_layout, same_place, tensor_nodes
+from wholestep.passes.schedule import sink_updates
 
 _aten = torch.ops.aten
 
@@ -66,15 +67,15 @@ def reinplace(program: Program, *, hold_updates: bool = True) -> Program:
     """
     if program.stage is Stage.SCHEDULED:
         return program
-    edit.remove_dead_code(program.graph)  # once a call writes in place it cannot be dropped
-    sunk = sink.sink_updates(program, peers=hold_updates)
+    graph_edit.remove_dead_code(program.graph)  # once a call writes in place it cannot be dropped
+    sunk = sink_updates.sink_updates(program, peers=hold_updates)
     work = _Reinplace(program, hold_updates=hold_updates)
     work.walk()
     copied = work.finish()
     program = replace(program, stage=Stage.SCHEDULED)
     return program.with_notes(
         f"{work.num_done} calls run in place, {work.num_kept} that could by their schema do not",
-        f"{show.bytes_text(copied)} of inputs are copied at the end of the step",
+        f"{printer.bytes_text(copied)} of inputs are copied at the end of the step",
         *([f"{sunk} calls moved behind the last one that may fail, because they write to inputs"] if sunk else []),
     )
 
@@ -84,11 +85,11 @@ class _Reinplace:
         self.program = program
         self.graph = program.graph
         self.memory = Memory(program.graph)
-        fences = sink.fences(program.graph, peers=hold_updates)
+        fences = write_order.fences(program.graph, peers=hold_updates)
         self.last_fence = max((self.memory.position[node] for node in fences), default=-1)
         written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         self.writable = {node for index, node in enumerate(program.placeholders) if index in written}
-        self.arguments = sink.arguments(program)
+        self.arguments = write_order.arguments(program)
         self.overwritten: set[fx.Node] = set()
         """Inputs that a call writes to."""
         self.num_done = 0
@@ -103,7 +104,7 @@ class _Reinplace:
             if isinstance(node.target, Segment):
                 self._store(node)
                 continue
-            twin = ops.in_place_variant(node.target) if node.op == "call_function" else None
+            twin = op_info.in_place_variant(node.target) if node.op == "call_function" else None
             changes = _changes(node, twin) if twin is not None else []
             if not changes:
                 continue
@@ -127,7 +128,7 @@ class _Reinplace:
             if target is None or target not in node.args:
                 continue
             place = node.args.index(target)
-            change = _Change(target, meta.tensor(item), place, 0)
+            change = _Change(target, node_meta.tensor(item), place, 0)
             alone = len(arguments[id(self.memory.block(target))]) == 1
             if not alone or not self._may_overwrite(node, change, arguments):
                 self.num_kept += 1
@@ -136,7 +137,7 @@ class _Reinplace:
             self.overwritten.add(target)
             self.memory.extend(target, self.memory.last_read[item])
             replaced[item] = target
-        edit.replace_nodes(replaced)
+        graph_edit.replace_nodes(replaced)
         if stored:
             node.target = replace(segment, stored=tuple(stored))
             self.num_done += 1
@@ -151,10 +152,10 @@ class _Reinplace:
         return {value: targets[0] for value, targets in found.items() if len(targets) == 1}
 
     def _may_overwrite(self, node: fx.Node, change: _Change, arguments: dict[int, list[_Argument]]) -> bool:
-        value, position = meta.tensor(change.old), self.memory.position[node]
+        value, position = node_meta.tensor(change.old), self.memory.position[node]
         if not same_layout(value, change.new):
             return False
-        if ops.is_collective(node) and not value.is_contiguous():
+        if op_info.is_collective(node) and not value.is_contiguous():
             return False  # the functional collective copies into order first, the in-place one refuses
         block = self.memory.block(change.old)
         if block.constant or not self._inputs_allow(block.inputs, node):
@@ -166,18 +167,18 @@ class _Reinplace:
     def _inputs_allow(self, inputs: Sequence[fx.Node], node: fx.Node) -> bool:
         if not inputs:
             return True
-        late = self.memory.position[node] > self.last_fence or sink.frees(node, self.arguments)
+        late = self.memory.position[node] > self.last_fence or write_order.frees(node, self.arguments)
         return len(inputs) == 1 and inputs[0] in self.writable and late
 
     def _arguments_allow(self, node: fx.Node, change: _Change, sharing: Sequence[_Argument]) -> bool:
         """Whether no other argument overlaps with the value, other than as itself in an elementwise call."""
-        value = meta.tensor(change.old)
+        value = node_meta.tensor(change.old)
         for argument in sharing:
             if (argument.group, argument.index) == (change.group, change.index):
                 continue
             # In a foreach call only the elements with the same index meet.
             meets = argument.index == change.index and argument.in_list == _gives_lists(node)
-            other = meta.tensor(argument.node)
+            other = node_meta.tensor(argument.node)
             itself = meets and _is_elementwise(node.target) and same_place(other, value)
             if self.memory.overlap(other, value) and not itself:
                 return False
@@ -199,7 +200,7 @@ class _Reinplace:
         into = {(change.group, change.index): change.old for change in changes}
         with self.graph.inserting_before(node):
             for change in bad:
-                clone = edit.emit(self.graph, _aten.clone.default, change.old, like=node)
+                clone = graph_edit.emit(self.graph, _aten.clone.default, change.old, like=node)
                 memory.insert(clone, at=node)
                 into[change.group, change.index] = clone
             for group in {change.group for change in changes}:
@@ -208,25 +209,25 @@ class _Reinplace:
                 else:
                     args[group] = into[group, 0]
             new = self.graph.call_function(twin, tuple(args), node.kwargs)
-        meta.copy_meta(node, new)
-        meta.set_stands_for(new, node.name)
+        node_meta.copy_meta(node, new)
+        node_meta.set_stands_for(new, node.name)
         for old in into.values():
             self.overwritten.update(memory.block(old).inputs)
-        if ops.is_collective(node) and _gives_lists(node):  # its results are waited for, one by one
+        if op_info.is_collective(node) and _gives_lists(node):  # its results are waited for, one by one
             memory.insert(new, at=node, onto=[into[0, index] for index in range(len(into))])
-            edit.replace_node(node, new)
+            graph_edit.replace_node(node, new)
         elif _gives_lists(node):
-            meta.set_value(new, None)
+            node_meta.set_value(new, None)
             memory.insert(new, at=node)
             self._read_elements(node, into)
         else:
             memory.insert(new, at=node, onto=into[0, 0])
-            edit.replace_node(node, new)
+            graph_edit.replace_node(node, new)
 
     def _read_elements(self, node: fx.Node, into: dict[tuple[int, int], fx.Node]) -> None:
         """Readers of the lists that `node` gives read the tensors that were written to; `node` is erased."""
         found: dict[tuple[int, int], list[fx.Node]] = {}
-        for group, index, item in elements.items(node):
+        for group, index, item in foreach_items.items(node):
             found.setdefault((group, index), []).append(item)
         replaced: dict[fx.Node, fx.Node] = {}
         for (group, index), readers in found.items():
@@ -235,7 +236,7 @@ class _Reinplace:
             for reader in readers:
                 self.memory.extend(element, self.memory.last_read[reader])
                 replaced[reader] = element
-        edit.replace_nodes(replaced)
+        graph_edit.replace_nodes(replaced)
         for item in list(node.users):
             self.graph.erase_node(item)
         self.graph.erase_node(node)
@@ -249,28 +250,30 @@ class _Reinplace:
             value = results[index]
             if output.kind is OutputKind.WRITE and output.target is not None and isinstance(value, fx.Node):
                 target = placeholders[output.target]
-                if not same_place(meta.tensor(value), meta.tensor(target)):
-                    (freed if ops.frees_storage(value) else pending)[target] = value
+                if not same_place(node_meta.tensor(value), node_meta.tensor(target)):
+                    (freed if op_info.frees_storage(value) else pending)[target] = value
                 results[index] = None
         with self.graph.inserting_before(self.graph.output_node()):
             self._protect_returned(results, self.overwritten | pending.keys() | freed.keys())
             for target in self._without_memory().intersection(pending):
-                edit.emit(self.graph, ops.RESIZE_STORAGE_, target, meta.num_bytes(target), like=pending[target])
+                graph_edit.emit(
+                    self.graph, op_info.RESIZE_STORAGE_, target, node_meta.num_bytes(target), like=pending[target]
+                )
             self._copy(pending)
             for target, value in freed.items():
-                edit.emit(self.graph, ops.RESIZE_STORAGE_, target, 0, like=value)
-        for node in self.graph.find_nodes(op="call_function", target=ops.SET_VERSION):
+                graph_edit.emit(self.graph, op_info.RESIZE_STORAGE_, target, 0, like=value)
+        for node in self.graph.find_nodes(op="call_function", target=op_info.SET_VERSION):
             self.graph.output_node().prepend(node)  # behind the writes, which count
-        edit.set_results(self.graph, results)
-        return sum(meta.num_bytes(target) for target in pending)
+        graph_edit.set_results(self.graph, results)
+        return sum(node_meta.num_bytes(target) for target in pending)
 
     def _without_memory(self) -> set[fx.Node]:
         """Inputs whose storage has 0 bytes behind the last call."""
         pairs = zip(self.program.placeholders, self.program.inputs, strict=True)
         found = {node for node, record in pairs if record.freed}
-        for call in self.graph.find_nodes(op="call_function", target=ops.RESIZE_STORAGE_):
+        for call in self.graph.find_nodes(op="call_function", target=op_info.RESIZE_STORAGE_):
             found.difference_update(self.memory.block(call).inputs)
-            if ops.frees_storage(call):
+            if op_info.frees_storage(call):
                 found.update(self.memory.block(call).inputs)
         return found
 
@@ -280,14 +283,14 @@ class _Reinplace:
         clones: dict[fx.Node, fx.Node] = {}
         for index, output in enumerate(self.program.outputs):
             value = results[index]
-            if not isinstance(value, fx.Node) or not isinstance(meta.value(value), torch.Tensor):
+            if not isinstance(value, fx.Node) or not isinstance(node_meta.value(value), torch.Tensor):
                 continue
             shared = written.intersection(self.memory.block(value).inputs)
             # The new .grad in the memory of the old one is what eager code leaves.
             if output.kind is OutputKind.GRAD and value not in self.writable:
                 shared = {node for node in shared if kinds[node].kind is not InputKind.GRAD}
             if shared and value not in clones:
-                clones[value] = edit.emit(self.graph, _aten.clone.default, value, like=value)
+                clones[value] = graph_edit.emit(self.graph, _aten.clone.default, value, like=value)
             results[index] = clones[value] if shared else value
 
     def _copy(self, pending: dict[fx.Node, fx.Node]) -> None:
@@ -295,38 +298,38 @@ class _Reinplace:
         sources = dict(pending)
         for target, value in pending.items():
             if not pending.keys().isdisjoint(self.memory.block(value).inputs):
-                sources[target] = edit.emit(self.graph, _aten.clone.default, value, like=value)
+                sources[target] = graph_edit.emit(self.graph, _aten.clone.default, value, like=value)
         groups: dict[tuple[torch.device, torch.dtype], list[fx.Node]] = {}
         for target in pending:
-            tensor = meta.tensor(target)
+            tensor = node_meta.tensor(target)
             groups.setdefault((tensor.device, tensor.dtype), []).append(target)
         for targets in groups.values():
             values = [sources[target] for target in targets]
             if len(targets) == 1:
-                edit.emit(self.graph, _aten.copy_.default, targets[0], values[0], like=values[0])
+                graph_edit.emit(self.graph, _aten.copy_.default, targets[0], values[0], like=values[0])
             else:
-                edit.emit(self.graph, _aten._foreach_copy_.default, targets, values, like=values[0])
+                graph_edit.emit(self.graph, _aten._foreach_copy_.default, targets, values, like=values[0])
 
 
 def _changes(node: fx.Node, twin: Any) -> list[_Change]:
     """What the in-place variant of the call would overwrite; nothing where the call is used in an unknown way."""
-    value = meta.value(node)
+    value = node_meta.value(node)
     if isinstance(value, torch.Tensor):
         old = node.args[0]
         return [_Change(old, value, 0, 0)] if isinstance(old, fx.Node) else []
-    if not _gives_lists(node) or not elements.only_items(node):
+    if not _gives_lists(node) or not foreach_items.only_items(node):
         return []
-    lists = value if elements.several(node) else [value]
+    lists = value if foreach_items.several(node) else [value]
     return [
         _Change(old, new, group, index)
-        for group in ops.written_by(twin, node.kwargs)
+        for group in op_info.written_by(twin, node.kwargs)
         for index, (old, new) in enumerate(zip(node.args[group], lists[group], strict=True))  # type: ignore[arg-type]
     ]
 
 
 def _gives_lists(node: fx.Node) -> bool:
     """Whether the call gives a list of tensors, or several."""
-    value = meta.value(node)
+    value = node_meta.value(node)
     if not isinstance(value, (list, tuple)):
         return False
     returns = node.target._schema.returns  # type: ignore[union-attr]
@@ -339,7 +342,7 @@ def _is_elementwise(op: Any) -> bool:
 
 
 def _can_clone(change: _Change) -> bool:
-    return same_layout(meta.tensor(change.old), change.new)
+    return same_layout(node_meta.tensor(change.old), change.new)
 
 
 def _num_bytes(changes: Sequence[_Change]) -> int:

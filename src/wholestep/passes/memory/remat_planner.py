@@ -32,8 +32,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 
-from wholestep.cost.memory import Usage
-from wholestep.passes.knapsack import Item, cheapest
+from wholestep.cost.liveness import Usage
+from wholestep.passes.memory.knapsack import Item, cheapest
 
 _NEVER = 1 << 60
 SEARCHES = 4

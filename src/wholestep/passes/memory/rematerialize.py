@@ -29,14 +29,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture import random
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes import recompute
-from wholestep.passes.tasks import Tasks, tasks_of
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.meta import Region
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.node_meta import Region
+from wholestep.ir.ops import rng_state
+from wholestep.ir.program import Program
+from wholestep.passes.analysis.task_graph import Tasks, tasks_of
+from wholestep.passes.memory import remat_planner
 
 _aten = torch.ops.aten
 
@@ -57,26 +57,28 @@ def remat(program: Program, *, cost: CostModel, budget: Budget) -> Program:
     Raises ConfigError for a budget that is neither, and for bytes that cannot be reached.
     """
     check_budget(budget)
-    if any(meta.repeats(node) is not None for node in program.graph.nodes):
+    if any(node_meta.repeats(node) is not None for node in program.graph.nodes):
         return program
     found = tasks_of(program, cost)
-    planner = recompute.Planner(_problem(program, found))
+    planner = remat_planner.Planner(_problem(program, found))
     before_bytes = planner.nothing.peak_bytes
     budget_bytes = budget if isinstance(budget, int) else int(budget * before_bytes)
     plan = planner.plan(budget_bytes)
     if plan.peak_bytes > budget_bytes and isinstance(budget, int):
         raise ConfigError(
-            f"memory_budget={budget} wants at most {show.bytes_text(budget)} besides the inputs of the step. It needs "
-            f"{show.bytes_text(before_bytes)}, and {show.bytes_text(plan.peak_bytes)} ({plan.peak_bytes} bytes) with "
+            f"memory_budget={budget} wants at most {printer.bytes_text(budget)} besides the inputs of the step. It "
+            "needs "
+            f"{printer.bytes_text(before_bytes)}, and {printer.bytes_text(plan.peak_bytes)} ({plan.peak_bytes} bytes) "
+            "with "
             f"recomputation. Give as much, or make the batch smaller."
         )
     _rewrite(program.graph, found, plan)
     dropped = sum(make.num_bytes for one in found.usages for make in one.makes if make.buffer in plan.dropped)
     notes = [
         f"{len(plan.repeats)} calls done again in the backward, {plan.us:.0f} us, so that {len(plan.dropped)} values "
-        f"({show.bytes_text(dropped)}) need not be kept",
-        f"at most {show.bytes_text(plan.peak_bytes)} live besides the inputs (before: "
-        f"{show.bytes_text(before_bytes)}; budget: {show.bytes_text(budget_bytes)})",
+        f"({printer.bytes_text(dropped)}) need not be kept",
+        f"at most {printer.bytes_text(plan.peak_bytes)} live besides the inputs (before: "
+        f"{printer.bytes_text(before_bytes)}; budget: {printer.bytes_text(budget_bytes)})",
     ]
     if plan.peak_bytes > budget_bytes:
         notes.append("the budget cannot be reached; this is the smallest that was found")
@@ -93,45 +95,50 @@ def check_budget(budget: Budget) -> None:
         raise ConfigError(f"memory_budget={budget} wants a fraction of at most 1.0, or bytes as an int.")
 
 
-def _problem(program: Program, found: Tasks) -> recompute.Problem:
+def _problem(program: Program, found: Tasks) -> remat_planner.Problem:
     """The calls of the graph as numbers."""
     number_of = {node: number for number, node in enumerate(found.nodes)}
-    asked = {meta.origin(node).module for node in found.nodes if meta.origin(node).region is Region.RECOMPUTE}
-    calls: list[recompute.Call] = []
+    asked = {node_meta.origin(node).module for node in found.nodes if node_meta.origin(node).region is Region.RECOMPUTE}
+    calls: list[remat_planner.Call] = []
     kept: set[int] = set()
     for node, task, usage, home in zip(found.nodes, found.tasks, found.usages, found.homes, strict=True):
         again = _may_repeat(node)
         read = [] if again and _is_memory(node) else node.all_input_nodes
-        state_bytes = random.state_bytes(_device(node)) if again and ops.is_random(node.target) else 0
-        if meta.origin(node).module in asked or any(user.op == "output" for user in node.users):
+        state_bytes = rng_state.state_bytes(_device(node)) if again and op_info.is_random(node.target) else 0
+        if node_meta.origin(node).module in asked or any(user.op == "output" for user in node.users):
             kept.update(home)
-        if meta.origin(node).region is Region.RECOMPUTE:
+        if node_meta.origin(node).region is Region.RECOMPUTE:
             kept.update(
                 buffer for arg in node.all_input_nodes if arg in number_of for buffer in found.homes[number_of[arg]]
             )
-        calls.append(recompute.Call(
+        calls.append(remat_planner.Call(
             usage=usage, args=tuple(number_of[arg] for arg in read if arg in number_of), buffers=home,
-            late=meta.origin(node).region is not Region.FORWARD, again_us=task.us if again else None,
+            late=node_meta.origin(node).region is not Region.FORWARD, again_us=task.us if again else None,
             state_bytes=state_bytes,
         ))  # fmt: skip
-    return recompute.Problem(calls=calls, pinned=found.pinned, writable=found.writable, kept=kept)
+    return remat_planner.Problem(calls=calls, pinned=found.pinned, writable=found.writable, kept=kept)
 
 
 def _may_repeat(node: fx.Node) -> bool:
     """Whether a second call gives the same values and does nothing else."""
-    if meta.origin(node).region is not Region.FORWARD or node.op != "call_function" or not _known_sizes(node):
+    if node_meta.origin(node).region is not Region.FORWARD or node.op != "call_function" or not _known_sizes(node):
         return False
     if node.target is operator.getitem:
         return True
-    if not ops.is_op(node) or not _of_torch(node.target) or ops.may_fail(node.target) or ops.needs_peers(node.target):
+    if (
+        not op_info.is_op(node)
+        or not _of_torch(node.target)
+        or op_info.may_fail(node.target)
+        or op_info.needs_peers(node.target)
+    ):
         return False
-    if ops.is_random(node.target):
+    if op_info.is_random(node.target):
         return node.kwargs.get("generator") is None and _device(node).type in ("cpu", "cuda")
-    return not ops.has_effect(node.target)
+    return not op_info.has_effect(node.target)
 
 
 def _known_sizes(node: fx.Node) -> bool:
-    found = list(meta.tensors(node))
+    found = list(node_meta.tensors(node))
     return bool(found) and all(isinstance(size, int) for one in found for size in (*one.shape, *one.stride()))
 
 
@@ -140,7 +147,7 @@ def _of_torch(op: Any) -> bool:
 
 
 def _device(node: fx.Node) -> torch.device:
-    return next(meta.tensors(node)).device
+    return next(node_meta.tensors(node)).device
 
 
 def _is_memory(node: fx.Node) -> bool:
@@ -148,7 +155,7 @@ def _is_memory(node: fx.Node) -> bool:
     return node.target is _aten.empty_like.default
 
 
-def _rewrite(graph: fx.Graph, found: Tasks, plan: recompute.Plan) -> None:
+def _rewrite(graph: fx.Graph, found: Tasks, plan: remat_planner.Plan) -> None:
     """Puts the calls that are done again where the plan has them; what is late reads those."""
     again: dict[fx.Node, fx.Node] = {}
     for number, place in plan.repeats.items():
@@ -158,45 +165,45 @@ def _rewrite(graph: fx.Graph, found: Tasks, plan: recompute.Plan) -> None:
     new = set(again.values())
     for node, copy in again.items():
         for user in list(node.users):
-            if user not in new and meta.origin(user).region is not Region.FORWARD:
+            if user not in new and node_meta.origin(user).region is not Region.FORWARD:
                 user.replace_input_with(node, copy)
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
 
 
 def _repeat(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
     """A second call of `node` at the insertion point."""
-    origin = replace(meta.origin(node), region=Region.RECOMPUTE)
+    origin = replace(node_meta.origin(node), region=Region.RECOMPUTE)
     if _is_memory(node):
-        one = meta.tensor(node)
-        copy = edit.emit(
+        one = node_meta.tensor(node)
+        copy = graph_edit.emit(
             graph, _aten.empty_strided.default, list(one.shape), list(one.stride()), dtype=one.dtype, device=one.device
         )
-    elif ops.is_random(node.target):
+    elif op_info.is_random(node.target):
         copy = _replay(graph, node, again)
     else:
         copy = _copy(graph, node, again)
-    meta.set_origin(copy, origin)
-    meta.set_repeats(copy, node.name)
+    node_meta.set_origin(copy, origin)
+    node_meta.set_repeats(copy, node.name)
     return copy
 
 
 def _copy(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, lambda arg: again.get(arg, arg))
-    edit.evaluate(copy)
+    graph_edit.evaluate(copy)
     return copy
 
 
 def _replay(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
     device = str(_device(node))
     with graph.inserting_before(node):
-        then = edit.emit(graph, random.GET, device, like=node)
-    now = edit.emit(graph, random.GET, device)
+        then = graph_edit.emit(graph, rng_state.GET, device, like=node)
+    now = graph_edit.emit(graph, rng_state.GET, device)
     calls = [
         now,
-        edit.emit(graph, random.SET, then, device),
+        graph_edit.emit(graph, rng_state.SET, then, device),
         _copy(graph, node, again),
-        edit.emit(graph, random.SET, now, device),
+        graph_edit.emit(graph, rng_state.SET, now, device),
     ]
     for call in calls:
-        meta.set_origin(call, replace(meta.origin(node), region=Region.RECOMPUTE))
+        node_meta.set_origin(call, replace(node_meta.origin(node), region=Region.RECOMPUTE))
     return calls[2]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program
 
 
 def dedupe(program: Program) -> Program:
@@ -25,15 +25,15 @@ def dedupe(program: Program) -> Program:
     first: dict[Any, fx.Node] = {}
     dropped = scalars = 0
     for node in list(program.graph.nodes):
-        collective = node.target in ops.SYMMETRIC or node.target is ops.WAIT
+        collective = node.target in op_info.SYMMETRIC or node.target is op_info.WAIT
         if not collective and not _is_arithmetic(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         same = first.setdefault(key, node)
         if same is not node:
             _join_buckets(same, node)
-            edit.replace_node(node, same)
-            dropped += ops.is_collective(same)
+            graph_edit.replace_node(node, same)
+            dropped += op_info.is_collective(same)
             scalars += not collective
     return program.with_notes(f"dropped {dropped} collectives and {scalars} host scalars that repeat another one")
 
@@ -42,14 +42,16 @@ def _is_arithmetic(node: fx.Node) -> bool:
     """Whether the node is Python arithmetic on numbers: no tensor goes in or out."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
-    values = [meta.value(node), *(meta.value(arg) for arg in node.all_input_nodes)]
+    values = [node_meta.value(node), *(node_meta.value(arg) for arg in node.all_input_nodes)]
     return bool(node.all_input_nodes) and all(isinstance(v, (int, float, torch.SymInt, torch.SymFloat)) for v in values)
 
 
 def _join_buckets(kept: fx.Node, dropped: fx.Node) -> None:
-    one, other = meta.bucket(kept), meta.bucket(dropped)
+    one, other = node_meta.bucket(kept), node_meta.bucket(dropped)
     if one is not None and other is not None:
-        meta.set_bucket(kept, meta.Bucket(one.index, (*one.members, *other.members), one.num_bytes, one.reason))
+        node_meta.set_bucket(
+            kept, node_meta.Bucket(one.index, (*one.members, *other.members), one.num_bytes, one.reason)
+        )
 
 
 def _frozen(tree: Any) -> Any:

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.passes.alias import same_layout, same_numbers, same_place
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import OutputKind, Program
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import OutputKind, Program
+from wholestep.passes.analysis.alias_analysis import same_layout, same_numbers, same_place
 
 _aten = torch.ops.aten
 
@@ -41,14 +41,14 @@ def cleanup(program: Program) -> Program:
     copies = _fold_copies(program)
     _fold_items_of_literals(graph)
     _write_numbers_out(program)
-    dead = edit.remove_dead_code(graph)
+    dead = graph_edit.remove_dead_code(graph)
     return program.with_notes(
         f"dropped {marks} profiler marks, {views} views and {copies} copies of what was there, {dead} dead nodes"
     )
 
 
 def _strip_profiler(graph: fx.Graph) -> int:
-    marks = [node for node in graph.nodes if node.op == "call_function" and ops.is_profiler(node.target)]
+    marks = [node for node in graph.nodes if node.op == "call_function" and op_info.is_profiler(node.target)]
     for node in reversed(marks):
         graph.erase_node(node)
     return len(marks)
@@ -78,7 +78,7 @@ def _fold(program: Program, find: Callable[[fx.Node], fx.Node | None]) -> int:
         if node in returned:
             returned.add(original)
         folded[node] = original
-    edit.replace_nodes(folded)
+    graph_edit.replace_nodes(folded)
     return len(folded)
 
 
@@ -86,9 +86,9 @@ def _copied(node: fx.Node) -> fx.Node | None:
     if node.target is not _aten.copy.default:
         return None
     old, new = node.args[:2]
-    if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or old.target is ops.RESIZE_STORAGE:
+    if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or old.target is op_info.RESIZE_STORAGE:
         return None  # what is copied into an input that the step freed and allocated belongs there
-    one, other = meta.tensor(old), meta.tensor(new)
+    one, other = node_meta.tensor(old), node_meta.tensor(new)
     if all(user.op == "output" for user in node.users):  # the write itself takes any order of memory
         same = same_numbers(one.shape, other.shape) and (one.dtype, one.device) == (other.dtype, other.device)
         return new if same else None
@@ -97,12 +97,14 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 def _original(node: fx.Node) -> fx.Node | None:
     """The earliest value that `node` is another name of; None if there is none."""
-    if node.target not in _VIEWS or not isinstance(meta.value(node), torch.Tensor):
+    if node.target not in _VIEWS or not isinstance(node_meta.value(node), torch.Tensor):
         return None
     found, base = None, node
     while base.target in _VIEWS and isinstance(base.args[0], fx.Node):
         base = base.args[0]
-        if isinstance(meta.value(base), torch.Tensor) and same_place(meta.tensor(base), meta.tensor(node)):
+        if isinstance(node_meta.value(base), torch.Tensor) and same_place(
+            node_meta.tensor(base), node_meta.tensor(node)
+        ):
             found = base
     return found
 
@@ -114,7 +116,7 @@ def _fold_items_of_literals(graph: fx.Graph) -> None:
         items, index = node.args
         if isinstance(items, (list, tuple)) and isinstance(index, int) and isinstance(items[index], fx.Node):
             folded[node] = items[index]
-    edit.replace_nodes(folded)
+    graph_edit.replace_nodes(folded)
 
 
 _WITH_NUMBER = {_aten.fill.Tensor: _aten.fill.Scalar, _aten.masked_fill.Tensor: _aten.masked_fill.Scalar}

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from wholestep.capture.functional import functional_twin
-from wholestep.program import edit, meta
-from wholestep.program.program import Program, Stage
+from wholestep.capture.functionalize.functionalize import functional_twin
+from wholestep.ir import graph_edit, node_meta
+from wholestep.ir.program import Program, Stage
 
 _aten = torch.ops.aten
 _RUNNING = (3, 4)
@@ -45,7 +45,7 @@ def plain_batch_norms(program: Program) -> Program:
             count += _rewrite(graph, node, places)
     if not count:
         return program
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
     return program.with_notes(f"{count} batch norms are written out for the compiler")
 
 
@@ -56,9 +56,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, places: Sequence[int | None]) -> bo
     if any(user.target is not _aten.cudnn_batch_norm_backward.default for user in backward):
         return False
     with graph.inserting_before(node):
-        new = edit.emit(graph, _aten._native_batch_norm_legit_functional.default, *node.args, like=node)
-    given = meta.value(new)
-    if not all(place is None or _same(given[place], meta.tensor(item)) for item, place in results.items()):
+        new = graph_edit.emit(graph, _aten._native_batch_norm_legit_functional.default, *node.args, like=node)
+    given = node_meta.value(new)
+    if not all(place is None or _same(given[place], node_meta.tensor(item)) for item, place in results.items()):
         graph.erase_node(new)
         return False
     for user in backward:
@@ -66,8 +66,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, places: Sequence[int | None]) -> bo
     for item, place in results.items():
         if place is not None:
             with graph.inserting_before(item):
-                one = edit.emit(graph, operator.getitem, new, place, like=item)
-            edit.replace_node(item, one)
+                one = graph_edit.emit(graph, operator.getitem, new, place, like=item)
+            graph_edit.replace_node(item, one)
     return True
 
 
@@ -75,11 +75,11 @@ def _rewrite_backward(graph: fx.Graph, node: fx.Node) -> None:
     x, grad, weight, mean, var, saved_mean, saved_rstd, eps, _ = node.args
     statistics = (mean, var, saved_mean, saved_rstd)
     with graph.inserting_before(node):
-        new = edit.emit(
+        new = graph_edit.emit(
             graph, _aten.native_batch_norm_backward.default, grad, x, weight, *statistics, True, eps, [True] * 3,
             like=node,
         )  # fmt: skip
-    edit.replace_node(node, new)
+    graph_edit.replace_node(node, new)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -22,15 +22,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.ir.program import Program, Stage
 
-ops.LIBRARY.define(
+LIBRARY.define(
     "cross_entropy(Tensor logits, Tensor target, Tensor share, int ignored, int? classes=None) -> (Tensor, Tensor)"
 )
 
 
-@torch.library.register_fake("wholestep::cross_entropy", lib=ops.LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::cross_entropy", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake(
     logits: Tensor, target: Tensor, share: Tensor, ignored: int, classes: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,7 @@ def _fake(
 
 
 CROSS_ENTROPY = torch.ops.wholestep.cross_entropy.default
-"""Losses and gradient of logits, in one: ``lower/cross_entropy.py`` implements it.
+"""Losses and gradient of logits, in one: ``lower/kernels/cross_entropy.py`` implements it.
 
 Takes logits (rows, columns), answers (rows) int64, the gradient of every loss, one number in float32, the answer that
 does not count, and how many of the columns are classes, if not all are. Gives the losses (rows) in float32, 0 where the
@@ -96,11 +97,11 @@ def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = l
             fused += 1
         else:
             _rewrite(graph, loss)
-        saved += meta.num_bytes(node)
+        saved += node_meta.num_bytes(node)
         count += 1
     if not count:
         return program
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
     return program.with_notes(
         f"{count} cross-entropies without {saved:,} B of logarithms for their backward",
         *([f"{fused} cross-entropies are one kernel with their gradient"] if fused else []),
@@ -125,15 +126,15 @@ def _in_float32(graph: fx.Graph, logs: fx.Node) -> fx.Node:
         gradients = {user: narrow.all_input_nodes[0] for user, narrow in gradients.items()}  # type: ignore[union-attr]
     logits, dim, _ = logs.args
     with graph.inserting_before(logs):
-        wide = edit.emit(graph, _aten._to_copy.default, logits, dtype=torch.float32, like=logs)
-        new = edit.emit(graph, _aten._log_softmax.default, wide, dim, False, like=logs)
+        wide = graph_edit.emit(graph, _aten._to_copy.default, logits, dtype=torch.float32, like=logs)
+        new = graph_edit.emit(graph, _aten._log_softmax.default, wide, dim, False, like=logs)
     for user, given in gradients.items():
         with graph.inserting_before(user):
-            full = edit.emit(graph, user.target, given, new, dim, torch.float32, like=user)  # type: ignore[arg-type]
-            cast = edit.emit(graph, _aten._to_copy.default, full, dtype=_dtype(user), like=user)
-        edit.replace_node(user, cast)
-    edit.replace_node(old, new)
-    edit.remove_dead_code(graph)
+            full = graph_edit.emit(graph, user.target, given, new, dim, torch.float32, like=user)  # type: ignore[arg-type]
+            cast = graph_edit.emit(graph, _aten._to_copy.default, full, dtype=_dtype(user), like=user)
+        graph_edit.replace_node(user, cast)
+    graph_edit.replace_node(old, new)
+    graph_edit.remove_dead_code(graph)
     return new
 
 
@@ -149,7 +150,7 @@ def _match(logs: fx.Node) -> _Loss | None:
     gradient = readers.pop(_aten._log_softmax_backward_data.default, None)
     if readers or forward is None or not isinstance(logits, fx.Node) or (backward is None) != (gradient is None):
         return None
-    if meta.tensor(logits).ndim != 2 or dim not in (1, -1) or forward.args[2] is not None:
+    if node_meta.tensor(logits).ndim != 2 or dim not in (1, -1) or forward.args[2] is not None:
         return None
     if forward.args[3] not in (_MEAN, _SUM):
         return None
@@ -173,16 +174,16 @@ class _Path:
 
 def _path(loss: _Loss) -> _Path | None:
     """None where a kernel cannot read the logits as they were given, or what it writes is not what is read."""
-    if loss.gradient is None or not meta.tensor(loss.gradient).is_contiguous():
+    if loss.gradient is None or not node_meta.tensor(loss.gradient).is_contiguous():
         return None
     views: list[fx.Node] = []
     node, cast = loss.logits, None
-    while ops.is_view(node) or (cast is None and _widens(node)):
-        cast = cast if ops.is_view(node) else node
+    while op_info.is_view(node) or (cast is None and _widens(node)):
+        cast = cast if op_info.is_view(node) else node
         views += [node] if node is not cast else []
         node = node.all_input_nodes[0]
     back = {loss.gradient: list[fx.Node]()} if cast is None else _casts(loss.gradient, _dtype(node))
-    if back is None or meta.tensor(loss.logits).stride(1) != 1:
+    if back is None or node_meta.tensor(loss.logits).stride(1) != 1:
         return None
     return _Path(product=node, views=views[::-1], back=back)
 
@@ -193,7 +194,7 @@ def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]
     todo: list[tuple[fx.Node, list[fx.Node]]] = [(user, []) for user in gradient.users]
     while todo:
         node, views = todo.pop()
-        if ops.is_view(node):
+        if op_info.is_view(node):
             todo += [(user, [*views, node]) for user in node.users]
         elif _is_cast(node) and _dtype(node) is dtype:
             found[node] = views
@@ -206,7 +207,7 @@ def _is_cast(node: fx.Node) -> bool:
     """Whether the node gives its argument in another type, and nothing else about it is different."""
     if node.target is not _aten._to_copy.default:
         return False
-    old, new = meta.tensor(node.all_input_nodes[0]), meta.tensor(node)
+    old, new = node_meta.tensor(node.all_input_nodes[0]), node_meta.tensor(node)
     return old.stride() == new.stride() and old.device == new.device
 
 
@@ -220,21 +221,21 @@ def _narrows(node: object) -> bool:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    return meta.tensor(node).dtype
+    return node_meta.tensor(node).dtype
 
 
 def _bring_share_up(graph: fx.Graph, loss: _Loss) -> bool:
     """Moves what the gradient of the loss is computed from before the loss; whether that can be."""
     assert loss.backward is not None  # there is a gradient
-    position, late = edit.positions(graph), dict[fx.Node, None]()
+    position, late = graph_edit.positions(graph), dict[fx.Node, None]()
     todo = [loss.backward.args[0]]
     while todo:
         node = todo.pop()
         assert isinstance(node, fx.Node)  # a gradient, or an argument of what it is computed from
         if position[node] < position[loss.forward] or node in late:
             continue
-        waits = ops.is_collective(node) or ops.needs_peers(node.target)
-        if waits or ops.has_effect(node.target) or ops.may_fail(node.target):  # as the loss itself may
+        waits = op_info.is_collective(node) or op_info.needs_peers(node.target)
+        if waits or op_info.has_effect(node.target) or op_info.may_fail(node.target):  # as the loss itself may
             return False
         late[node] = None
         todo += [] if node.target is _aten.ones_like.default else node.all_input_nodes
@@ -247,12 +248,12 @@ def _bring_share_up(graph: fx.Graph, loss: _Loss) -> bool:
 
 def _write_out(graph: fx.Graph, ones: fx.Node) -> None:
     """Puts ones that look at nobody in the place of ``ones_like``."""
-    value = meta.tensor(ones)
+    value = node_meta.tensor(ones)
     with graph.inserting_before(ones):
-        new = edit.emit(
+        new = graph_edit.emit(
             graph, _aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device, like=ones
         )
-    edit.replace_node(ones, new)
+    graph_edit.replace_node(ones, new)
 
 
 def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
@@ -261,7 +262,7 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
     dtype, single, is_mean = _dtype(loss.logs), torch.float32, loss.forward.args[3] == _MEAN
 
     def call(op: object, *args: object, **kwargs: object) -> fx.Node:
-        return edit.emit(graph, op, *args, like=loss.forward, **kwargs)  # type: ignore[arg-type]
+        return graph_edit.emit(graph, op, *args, like=loss.forward, **kwargs)  # type: ignore[arg-type]
 
     def to(node: fx.Node, wanted: torch.dtype) -> fx.Node:
         return node if _dtype(node) is wanted else call(_aten._to_copy.default, node, dtype=wanted)
@@ -282,17 +283,17 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
         gradient = call(operator.getitem, both, 1)
         found = {reader: seen(gradient, views) for reader, views in path.back.items()}
     for item in list(loss.forward.users):
-        edit.replace_node(item, (result, weight)[item.args[1] == 1])
+        graph_edit.replace_node(item, (result, weight)[item.args[1] == 1])
     for reader, new in found.items():
-        edit.replace_node(reader, new)
+        graph_edit.replace_node(reader, new)
 
 
 def _rewrite(graph: fx.Graph, loss: _Loss) -> None:
     like, logits = loss.forward, loss.logits
-    dtype, rows = meta.tensor(loss.logs).dtype, meta.tensor(logits).shape[0]
+    dtype, rows = node_meta.tensor(loss.logs).dtype, node_meta.tensor(logits).shape[0]
 
     def call(op: object, *args: object, **kwargs: object) -> fx.Node:
-        return edit.emit(graph, op, *args, like=like, **kwargs)  # type: ignore[arg-type]
+        return graph_edit.emit(graph, op, *args, like=like, **kwargs)  # type: ignore[arg-type]
 
     with graph.inserting_before(loss.forward):
         highest = call(_aten.amax.default, logits, [1], True)
@@ -300,17 +301,17 @@ def _rewrite(graph: fx.Graph, loss: _Loss) -> None:
         total = call(_aten.log.default, call(_aten.sum.dim_IntList, spread, [1], True))
         lse = call(_aten.add.Tensor, highest, total)
         counts = call(_aten.ne.Scalar, loss.target, loss.ignored)
-        zero = call(_aten.full.default, [], 0, dtype=torch.int64, device=meta.tensor(loss.target).device)
+        zero = call(_aten.full.default, [], 0, dtype=torch.int64, device=node_meta.tensor(loss.target).device)
         column = call(_aten.unsqueeze.default, call(_aten.where.self, counts, loss.target, zero), 1)
         picked = call(_aten.sub.Tensor, lse, call(_aten.gather.default, logits, 1, column))
-        nothing = call(_aten.full.default, [], 0.0, dtype=dtype, device=meta.tensor(logits).device)
+        nothing = call(_aten.full.default, [], 0.0, dtype=dtype, device=node_meta.tensor(logits).device)
         each = call(_aten.where.self, counts, call(_aten.view.default, picked, [rows]), nothing)
         weight = call(_aten._to_copy.default, call(_aten.sum.default, counts), dtype=dtype)
         result = call(_aten.sum.default, each)
         if loss.forward.args[3] == _MEAN:
             result = call(_aten.div.Tensor, result, weight)
     for item in list(loss.forward.users):
-        edit.replace_node(item, (result, weight)[item.args[1] == 1])
+        graph_edit.replace_node(item, (result, weight)[item.args[1] == 1])
     if loss.gradient is None or loss.backward is None:
         return
     like = loss.gradient
@@ -319,9 +320,9 @@ def _rewrite(graph: fx.Graph, loss: _Loss) -> None:
         if loss.forward.args[3] == _MEAN:
             share = call(_aten.div.Tensor, share, loss.backward.args[6])
         shares = call(_aten.where.self, call(_aten.unsqueeze.default, counts, 1), share, nothing)
-        length, device = meta.tensor(logits).shape[1], meta.tensor(logits).device
+        length, device = node_meta.tensor(logits).shape[1], node_meta.tensor(logits).device
         classes = call(_aten.arange.start_step, 0, length, 1, dtype=torch.int64, device=device, pin_memory=False)
         hits = call(_aten._to_copy.default, call(_aten.eq.Tensor, classes, column), dtype=dtype)
         chances = call(_aten.exp.default, call(_aten.sub.Tensor, logits, lse))
         gradient = call(_aten.mul.Tensor, call(_aten.sub.Tensor, chances, hits), shares)
-    edit.replace_node(loss.gradient, gradient)
+    graph_edit.replace_node(loss.gradient, gradient)

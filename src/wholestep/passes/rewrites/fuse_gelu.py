@@ -23,20 +23,21 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta
+from wholestep.ir.ops.library import LIBRARY
+from wholestep.ir.program import Program, Stage
 
-ops.LIBRARY.define("product_gelu(Tensor bias, Tensor a, Tensor b) -> (Tensor, Tensor)")
-ops.LIBRARY.define("product_gelu_backward(Tensor a, Tensor b, Tensor pre) -> Tensor")
+LIBRARY.define("product_gelu(Tensor bias, Tensor a, Tensor b) -> (Tensor, Tensor)")
+LIBRARY.define("product_gelu_backward(Tensor a, Tensor b, Tensor pre) -> Tensor")
 
 
-@torch.library.register_fake("wholestep::product_gelu", lib=ops.LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::product_gelu", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake(bias: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     size = (a.shape[0], b.shape[1])
     return a.new_empty(size), a.new_empty(size)
 
 
-@torch.library.register_fake("wholestep::product_gelu_backward", lib=ops.LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+@torch.library.register_fake("wholestep::product_gelu_backward", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_backward(a: Tensor, b: Tensor, pre: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]))
 
@@ -71,7 +72,7 @@ def fuse_activations(program: Program, *, fuses: Callable[[fx.Node], bool]) -> P
     backward = [_fuse_backward(graph, one, fuses) for one in _calls(graph, _aten.gelu_backward.default)]
     if not any(forward) and not any(backward):
         return program
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
     return program.with_notes(
         f"{sum(forward)} activations and {sum(backward)} of their gradients are computed by the products before them"
     )
@@ -88,9 +89,9 @@ def _fuse(graph: fx.Graph, gelu: fx.Node, fuses: Callable[[fx.Node], bool]) -> b
     if not (_is_linear(product) and _sizes_are_known(gelu, product) and _is_only_activated(product) and fuses(product)):
         return False
     with graph.inserting_before(product):
-        both = edit.emit(graph, PRODUCT_GELU, *product.args, like=product)
-        hidden = edit.emit(graph, operator.getitem, both, 0, like=gelu)
-        pre = edit.emit(graph, operator.getitem, both, 1, like=product)
+        both = graph_edit.emit(graph, PRODUCT_GELU, *product.args, like=product)
+        hidden = graph_edit.emit(graph, operator.getitem, both, 0, like=gelu)
+        pre = graph_edit.emit(graph, operator.getitem, both, 1, like=product)
         hidden = _in_shape_of(graph, gelu, hidden)
     _replace(gelu, hidden)
     _replace(product, pre)
@@ -104,14 +105,14 @@ def _fuse_backward(graph: fx.Graph, gradient: fx.Node, fuses: Callable[[fx.Node]
     *_, product = chain = list(_viewed(given))
     if product.target is not _aten.mm.default or any(len(one.users) > 1 for one in chain):
         return False
-    if not _sizes_are_known(gradient, product) or meta.tensor(given).shape != meta.tensor(activated).shape:
+    if not _sizes_are_known(gradient, product) or node_meta.tensor(given).shape != node_meta.tensor(activated).shape:
         return False
     pre = _matrix(activated, product)
     if pre is None or not fuses(product):
         return False
     # Where the activation stood: what stands in between, sums for a bias, belongs to the kernels in front.
     with graph.inserting_before(gradient):
-        new = edit.emit(graph, PRODUCT_GELU_BACKWARD, *product.args, pre, like=gradient)
+        new = graph_edit.emit(graph, PRODUCT_GELU_BACKWARD, *product.args, pre, like=gradient)
         new = _in_shape_of(graph, gradient, new)
     _replace(gradient, new)
     return True
@@ -130,7 +131,7 @@ def _is_linear(product: fx.Node) -> bool:
     if product.target is not _aten.addmm.default or any(factor != 1 for factor in product.kwargs.values()):
         return False
     bias, *_ = product.all_input_nodes
-    return meta.tensor(bias).shape == meta.tensor(product).shape[1:]
+    return node_meta.tensor(bias).shape == node_meta.tensor(product).shape[1:]
 
 
 def _is_only_activated(product: fx.Node) -> bool:
@@ -158,24 +159,28 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _matrix(activated: fx.Node, product: fx.Node) -> fx.Node | None:
     """What was activated, as a contiguous matrix like that of a product; None where it is no reshape of one."""
-    wanted = meta.tensor(product)
+    wanted = node_meta.tensor(product)
     for node in _viewed(activated):
-        found = meta.tensor(node)
+        found = node_meta.tensor(node)
         if found.shape == wanted.shape and found.dtype is wanted.dtype and found.is_contiguous():
             return node
     return None
 
 
 def _sizes_are_known(*nodes: fx.Node) -> bool:
-    return all(isinstance(size, int) for node in nodes for size in meta.tensor(node).shape)
+    return all(isinstance(size, int) for node in nodes for size in node_meta.tensor(node).shape)
 
 
 def _in_shape_of(graph: fx.Graph, old: fx.Node, new: fx.Node) -> fx.Node:
     """The new value as readers of the old one expect it."""
-    shape = meta.tensor(old).shape
-    return new if meta.tensor(new).shape == shape else edit.emit(graph, _aten.view.default, new, list(shape), like=old)
+    shape = node_meta.tensor(old).shape
+    return (
+        new
+        if node_meta.tensor(new).shape == shape
+        else graph_edit.emit(graph, _aten.view.default, new, list(shape), like=old)
+    )
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
-    edit.replace_node(old, new)
-    edit.renew_views(new)
+    graph_edit.replace_node(old, new)
+    graph_edit.renew_views(new)

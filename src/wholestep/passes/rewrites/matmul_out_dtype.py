@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program, Stage
 
 _aten = torch.ops.aten
 WIDE = _aten.mm.dtype
@@ -48,7 +48,7 @@ def widen_products(program: Program, *, widens: Callable[[fx.Node], bool]) -> Pr
     saved_bytes = sum(3 * one.num_bytes // 2 for one in chosen)
     for one in chosen:
         make_in(torch.float32, one)
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
     return program.with_notes(f"{len(chosen)} weight gradients are products in float32: no casts of {saved_bytes:,} B")
 
 
@@ -68,7 +68,7 @@ class Cast:
     @property
     def num_bytes(self) -> int:
         """Bytes of the result."""
-        return meta.num_bytes(self.node)
+        return node_meta.num_bytes(self.node)
 
 
 def cast_product(node: fx.Node) -> Cast | None:
@@ -84,21 +84,21 @@ def make_in(dtype: torch.dtype, cast: Cast) -> None:
     """Puts the product as one with a result in `dtype`, and its views, in the place of the cast."""
     graph, (*views, product) = cast.node.graph, cast.chain
     with graph.inserting_before(product):
-        new = edit.emit(graph, WIDE, *product.args, dtype, like=product)
+        new = graph_edit.emit(graph, WIDE, *product.args, dtype, like=product)
         for view in reversed(views):
-            new = edit.emit(graph, view.target, new, *view.args[1:], like=view, **view.kwargs)  # type: ignore[arg-type]
-    edit.replace_node(cast.node, new)
-    edit.renew_views(new)
+            new = graph_edit.emit(graph, view.target, new, *view.args[1:], like=view, **view.kwargs)  # type: ignore[arg-type]
+    graph_edit.replace_node(cast.node, new)
+    graph_edit.renew_views(new)
 
 
 def _are_half(casts: list[Cast], bucket: fx.Node) -> bool:
-    return 2 * sum(one.num_bytes for one in casts) >= meta.num_bytes(bucket)
+    return 2 * sum(one.num_bytes for one in casts) >= node_meta.num_bytes(bucket)
 
 
 def viewed(node: fx.Node) -> Iterator[fx.Node]:
     """The node, what it is a view of, and so on."""
     yield node
-    while ops.is_view(node) and node.target is not WIDE:
+    while op_info.is_view(node) and node.target is not WIDE:
         node = node.all_input_nodes[0]
         yield node
 
@@ -107,7 +107,7 @@ def _is_cast_product(cast: fx.Node, product: fx.Node) -> bool:
     """Whether the cast takes all of a product in half precision to float32, in the layout that it has."""
     if product.target is not _aten.mm.default or cast.kwargs.get("memory_format") is not None:
         return False
-    made, taken, given = meta.tensor(product), meta.tensor(cast.all_input_nodes[0]), meta.tensor(cast)
+    made, taken, given = node_meta.tensor(product), node_meta.tensor(cast.all_input_nodes[0]), node_meta.tensor(cast)
     small = made.dtype in (torch.bfloat16, torch.float16) and given.dtype is torch.float32
     same = taken.numel() == made.numel() and taken.stride() == given.stride() and given.device == made.device
     return small and same
@@ -118,9 +118,9 @@ def _bucket(grad: fx.Node) -> fx.Node | None:
     if len(grad.users) != 1:
         return None
     user = next(iter(grad.users))
-    if ops.is_collective(user):
-        return grad if meta.bucket(user) is not None else None
-    passes_on = ops.is_view(user) or user.target in (_aten.cat.default, _aten.mul.Tensor)
+    if op_info.is_collective(user):
+        return grad if node_meta.bucket(user) is not None else None
+    passes_on = op_info.is_view(user) or user.target in (_aten.cat.default, _aten.mul.Tensor)
     return _bucket(user) if passes_on else None
 
 
@@ -128,6 +128,6 @@ def fills(cat: fx.Node) -> bool:
     """Whether at least half of the bytes that are put together are products that can write them there."""
     if cat.target is not _aten.cat.default:
         return False
-    parts = list(edit.nodes_of(cat.args[0]))
-    own = sum(meta.num_bytes(part) for part in parts if list(viewed(part))[-1].target is WIDE)
-    return own > 0 and 2 * own >= meta.num_bytes(cat)
+    parts = list(graph_edit.nodes_of(cat.args[0]))
+    own = sum(node_meta.num_bytes(part) for part in parts if list(viewed(part))[-1].target is WIDE)
+    return own > 0 and 2 * own >= node_meta.num_bytes(cat)

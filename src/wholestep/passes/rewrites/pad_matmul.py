@@ -34,9 +34,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from wholestep.passes import parts, whole_rows
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.rewrites import padded_cross_entropy, padded_views
 
 _LINE_BYTES = 128
 """A line of a GPU's cache, which large sizes are a multiple of."""
@@ -73,8 +73,8 @@ def pad_products(program: Program, *, pads: Callable[[fx.Node], bool], rates: Ra
     `pads` says of a product, ``mm`` or ``addmm``, whether its device is one that is slow with odd sizes. It pays where
     the product takes so much less at the `rates` that zeros can be put behind its factors meanwhile, by kernels of
     their own. What another product has had padded costs nothing any more, nor what writes its zeros itself
-    (`wholestep.passes.whole_rows`). Cutting off costs nothing, but for readers that need a copy
-    (`wholestep.passes.parts`).
+    (`wholestep.passes.rewrites.padded_cross_entropy`). Cutting off costs nothing, but for readers that need a copy
+    (`wholestep.passes.rewrites.padded_views`).
 
     The note says how many products are padded and how many tensors for them.
     """
@@ -92,7 +92,7 @@ def pad_products(program: Program, *, pads: Callable[[fx.Node], bool], rates: Ra
     apart = sum(padding.read_apart(product) for product in kept)
     if not count:
         return program
-    edit.remove_dead_code(program.graph)
+    graph_edit.remove_dead_code(program.graph)
     return program.with_notes(
         f"{count} products of odd sizes are padded with zeros, and {padding.num_made} tensors for them",
         *([f"{apart} gradients to be reduced are products of rows that stand apart"] if apart else []),
@@ -130,9 +130,9 @@ class _Place:
     @property
     def num_bytes(self) -> int:
         """Bytes that are read and written for it."""
-        value = meta.tensor(self.base)
+        value = node_meta.tensor(self.base)
         rows = value.shape[0] + self.rows if value.dim() == 2 else 1
-        return meta.num_bytes(self.base) + rows * (value.shape[-1] + self.columns) * value.element_size()
+        return node_meta.num_bytes(self.base) + rows * (value.shape[-1] + self.columns) * value.element_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class _Product:
     def more(self) -> tuple[int, int, int]:
         """How many zeros M, K and N want where they lie along rows of memory."""
         in_memory = (self.a.turned, not self.a.turned or self.b.turned, True)
-        item_bytes = meta.tensor(self.node).element_size()
+        item_bytes = node_meta.tensor(self.node).element_size()
         m, k, n = (_more(size, item_bytes) if lies else 0 for size, lies in zip(self.sizes, in_memory, strict=True))
         return m, k, n
 
@@ -168,7 +168,7 @@ class _Product:
 
     def cut(self) -> torch.Tensor:
         """The value of its result as a part of the padded one."""
-        value, (m, _, n) = meta.tensor(self.node), self.more()
+        value, (m, _, n) = node_meta.tensor(self.node), self.more()
         rows, columns = value.shape
         return value.new_empty(rows + m, columns + n)[:rows, :columns]
 
@@ -194,21 +194,21 @@ class _Padding:
         self._decided[node.name] = bool(fit)
         if not fit:
             return False
-        shape = meta.tensor(node).shape
+        shape = node_meta.tensor(node).shape
         *bias, a, b = (self._padded(place, node) for place in product.places())
         node.args = (*bias, self._turned(a, product.a, node), self._turned(b, product.b, node))
-        edit.evaluate(node)
+        graph_edit.evaluate(node)
         if m or n:
-            parts.hand_over(node, parts.first(node, shape), fit)
+            padded_views.hand_over(node, padded_views.first(node, shape), fit)
         return True
 
     def _fit(self, product: _Product) -> dict[fx.Node, bool]:
         """The readers of a product, and which of them may read a part; none if it is to stay as it is."""
         node = product.node
-        repeated = self._decided.get(meta.repeats(node) or "")
+        repeated = self._decided.get(node_meta.repeats(node) or "")
         if not (self._pays(product, copies=False) if repeated is None else repeated):
             return {}
-        fit = parts.readers(node, product.cut())
+        fit = padded_views.readers(node, product.cut())
         return fit if repeated or self._pays(product, copies=not all(fit.values())) else {}
 
     def read_apart(self, product: _Product) -> bool:
@@ -219,7 +219,7 @@ class _Padding:
         if wide is None or not wide < node:
             return False
         with self._graph.inserting_before(node):
-            part = edit.emit(self._graph, _aten.slice.Tensor, wide, 1, 0, product.sizes[0], like=node)
+            part = graph_edit.emit(self._graph, _aten.slice.Tensor, wide, 1, 0, product.sizes[0], like=node)
         node.args = (*node.args[:-2], self._turned(part, product.a, node), node.args[-1])
         return True
 
@@ -227,10 +227,10 @@ class _Padding:
         """Whether a product takes so much less. `copies`: whether its result is copied."""
         rates = self._rates
         new = {place for place in product.places() if place.has_zeros and place not in self._made}
-        new = {place for place in new if not whole_rows.writes_zeros(place.base)}
+        new = {place for place in new if not padded_cross_entropy.writes_zeros(place.base)}
         moved, launches = sum(place.num_bytes for place in new), len(new)
         if copies:
-            moved, launches = moved + 2 * meta.num_bytes(product.node), launches + 1
+            moved, launches = moved + 2 * node_meta.num_bytes(product.node), launches + 1
         saved_s = product.flops(padded=False) / rates.odd_flops - product.flops(padded=True) / rates.whole_flops
         return saved_s > moved / rates.num_bytes + launches * rates.launch_s
 
@@ -240,7 +240,7 @@ class _Padding:
         if place not in self._made:
             sides = [0, place.columns, 0, place.rows] if place.rows else [0, place.columns]
             with _point(self._graph, place.base, reader):
-                self._made[place] = edit.emit(
+                self._made[place] = graph_edit.emit(
                     self._graph, _aten.constant_pad_nd.default, place.base, sides, like=reader
                 )
         return self._made[place]
@@ -250,19 +250,19 @@ class _Padding:
         if not factor.turned:
             return matrix
         with self._graph.inserting_before(reader):
-            return edit.emit(self._graph, _aten.t.default, matrix, like=reader)
+            return graph_edit.emit(self._graph, _aten.t.default, matrix, like=reader)
 
 
 def _product(node: fx.Node) -> _Product | None:
     """The node as a product in half precision whose sizes are known; None if it is none, or a factor has no rows."""
-    if node.target not in (_aten.mm.default, _aten.addmm.default) or meta.tensor(node).dtype not in _HALF:
+    if node.target not in (_aten.mm.default, _aten.addmm.default) or node_meta.tensor(node).dtype not in _HALF:
         return None
     tensors = [one for one in node.args if isinstance(one, fx.Node)]
     *bias, left, right = tensors
-    (m, k), n = meta.tensor(left).shape, meta.tensor(right).shape[1]
+    (m, k), n = node_meta.tensor(left).shape, node_meta.tensor(right).shape[1]
     if not all(isinstance(size, int) and size > 1 for size in (m, k, n)):
         return None  # a vector is read at the speed of memory, whatever its size
-    if any(tuple(meta.tensor(one).shape) != (n,) for one in bias):
+    if any(tuple(node_meta.tensor(one).shape) != (n,) for one in bias):
         return None
     a, b = _matrix(left), _matrix(right)
     return None if a is None or b is None else _Product(node=node, a=a, b=b, sizes=(m, k, n))
@@ -273,26 +273,26 @@ def _matrix(factor: fx.Node) -> _Matrix | None:
     base, turned = factor, False
     while base.target in _TURNS and _is_turned(base):
         base, turned = base.all_input_nodes[0], not turned
-    base = parts.before_reshapes(base)
-    return _Matrix(base, turned) if meta.tensor(base).stride(1) == 1 else None
+    base = padded_views.before_reshapes(base)
+    return _Matrix(base, turned) if node_meta.tensor(base).stride(1) == 1 else None
 
 
 def _is_turned(view: fx.Node) -> bool:
-    seen, own = meta.tensor(view.all_input_nodes[0]), meta.tensor(view)
+    seen, own = node_meta.tensor(view.all_input_nodes[0]), node_meta.tensor(view)
     return (own.shape, own.stride()) == (seen.shape[::-1], seen.stride()[::-1])
 
 
 def _more(size: int, item_bytes: int) -> int:
     """How many elements a row of `size` lacks to be whole."""
-    if size * item_bytes % meta.ALIGNMENT_BYTES == 0:
+    if size * item_bytes % node_meta.ALIGNMENT_BYTES == 0:
         return 0
-    return -size % ((_LINE_BYTES if size >= _FEWEST_IN_LINES else meta.ALIGNMENT_BYTES) // item_bytes)
+    return -size % ((_LINE_BYTES if size >= _FEWEST_IN_LINES else node_meta.ALIGNMENT_BYTES) // item_bytes)
 
 
 def _is_reduced(node: fx.Node) -> bool:
     """Whether a value goes into a collective, as it is or with others, in whatever type."""
     return any(
-        ops.is_collective(user) or ((ops.is_view(user) or user.target in _MOVES) and _is_reduced(user))
+        op_info.is_collective(user) or ((op_info.is_view(user) or user.target in _MOVES) and _is_reduced(user))
         for user in node.users
     )
 
@@ -300,7 +300,7 @@ def _is_reduced(node: fx.Node) -> bool:
 def _point(graph: fx.Graph, base: fx.Node, reader: fx.Node) -> AbstractContextManager[None]:
     """Where zeros are put behind a tensor: as it is written, so that a compiler makes that one kernel. Not where
     nothing is written then: that would keep both for long, or wait for what arrives."""
-    written = base.op == "call_function" and base.target is not ops.WAIT and not ops.is_view(base)
-    behind = written and meta.origin(base).region is meta.origin(reader).region
+    written = base.op == "call_function" and base.target is not op_info.WAIT and not op_info.is_view(base)
+    behind = written and node_meta.origin(base).region is node_meta.origin(reader).region
     point: AbstractContextManager[None] = graph.inserting_after(base) if behind else graph.inserting_before(reader)
     return point

@@ -15,10 +15,10 @@ import operator
 import torch
 import torch.fx as fx
 
-from wholestep.passes import parts
-from wholestep.passes.cross_entropy import CROSS_ENTROPY
-from wholestep.program import edit, meta
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.rewrites import padded_views
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
 _aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def write_whole_rows(program: Program) -> Program:
     count = sum(_widen(loss) for loss in losses)
     if not count:
         return program
-    edit.remove_dead_code(program.graph)
+    graph_edit.remove_dead_code(program.graph)
     return program.with_notes(f"{count} cross-entropies have logits in whole rows, with zeros behind the classes")
 
 
@@ -59,29 +59,29 @@ def _widen(loss: fx.Node) -> bool:
     gradient = next((user for user in loss.users if user.target is operator.getitem and user.args[1] == 1), None)
     if wide is None or gradient is None:
         return False
-    shape, columns = meta.tensor(logits).shape, meta.tensor(wide).shape[1]
+    shape, columns = node_meta.tensor(logits).shape, node_meta.tensor(wide).shape[1]
     zeros = [0, columns - shape[1]]
     padded = [user for user in gradient.users if user.target is _aten.constant_pad_nd.default and user.args[1] == zeros]
     if not padded:
         return False
-    part = meta.tensor(gradient).new_empty(shape[0], columns)[:, : shape[1]]
-    fit = parts.readers(gradient, part)
+    part = node_meta.tensor(gradient).new_empty(shape[0], columns)[:, : shape[1]]
+    fit = padded_views.readers(gradient, part)
     loss.args = (wide, *others, shape[1])
-    edit.evaluate(loss)
+    graph_edit.evaluate(loss)
     for item in loss.users:
-        edit.evaluate(item)
-    parts.hand_over(gradient, parts.first(gradient, shape), fit)
-    edit.replace_nodes(dict.fromkeys(padded, gradient))
-    edit.renew_views(gradient)
+        graph_edit.evaluate(item)
+    padded_views.hand_over(gradient, padded_views.first(gradient, shape), fit)
+    graph_edit.replace_nodes(dict.fromkeys(padded, gradient))
+    graph_edit.renew_views(gradient)
     return True
 
 
 def _whole(logits: fx.Node) -> fx.Node | None:
     """The matrix of which logits are the first columns; None if they are all of theirs."""
-    part = parts.before_reshapes(logits)
+    part = padded_views.before_reshapes(logits)
     if part.target is not _aten.slice.Tensor:
         return None
     wide, *cut = part.args
     assert isinstance(wide, fx.Node)  # a tensor
-    rows, columns = meta.tensor(part).shape
-    return wide if cut == [1, 0, columns] and meta.tensor(wide).shape[0] == rows else None
+    rows, columns = node_meta.tensor(part).shape
+    return wide if cut == [1, 0, columns] and node_meta.tensor(wide).shape[0] == rows else None

@@ -16,8 +16,8 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from wholestep.passes.cross_entropy import CROSS_ENTROPY
-from wholestep.program import edit, meta, ops
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
 _aten = torch.ops.aten
 _READ_ROWS = frozenset({
@@ -57,24 +57,24 @@ def hand_over(node: fx.Node, part: fx.Node, fit: Mapping[fx.Node, bool]) -> None
     for user, fits in fit.items():
         if fits:
             user.replace_input_with(node, part)
-    edit.renew_views(part)
+    graph_edit.renew_views(part)
     if all(fit.values()):
         return
     with node.graph.inserting_after(part):
-        copy = edit.emit(node.graph, _aten.clone.default, part, memory_format=torch.contiguous_format, like=node)
+        copy = graph_edit.emit(node.graph, _aten.clone.default, part, memory_format=torch.contiguous_format, like=node)
     for user, fits in fit.items():
         if not fits:
             user.replace_input_with(node, copy)
-    edit.renew_views(copy)
+    graph_edit.renew_views(copy)
 
 
 def first(wide: fx.Node, shape: torch.Size) -> fx.Node:
     """The first rows and columns of a matrix, right behind it."""
     graph, part = wide.graph, wide
     for dim, size in enumerate(shape):
-        if meta.tensor(part).shape[dim] != size:
+        if node_meta.tensor(part).shape[dim] != size:
             with graph.inserting_after(part):
-                part = edit.emit(graph, _aten.slice.Tensor, part, dim, 0, size, like=wide)
+                part = graph_edit.emit(graph, _aten.slice.Tensor, part, dim, 0, size, like=wide)
     return part
 
 
@@ -83,13 +83,13 @@ def before_reshapes(matrix: fx.Node) -> fx.Node:
     found, node = matrix, matrix
     while node.target in _RESHAPES:
         node = node.all_input_nodes[0]
-        found = node if meta.tensor(node).shape == meta.tensor(matrix).shape else found
+        found = node if node_meta.tensor(node).shape == node_meta.tensor(matrix).shape else found
     return found
 
 
 def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
     """What a view and views of it give where other nodes give `values`; nothing for what is no view."""
-    if not ops.is_view(user):
+    if not op_info.is_view(user):
         return {}
     if user.target in _BY_PLACES:
         raise ValueError(f"{user.target} is told places in memory")
@@ -101,7 +101,7 @@ def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
 
 def _ends(user: fx.Node) -> Iterator[fx.Node]:
     """Who reads a view, or views of it, and is none; the node itself if it is none."""
-    if not ops.is_view(user):
+    if not op_info.is_view(user):
         yield user
         return
     for reader in user.users:
@@ -110,16 +110,16 @@ def _ends(user: fx.Node) -> Iterator[fx.Node]:
 
 def _stays(reader: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a call may read such values, and what it gives has the layout that is recorded then."""
-    if not ops.is_op(reader) or ops.has_effect(reader.target):
+    if not op_info.is_op(reader) or op_info.has_effect(reader.target):
         return False
-    by_number = torch.Tag.pointwise in reader.target.tags or ops.reads_no_values(reader.target)  # type: ignore[union-attr]
+    by_number = torch.Tag.pointwise in reader.target.tags or op_info.reads_no_values(reader.target)  # type: ignore[union-attr]
     if not by_number and reader.target not in _READ_ROWS:
         return False
-    recorded = list(meta.tensors(reader))
+    recorded = list(node_meta.tensors(reader))
     if not all(isinstance(size, int) for one in recorded for size in one.shape):
         return False
     try:
-        found = list(meta.tensors_in(_value(reader, values)))
+        found = list(node_meta.tensors_in(_value(reader, values)))
     except (RuntimeError, ValueError):
         return False
     return list(map(_layout, found)) == list(map(_layout, recorded))
@@ -133,10 +133,10 @@ def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """What a call gives where other nodes give `values`."""
 
     def given(arg: Any) -> Any:
-        return (values[arg] if arg in values else meta.value(arg)) if isinstance(arg, fx.Node) else arg
+        return (values[arg] if arg in values else node_meta.value(arg)) if isinstance(arg, fx.Node) else arg
 
     args, kwargs = pytree.tree_map(given, (node.args, node.kwargs))
     if node.target is operator.getitem:
         return args[0][args[1]]
-    with meta.fake_mode(node.graph), torch.no_grad():
+    with node_meta.fake_mode(node.graph), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]

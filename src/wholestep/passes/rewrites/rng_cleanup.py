@@ -9,7 +9,8 @@ block without dropout nobody draws in between::
     rng_set(then, "cuda");  recompute
     rng_set(now, "cuda")
 
-What is left where numbers are drawn is needed; a CUDA graph has a way of its own for it (`wholestep.lower.rewinds`).
+What is left where numbers are drawn is needed; a CUDA graph has a way of its own for it
+(`wholestep.lower.cudagraph.rng_replay`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from wholestep.capture.random import GET, SET
-from wholestep.program import meta, ops
-from wholestep.program.program import Program
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.rng_state import GET, SET
+from wholestep.ir.program import Program
 
 _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
 
@@ -49,11 +50,11 @@ def _unread(calls: list[fx.Node]) -> list[fx.Node]:
 
 def _may_draw(node: fx.Node) -> bool:
     """Whether a call draws, or has to do with a generator. Operators of others may without saying so."""
-    if not ops.is_op(node):
+    if not op_info.is_op(node):
         return False
     space, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
     is_twin = space == "wholestep_functional" and name.startswith("aten__")
-    return ops.draws(node) or not (space in _KNOWN or is_twin)
+    return op_info.draws(node) or not (space in _KNOWN or is_twin)
 
 
 def _to_the_same_state(calls: list[fx.Node]) -> list[fx.Node]:
@@ -94,7 +95,7 @@ def _unseen(calls: list[fx.Node]) -> list[fx.Node]:
 def _drawn_from(call: fx.Node) -> set[str]:
     """The devices whose generators a call draws from; empty if that is not known."""
     own = call.kwargs.get("generator") is not None or call.target.namespace != "aten"  # type: ignore[union-attr]
-    return set() if own else {_spelt(one.device) for one in meta.tensors(call)}
+    return set() if own else {_spelt(one.device) for one in node_meta.tensors(call)}
 
 
 def _device(call: fx.Node) -> str:

@@ -9,7 +9,8 @@ have nothing to do with each other, and yet the host waits for the GPU at each. 
     update(w_1, 1 / norm_1)                   update(w_0, element(packed, 0));  update(w_1, element(packed, 1))
 
 A round is what the device computes until it needs a number that the host has made of an earlier round, and then what
-the host makes of it. The numbers travel back as those do that are known before a step (`passes/scalars.py`).
+the host makes of it. The numbers travel back as those do that are known before a step
+(`passes/schedule/pack_scalars.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from wholestep.passes.scalars import is_of_host, known_at_the_start
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.schedule.pack_scalars import is_of_host, known_at_the_start
 
 FEWEST_READS = 4
 """Steps that wait for the GPU less often are left as they are."""
@@ -58,7 +59,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
         if node.op != "call_function" or node in early:
             continue
         behind = [places[arg] for arg in node.all_input_nodes if arg in places]
-        keeps_order = ops.has_effect(node.target) or ops.needs_peers(node.target)
+        keeps_order = op_info.has_effect(node.target) or op_info.needs_peers(node.target)
         found = max([(0, False), *behind, *([last] if keeps_order else [])])
         if is_of_host(node):
             found = found[0], True
@@ -80,8 +81,8 @@ def _read_at_once(graph: fx.Graph, places: dict[fx.Node, Place]) -> int:
     reads: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
     for node, (number, _) in places.items():
         source = node.args[0] if node.target is _ITEM else None
-        if isinstance(source, fx.Node) and meta.tensor(source).is_cuda:
-            reads.setdefault((number, meta.tensor(source).dtype), []).append(node)
+        if isinstance(source, fx.Node) and node_meta.tensor(source).is_cuda:
+            reads.setdefault((number, node_meta.tensor(source).dtype), []).append(node)
     for nodes in reads.values():
         if len(nodes) > 1:
             _stacked(graph, nodes)
@@ -89,14 +90,14 @@ def _read_at_once(graph: fx.Graph, places: dict[fx.Node, Place]) -> int:
 
 
 def _stacked(graph: fx.Graph, reads: list[fx.Node]) -> None:
-    aten, origin = torch.ops.aten, meta.origin(reads[0])
+    aten, origin = torch.ops.aten, node_meta.origin(reads[0])
     with graph.inserting_before(reads[0]):
-        flat = [edit.emit(graph, aten.view.default, read.args[0], [1]) for read in reads]
-        together = edit.emit(graph, aten.cat.default, flat)
-        at_home = edit.emit(graph, aten._to_copy.default, together, device=torch.device("cpu"))
+        flat = [graph_edit.emit(graph, aten.view.default, read.args[0], [1]) for read in reads]
+        together = graph_edit.emit(graph, aten.cat.default, flat)
+        at_home = graph_edit.emit(graph, aten._to_copy.default, together, device=torch.device("cpu"))
         for place, read in enumerate(reads):
-            one = edit.emit(graph, aten.select.int, at_home, 0, place)
+            one = graph_edit.emit(graph, aten.select.int, at_home, 0, place)
             read.args = (one,)
-            meta.set_origin(one, meta.origin(read))
+            node_meta.set_origin(one, node_meta.origin(read))
     for node in (*flat, together, at_home):
-        meta.set_origin(node, origin)
+        node_meta.set_origin(node, origin)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from wholestep.passes import sink
-from wholestep.program import meta, ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.analysis import write_order
 
 MOST_BYTES = 1 << 20
 """Larger tensors are copied to the host where the step does it: they would take memory of the GPU until the end."""
@@ -39,7 +39,7 @@ def delay_host_reads(program: Program) -> Program:
 
 def _moving(program: Program) -> list[fx.Node]:
     """The calls that can be the last ones, in order."""
-    fixed = {node for nodes in sink.readers(program).values() for node in nodes}
+    fixed = {node for nodes in write_order.readers(program).values() for node in nodes}
     found: dict[fx.Node, None] = {}
     for node in reversed(program.graph.nodes):
         if node.op != "call_function" or node in fixed or not _is_of_host(node):
@@ -52,10 +52,10 @@ def _moving(program: Program) -> list[fx.Node]:
 def _is_of_host(node: fx.Node) -> bool:
     """Whether a call gives something to the host, of the GPU or of the host, and does no more than that."""
     target = node.target
-    if ops.has_effect(target) or ops.may_fail(target) or target is ops.VERSION:
+    if op_info.has_effect(target) or op_info.may_fail(target) or target is op_info.VERSION:
         return False
-    return meta.num_bytes(node) <= MOST_BYTES and not any(one.is_cuda for one in meta.tensors(node))
+    return node_meta.num_bytes(node) <= MOST_BYTES and not any(one.is_cuda for one in node_meta.tensors(node))
 
 
 def _waits_for_gpu(node: fx.Node) -> bool:
-    return any(one.is_cuda for arg in node.all_input_nodes for one in meta.tensors(arg))
+    return any(one.is_cuda for arg in node.all_input_nodes for one in node_meta.tensors(arg))

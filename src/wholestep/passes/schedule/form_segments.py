@@ -28,14 +28,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from wholestep.passes import repeats, sink, traffic
-from wholestep.passes.scalars import known_at_the_start
-from wholestep.program import edit, meta, ops
-from wholestep.program.meta import Region
-from wholestep.program.modules import module_of
-from wholestep.program.numbers import element
-from wholestep.program.program import Program, Stage
-from wholestep.program.segment import Segment
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.lazy_graph_module import module_of
+from wholestep.ir.node_meta import Region
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.ir.program import Program, Stage
+from wholestep.ir.segment import Segment
+from wholestep.passes.analysis import repeated_layers, write_order
+from wholestep.passes.schedule import segment_recompute
+from wholestep.passes.schedule.pack_scalars import known_at_the_start
 
 Says = Callable[[fx.Node], bool]
 """What a compiler says of a node."""
@@ -72,9 +73,11 @@ def form_segments(
         postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
         pays_alone: whether a node is a segment if there is no other one to join.
         by_library: whether the compiler leaves a node that it may have to a library.
-        cuts_repeats: whether runs are cut before such nodes where they repeat themselves (`wholestep.passes.repeats`).
-        goes_by_number: whether a kernel that reads what a node gives can compute that on its way. Backward segments do
-            so where that saves reads and writes (`wholestep.passes.traffic`); None: they read what the forward gave.
+        cuts_repeats: whether runs are cut before such nodes where they repeat themselves
+        (`wholestep.passes.analysis.repeated_layers`). goes_by_number: whether a kernel that reads what a node gives can
+        compute that on its way. Backward segments do
+            so where that saves reads and writes (`wholestep.passes.schedule.segment_recompute`); None: they read what
+            the forward gave.
 
     Notes say how many nodes are in segments, how many of those are different, which operators are not, and how many
     bytes less are written and read since something is computed again.
@@ -82,22 +85,22 @@ def form_segments(
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
-    edit.remove_dead_code(graph)
-    updates = {node for node, inputs in sink.updates(program).items() if _fits(node, inputs[0])}
+    graph_edit.remove_dead_code(graph)
+    updates = {node for node, inputs in write_order.updates(program).items() if _fits(node, inputs[0])}
     alone = apart(graph)
     runs = [run for run in _runs(program, updates, compiles, alone, postpones) if _is_worth_it(run, pays_alone)]
     if cuts_repeats:
-        runs = repeats.pieces(runs, by_library=by_library, updates=updates, whole=alone)
+        runs = repeated_layers.pieces(runs, by_library=by_library, updates=updates, whole=alone)
     saved_bytes = 0
     if goes_by_number is not None:
-        runs, saved_bytes = traffic.carry_less(
+        runs, saved_bytes = segment_recompute.carry_less(
             graph, runs, repeats=goes_by_number, by_library=by_library,
-            fixed=lambda node: node in alone or meta.origin(node).region is Region.OPTIMIZER,
+            fixed=lambda node: node in alone or node_meta.origin(node).region is Region.OPTIMIZER,
         )  # fmt: skip
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
-    edit.sort_topologically(graph)
+    graph_edit.sort_topologically(graph)
     _bring_items_up(graph)
-    edit.remove_dead_code(graph)
+    graph_edit.remove_dead_code(graph)
     inside, different = sum(len(run) for run in runs), len({segment.likeness for segment in segments})
     alike = f" ({different} different)" if different < len(runs) else ""
     again = f"; {saved_bytes:,} bytes less to write and read, computed again" if saved_bytes else ""
@@ -112,7 +115,7 @@ def _left_out(graph: fx.Graph) -> str:
     """How many calls run on their own, and of which operators."""
     counts: dict[str, int] = {}
     for node in graph.nodes:
-        if ops.is_op(node) and not ops.is_view(node):
+        if op_info.is_op(node) and not op_info.is_view(node):
             name = node.target._schema.name.split("::")[1]
             counts[name] = counts.get(name, 0) + 1
     listed = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
@@ -148,16 +151,16 @@ def _runs(
             continue
         depends = any(arg in run.behind for arg in node.all_input_nodes)
         follows = any(arg in run.postponed for arg in node.all_input_nodes)
-        if ops.is_view(node) and (depends or follows):
+        if op_info.is_view(node) and (depends or follows):
             (run.postponed if follows else run.behind).add(node)
-        elif ops.is_view(node):
+        elif op_info.is_view(node):
             continue
         elif node.target is operator.getitem and node.args[0] in run.behind:
             run.calls.append(node)  # with the call that gives it, wherever that belongs
             run.behind.add(node)
         elif compiles(node) and node not in on_host:
             updating = (
-                meta.origin(node).region is Region.OPTIMIZER
+                node_meta.origin(node).region is Region.OPTIMIZER
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
@@ -169,7 +172,7 @@ def _runs(
             run.updating, run.apart = kind
             run.calls.append(node)
             run.behind.add(node)
-            run.may_fail |= ops.may_fail(node.target)
+            run.may_fail |= op_info.may_fail(node.target)
         elif (depends and postpones(node)) or (follows and not _keeps_its_place(node)):
             run.postponed.add(node)
         elif depends or _keeps_its_place(node):
@@ -185,19 +188,23 @@ def _reads_packed(node: fx.Node) -> bool:
 
 def _has_arrived(node: fx.Node) -> bool:
     """Whether the node is what a wait gives, or a view of it."""
-    return node.target is ops.WAIT or (ops.is_view(node) and any(map(_has_arrived, node.all_input_nodes)))
+    return node.target is op_info.WAIT or (op_info.is_view(node) and any(map(_has_arrived, node.all_input_nodes)))
 
 
 def _fits(call: fx.Node, target: fx.Node) -> bool:
     """Whether what a call gives has the shape of the input; of a list that is taken for granted."""
-    value = meta.value(call)
-    return not isinstance(value, torch.Tensor) or value.shape == meta.tensor(target).shape
+    value = node_meta.value(call)
+    return not isinstance(value, torch.Tensor) or value.shape == node_meta.tensor(target).shape
 
 
 def _bring_items_up(graph: fx.Graph) -> None:
     """Moves items right behind the call that gives them, with which they go into a segment."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and not ops.is_view(node) and not isinstance(meta.value(node), torch.Tensor):
+        if (
+            node.op == "call_function"
+            and not op_info.is_view(node)
+            and not isinstance(node_meta.value(node), torch.Tensor)
+        ):
             for item in reversed([user for user in node.users if user.target is operator.getitem]):
                 node.append(item)
 
@@ -207,7 +214,12 @@ def _keeps_its_place(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, Segment):
         return True  # else a second run of the pass would join what the first one kept apart
-    return ops.needs_peers(target) or ops.has_effect(target) or ops.is_random(target) or ops.may_fail(target)
+    return (
+        op_info.needs_peers(target)
+        or op_info.has_effect(target)
+        or op_info.is_random(target)
+        or op_info.may_fail(target)
+    )
 
 
 def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> Segment:
@@ -219,10 +231,12 @@ def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> Segment:
     inside: dict[fx.Node, fx.Node] = {}
     for arg in arguments:
         inside[arg] = inner.placeholder(arg.name)
-        meta.copy_meta(arg, inside[arg])
+        node_meta.copy_meta(arg, inside[arg])
     for node in copied:
         inside[node] = inner.node_copy(node, inside.__getitem__)
-    results = [node for node in run if isinstance(meta.value(node), torch.Tensor) and _is_read_outside(node, members)]
+    results = [
+        node for node in run if isinstance(node_meta.value(node), torch.Tensor) and _is_read_outside(node, members)
+    ]
     inner.output(tuple(inside[node] for node in results))
     module = module_of(root, inner)
     segment = Segment(name=f"run_segment_{number}", read=lambda: module)
@@ -234,7 +248,7 @@ def _with_views(run: list[fx.Node]) -> Iterator[fx.Node]:
     """The nodes of `run`, before each of them the views that it reads."""
     for node in run:
         for arg in node.all_input_nodes:
-            if ops.is_view(arg):
+            if op_info.is_view(arg):
                 yield from _with_views([arg])
         yield node
 
@@ -243,7 +257,7 @@ def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
     readers = list(node.users)
     while readers:
         reader = readers.pop()
-        if ops.is_view(reader):
+        if op_info.is_view(reader):
             readers += reader.users
         elif reader not in members:
             return True
@@ -257,17 +271,17 @@ def _replace(
     with graph.inserting_after(run[-1]):
         call = graph.call_function(segment, tuple(arguments))
     call.name = segment.name.removeprefix("run_")
-    meta.set_value(call, [meta.value(node) for node in results])
-    origins = list(map(meta.origin, run))
+    node_meta.set_value(call, [node_meta.value(node) for node in results])
+    origins = list(map(node_meta.origin, run))
     # Of what a backward computes again it says where that stood in the forward.
-    meta.set_origin(call, next((one for one in origins if one.region is not Region.RECOMPUTE), origins[0]))
+    node_meta.set_origin(call, next((one for one in origins if one.region is not Region.RECOMPUTE), origins[0]))
     last, replaced = call, {}
     for place, node in enumerate(results):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (call, place))
-        meta.copy_meta(node, last)
+        node_meta.copy_meta(node, last)
         replaced[node] = last
-    edit.replace_nodes(replaced)
+    graph_edit.replace_nodes(replaced)
     for node in reversed([node for node in run if node not in replaced]):
         _drop_views(node)
         graph.erase_node(node)
@@ -276,7 +290,7 @@ def _replace(
 def _drop_views(node: fx.Node) -> None:
     """Erases views of `node` that nobody reads any more, as all readers were members."""
     for user in list(node.users):
-        if ops.is_view(user):
+        if op_info.is_view(user):
             _drop_views(user)
             if not user.users:
                 user.graph.erase_node(user)

@@ -22,8 +22,8 @@ import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from wholestep.cost.memory import Ledger, Usage, peak_bytes
-from wholestep.cost.timeline import ALONE, Clock, Sharing, Task, simulate
+from wholestep.cost.liveness import Ledger, Usage, peak_bytes
+from wholestep.cost.simulator import ALONE, Clock, Sharing, Task, simulate
 
 _UPDATE, _NEXT, _FILL = 0, 1, 2
 

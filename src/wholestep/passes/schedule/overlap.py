@@ -20,12 +20,12 @@ from typing import NoReturn
 
 import torch.fx as fx
 
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes import order
-from wholestep.passes.tasks import beginnings, sharing, tasks_of
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import Program
+from wholestep.passes.analysis.task_graph import beginnings, sharing, tasks_of
+from wholestep.passes.schedule import list_scheduler
 
 SLACK = 0.02
 """How much more memory than the order given the schedule may take, if no bound is set."""
@@ -48,39 +48,40 @@ def schedule(
     A program without collectives keeps its order. What has been scheduled before is scheduled anew from the order of
     the step as written, so the result does not depend on how often this is done.
     """
-    moves = any(ops.is_collective(node) for node in program.graph.nodes)
+    moves = any(op_info.is_collective(node) for node in program.graph.nodes)
     if not moves and bound_bytes is None:
         return program
     _as_written(program)
     if cost.compiles is not None:
         _bring_together(program, cost.compiles)
     found = tasks_of(program, cost, hold_updates=hold_updates)
-    problem = order.Problem(
+    problem = list_scheduler.Problem(
         tasks=found.tasks, late=found.late, usages=found.usages, joins=found.joins,
         pinned=found.pinned, writable=found.writable, sharing=sharing(cost),
     )  # fmt: skip
-    given = order.given(problem)
+    given = list_scheduler.given(problem)
     bound = int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes
-    chosen = order.schedule(problem, bound) if moves else given
+    chosen = list_scheduler.schedule(problem, bound) if moves else given
     if chosen.peak_bytes > bound:
-        _refuse(bound, order.reachable_bytes(problem, bound) if moves else given.peak_bytes)
+        _refuse(bound, list_scheduler.reachable_bytes(problem, bound) if moves else given.peak_bytes)
     if not moves:
         return program
     for number, node in enumerate(found.nodes):
-        meta.set_position(node, number)
+        node_meta.set_position(node, number)
     _move(program, [found.nodes[number] for number in chosen.tasks])
     return program.with_notes(
         f"order: {chosen.reason}; predicted {chosen.total_us:.0f} us a step, {chosen.exposed_us:.0f} us of them "
         f"exposed (before: {given.total_us:.0f} and {given.exposed_us:.0f})",
-        f"at most {show.bytes_text(chosen.peak_bytes)} live besides the inputs "
-        f"(before: {show.bytes_text(given.peak_bytes)}; bound: {show.bytes_text(chosen.bound_bytes)})",
+        f"at most {printer.bytes_text(chosen.peak_bytes)} live besides the inputs "
+        f"(before: {printer.bytes_text(given.peak_bytes)}; bound: {printer.bytes_text(chosen.bound_bytes)})",
     )
 
 
 def _refuse(bound_bytes: int, reachable_bytes: int) -> NoReturn:
     raise ConfigError(
-        f"bound_bytes={bound_bytes} wants at most {show.bytes_text(bound_bytes)} besides the inputs of the step. No "
-        f"order that was found needs less than {show.bytes_text(reachable_bytes)} ({reachable_bytes} bytes). Give as "
+        f"bound_bytes={bound_bytes} wants at most {printer.bytes_text(bound_bytes)} besides the inputs of the step. No "
+        f"order that was found needs less than {printer.bytes_text(reachable_bytes)} ({reachable_bytes} bytes). Give "
+        "as "
         f"much, set memory_budget instead, with which values are computed again, or make the batch smaller."
     )
 
@@ -88,15 +89,15 @@ def _refuse(bound_bytes: int, reachable_bytes: int) -> NoReturn:
 def _as_written(program: Program) -> None:
     """Takes an earlier schedule back; nodes that are new since stay behind the one they stand behind."""
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    if all(meta.position(node) is None for node in nodes):
+    if all(node_meta.position(node) is None for node in nodes):
         return
     places, last = {}, -1
     for node in nodes:
-        known = meta.position(node)
+        known = node_meta.position(node)
         last = last if known is None else known
         places[node] = last
     _move(program, sorted(nodes, key=lambda node: places[node]))
-    edit.sort_topologically(program.graph)
+    graph_edit.sort_topologically(program.graph)
 
 
 def _bring_together(program: Program, compiles: Callable[[fx.Node], bool]) -> None:

@@ -12,7 +12,8 @@ so would a CUDA graph. Before and after::
 
 Numbers that the host makes of what a GPU has computed travel there in the same way, behind the last of them.
 
-What reads `element` gets a tensor of no dimensions from a backend that compiles it (`lower/numbers.py`).
+What reads `element` gets a tensor of no dimensions from a backend that compiles it
+(`lower/decompositions/tensor_scalars.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.numbers import element, pack
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.ops.packed_scalars import element, pack
+from wholestep.ir.program import Program, Stage
 
 
 def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Program:
@@ -44,7 +45,7 @@ def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Progr
     taken: list[tuple[fx.Node, dict[fx.Node, _Group]]] = []
     for node in graph.nodes:
         if node.op == "call_function" and node not in early and reads(node):
-            device = next(meta.tensors(node)).device
+            device = next(node_meta.tensors(node)).device
             numbers = [arg for arg in node.all_input_nodes if is_number(arg)]
             if numbers and known[device.type == "cuda"].issuperset(numbers):
                 groups = {number: (turns.get(number, 0), device) for number in numbers}
@@ -60,7 +61,7 @@ def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Progr
         with graph.inserting_before(node):
             for number, group in groups.items():
                 read = graph.call_function(element, (packs[group], needed[group][number]))
-                meta.copy_meta(number, read)
+                node_meta.copy_meta(number, read)
                 node.replace_input_with(number, read)
     count = sum(map(len, needed.values()))
     return program.with_notes(f"{count} numbers of the host travel packed, for {len(taken)} calls")
@@ -86,27 +87,29 @@ def _turns(graph: fx.Graph, early: set[fx.Node]) -> dict[fx.Node, int]:
 
 def is_of_host(node: fx.Node) -> bool:
     """Whether a call gives something to the host, numbers or tensors on the CPU, and has no effect."""
-    if ops.has_effect(node.target) or ops.needs_peers(node.target) or node.target is ops.VERSION:
+    if op_info.has_effect(node.target) or op_info.needs_peers(node.target) or node.target is op_info.VERSION:
         return False
-    on_gpu = any(one.is_cuda for one in meta.tensors(node))
-    return not on_gpu and bool(node.all_input_nodes) and meta.value(node) is not None
+    on_gpu = any(one.is_cuda for one in node_meta.tensors(node))
+    return not on_gpu and bool(node.all_input_nodes) and node_meta.value(node) is not None
 
 
 def is_number(node: fx.Node) -> bool:
     """Whether the node gives a floating-point number of the host."""
-    return isinstance(meta.value(node), (float, torch.SymFloat))
+    return isinstance(node_meta.value(node), (float, torch.SymFloat))
 
 
 def known_at_the_start(graph: fx.Graph) -> set[fx.Node]:
     """Nodes of the host that depend on inputs of the host alone: their numbers are there before anything runs."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        on_host = all(one.device.type == "cpu" and one.ndim == 0 for one in meta.tensors(node))
+        on_host = all(one.device.type == "cpu" and one.ndim == 0 for one in node_meta.tensors(node))
         if node.op in ("placeholder", "get_attr"):
             if on_host:
                 found.add(node)
-        elif node.op == "call_function" and on_host and meta.value(node) is not None:
-            fixed = ops.needs_peers(node.target) or ops.is_random(node.target) or ops.has_effect(node.target)
+        elif node.op == "call_function" and on_host and node_meta.value(node) is not None:
+            fixed = (
+                op_info.needs_peers(node.target) or op_info.is_random(node.target) or op_info.has_effect(node.target)
+            )
             if not fixed and all(arg in found for arg in node.all_input_nodes):
                 found.add(node)
     return found
@@ -134,11 +137,11 @@ def _front(graph: fx.Graph) -> fx.Node:
 
 
 def _pack(graph: fx.Graph, numbers: list[fx.Node], device: torch.device) -> fx.Node:
-    order = edit.positions(graph)
+    order = graph_edit.positions(graph)
     behind = max([*numbers, _front(graph)], key=order.__getitem__)
     with graph.inserting_after(behind):
         node = graph.create_node("call_function", pack, (numbers, device), name="packed")
-    with meta.fake_mode(graph):
-        meta.set_value(node, torch.empty(len(numbers), dtype=torch.float64, device=device))
-    meta.set_origin(node, meta.origin(numbers[0]))
+    with node_meta.fake_mode(graph):
+        node_meta.set_value(node, torch.empty(len(numbers), dtype=torch.float64, device=device))
+    node_meta.set_origin(node, node_meta.origin(numbers[0]))
     return node

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from wholestep.program import edit, meta, ops
-from wholestep.program.later import later
-from wholestep.program.meta import Region
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.util.lazy_import import later
 
 if TYPE_CHECKING:
     import networkx
@@ -81,19 +81,19 @@ def carry_less(
             place.update(dict.fromkeys(again.calls, run))
             late[run].of.update(dict.fromkeys(again.calls, kernel))
     if saved_bytes:
-        edit.remove_dead_code(graph)  # what the backward alone read
+        graph_edit.remove_dead_code(graph)  # what the backward alone read
         there = set(graph.nodes)
         runs = [[node for node in run if node in there] for run in runs]
     return runs, saved_bytes
 
 
 def _is_early(node: fx.Node) -> bool:
-    return meta.origin(node).region is Region.FORWARD
+    return node_meta.origin(node).region is Region.FORWARD
 
 
 def _base(node: fx.Node) -> fx.Node:
     """What a view is seen of."""
-    while ops.is_view(node):
+    while op_info.is_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -105,7 +105,7 @@ def _args(node: fx.Node) -> Iterator[fx.Node]:
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a value, maybe by a view."""
     for user in node.users:
-        if ops.is_view(user):
+        if op_info.is_view(user):
             yield from _readers(user)
         else:
             yield user
@@ -159,7 +159,7 @@ class _Early:
                 self._written.add(node)
             if any(map(by_library, outside)):
                 self._kept.add(node)
-            elif isinstance(meta.value(node), torch.Tensor):
+            elif isinstance(node_meta.value(node), torch.Tensor):
                 wanting = (
                     (there, late[there].of[reader]) for reader in outside if (there := place.get(reader, -1)) in late
                 )
@@ -179,15 +179,15 @@ class _Early:
         after = set(self._kept)
         for reader, values in self._wanted.items():
             after.update(changed[reader].takes if reader in changed else values)
-        return sum(map(meta.num_bytes, after & self._calls)) > sum(map(meta.num_bytes, before))
+        return sum(map(node_meta.num_bytes, after & self._calls)) > sum(map(node_meta.num_bytes, before))
 
     def _price(self, node: fx.Node, reader: Reader) -> float:
         """Bytes that are written and read if a kernel takes the value."""
         lives_longer = node not in self._calls and node not in self._late[reader[0]].reads
-        if lives_longer or not isinstance(meta.value(node), torch.Tensor):
+        if lives_longer or not isinstance(node_meta.value(node), torch.Tensor):
             return float("inf")
         is_there = node not in self._calls or node in self._kept or node in self._written
-        return meta.num_bytes(node) * (1 if is_there else 2)
+        return node_meta.num_bytes(node) * (1 if is_there else 2)
 
     def _cut(self, reader: Reader, wanted: Sequence[fx.Node]) -> _Cut:
         flow = networkx.DiGraph()
@@ -233,9 +233,9 @@ class _Again:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self)
             with self._graph.inserting_before(self._first):
                 twin = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-            meta.copy_meta(node, twin)
-            meta.set_origin(twin, replace(meta.origin(node), region=Region.RECOMPUTE))
+            node_meta.copy_meta(node, twin)
+            node_meta.set_origin(twin, replace(node_meta.origin(node), region=Region.RECOMPUTE))
             self._twins[node] = twin
-            if not ops.is_view(node):
+            if not op_info.is_view(node):
                 self.calls.append(twin)
         return self._twins[node]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from wholestep.program import ops
-from wholestep.program.program import Program, Stage
+from wholestep.ir import op_info
+from wholestep.ir.program import Program, Stage
 
 
 def delay_waits(program: Program) -> Program:
@@ -26,10 +26,10 @@ def delay_waits(program: Program) -> Program:
         return program
     delayed = 0
     for node in reversed(list(program.graph.nodes)):
-        if node.op != "call_function" or not node.users or not (node.target is ops.WAIT or ops.is_view(node)):
+        if node.op != "call_function" or not node.users or not (node.target is op_info.WAIT or op_info.is_view(node)):
             continue
         first = min(node.users)
-        delayed += node.target is ops.WAIT and _computes_before(node, first)
+        delayed += node.target is op_info.WAIT and _computes_before(node, first)
         first.prepend(node)
     return program.with_notes(f"{delayed} waits stand behind calls that do not need them") if delayed else program
 
@@ -38,7 +38,7 @@ def _computes_before(node: fx.Node, end: fx.Node) -> bool:
     """Whether anything runs between two nodes."""
     node = node.next
     while node is not end:
-        if node.op == "call_function" and node.target is not ops.WAIT and not ops.is_view(node):
+        if node.op == "call_function" and node.target is not op_info.WAIT and not op_info.is_view(node):
             return True
         node = node.next
     return False

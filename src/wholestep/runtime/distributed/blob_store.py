@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 
-from wholestep.run.store import PrefixStore, Store
+from wholestep.runtime.distributed.store import PrefixStore, Store
 
 _PART_BYTES = 1 << 22
 """TCPStore refuses values of more than 8 MiB."""

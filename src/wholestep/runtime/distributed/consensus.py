@@ -4,7 +4,7 @@ A collective that one rank does not issue hangs all others, so the plan of what 
 over a channel that cannot hang. Rank 0 judges: every rank shows the SHA-256 of its text, rank 0 publishes one
 verdict, and all ranks act on that verdict. Whole texts travel only when hashes differ, and then only one per
 group of ranks that agree among themselves. Texts that differ belong together where the difference is what some
-ranks do among themselves, and those have it alike (`wholestep.run.difference.misfit`).
+ranks do among themselves, and those have it alike (`wholestep.runtime.distributed.rank_diff.misfit`).
 
 Keys below ``wholestep/agree/<key>/``, in the order in which they are written:
 
@@ -32,11 +32,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from wholestep.capture.blame import current_line
+from wholestep.capture.python.user_frame import current_line
 from wholestep.errors import InternalError, RankMismatchError, RankMissingError, WholestepError
-from wholestep.run.difference import clipped, difference, misfit, ranks_text
-from wholestep.run.difference import groups as groups_of
-from wholestep.run.store import PrefixStore, Store, default_store
+from wholestep.runtime.distributed.rank_diff import clipped, difference, misfit, ranks_text
+from wholestep.runtime.distributed.rank_diff import groups as groups_of
+from wholestep.runtime.distributed.store import PrefixStore, Store, default_store
 
 __all__ = ["Peers", "abandon", "agree", "default_store"]
 

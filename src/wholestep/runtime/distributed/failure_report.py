@@ -1,8 +1,9 @@
 """What a failed collective means: which rank died, ended or is elsewhere.
 
 A collective only says that a connection broke or that time ran out. The store still answers, so the ranks' signs of
-life (`wholestep.run.pulse`) tell the rest. The first rank that finds out publishes its verdict, and all others that
-fail later raise the same one: when one rank dies its neighbours fail, and then theirs, for a cause that is not them.
+life (`wholestep.runtime.distributed.heartbeat`) tell the rest. The first rank that finds out publishes its verdict, and
+all others that fail later raise the same one: when one rank dies its neighbours fail, and then theirs, for a cause that
+is not them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from wholestep.errors import RankMissingError
-from wholestep.run.difference import ranks_text
-from wholestep.run.pulse import Beat, Pulse
-from wholestep.run.world import World
+from wholestep.runtime.distributed.heartbeat import Beat, Pulse
+from wholestep.runtime.distributed.rank_diff import ranks_text
+from wholestep.runtime.distributed.world import World
 
 DEAD_AFTER_S = 3.0
 """Without a beat for so long a rank counts as dead, once a collective has failed."""

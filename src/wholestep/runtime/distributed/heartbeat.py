@@ -2,7 +2,8 @@
 
 The store is the only channel that still works once a collective hangs or fails. Two kinds of news are kept there:
 beats, which stop when a process dies, and farewells, which a process that ends in an orderly way leaves behind.
-From them `wholestep.run.watch` tells who is missing, and `wholestep.run.agree` stops waiting for ranks that ended.
+From them `wholestep.runtime.distributed.failure_report` tells who is missing, and
+`wholestep.runtime.distributed.consensus` stops waiting for ranks that ended.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from wholestep.capture.blame import line_of
-from wholestep.run.store import PrefixStore, Store, own_connection
+from wholestep.capture.python.user_frame import line_of
+from wholestep.runtime.distributed.store import PrefixStore, Store, own_connection
 
 BEAT_EVERY_S = 0.5
 RANKS_PER_BEAT_PERIOD = 256  # above so many ranks each beats less often, to bound the load on the store

@@ -25,9 +25,9 @@ from typing import Any
 import torch.distributed as dist
 
 from wholestep.errors import ConfigError, RankMissingError, WholestepError
-from wholestep.run.difference import ranks_text
-from wholestep.run.store import TCPStore
-from wholestep.run.travel import packed, unpacked
+from wholestep.runtime.distributed.function_pickle import packed, unpacked
+from wholestep.runtime.distributed.rank_diff import ranks_text
+from wholestep.runtime.distributed.store import TCPStore
 
 REPORT_GRACE_S = 1.0
 """After the first failure the other ranks may report for so long; then they are ended."""

@@ -11,9 +11,9 @@ import threading
 
 import torch
 
-from wholestep.program.collectives import group_named
-from wholestep.program.program import MeshAxis
-from wholestep.run import beside
+from wholestep.ir.ops.collectives import group_named
+from wholestep.ir.program import MeshAxis
+from wholestep.util import background
 
 _underway: list[threading.Thread] = []
 
@@ -37,7 +37,7 @@ def begin(axis: MeshAxis | None, device: torch.device) -> None:
         with torch.cuda.device(device):
             connects(device)
 
-    _underway.append(beside.begun(connect))
+    _underway.append(background.begun(connect))
 
 
 def wait() -> None:

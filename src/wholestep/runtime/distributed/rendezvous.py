@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wholestep.run.agree import abandon, agree
-from wholestep.run.shelf import Shelf
-from wholestep.run.world import World
+from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.consensus import abandon, agree
+from wholestep.runtime.distributed.world import World
 
 _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # compiled steps of each name
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wholestep.errors import ConfigError, RankMissingError
-from wholestep.run.agree import agree
-from wholestep.run.launch import REPORT_GRACE_S, Workers
-from wholestep.run.pulse import Pulse
-from wholestep.run.store import HashStore, PrefixStore, Store, TCPStore, default_store
+from wholestep.runtime.distributed.consensus import agree
+from wholestep.runtime.distributed.heartbeat import Pulse
+from wholestep.runtime.distributed.launch import REPORT_GRACE_S, Workers
+from wholestep.runtime.distributed.store import HashStore, PrefixStore, Store, TCPStore, default_store
 
 DATA_AXIS = "data"
 """The name of the one axis of the default mesh."""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from wholestep.errors import VerificationError
-from wholestep.program.collectives import (
+from wholestep.ir.op_info import c10d
+from wholestep.ir.ops.collectives import (
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
     ALL_REDUCE_ROWS,
@@ -27,7 +28,6 @@ from wholestep.program.collectives import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from wholestep.program.ops import c10d
 
 Calls = Sequence[tuple[Any, ...]]
 """The arguments of the ranks of one group, in rank order."""
@@ -170,4 +170,4 @@ RULES: dict[Any, Callable[[Calls], list[Any]]] = {
     SCATTER: _scatter,
     EXCHANGE: _exchange,
 }
-"""One rule per collective of `wholestep.program.ops.COLLECTIVES`."""
+"""One rule per collective of `wholestep.ir.op_info.COLLECTIVES`."""

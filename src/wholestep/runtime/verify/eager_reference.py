@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture.state import Slot, State
+from wholestep.capture.reach.train_state import Slot, State
 from wholestep.config import DDP
-from wholestep.program import meta, ops
-from wholestep.program.program import InputKind, Output, OutputKind, Program
-from wholestep.run.virtual_ranks.compare import Gap, farthest, largest
-from wholestep.run.virtual_ranks.locate import difference_at
-from wholestep.run.virtual_ranks.trial import Batch
-from wholestep.run.virtual_ranks.verdict import Check, Difference, Outcome
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import InputKind, Output, OutputKind, Program
+from wholestep.runtime.verify.first_divergence import difference_at
+from wholestep.runtime.verify.rank_state import Batch
+from wholestep.runtime.verify.tolerance import Gap, farthest, largest
+from wholestep.runtime.verify.verification import Check, Difference, Outcome
 
 NAME = "unoptimised = eager on the whole batch"
 STANDS_OUT = 0.01
@@ -54,7 +54,7 @@ class Movement:
 
     def note_reduction(self, node: fx.Node, args: list[Any], found: list[Any]) -> None:
         """Keeps the reduced gradients of a placed program while it runs: what the waits for them give on rank 0."""
-        bucket = meta.bucket(ops.waited_for(node)) if node.target is ops.WAIT else None
+        bucket = node_meta.bucket(op_info.waited_for(node)) if node.target is op_info.WAIT else None
         if bucket is not None:
             (name,) = bucket.members
             self.note(name, found[0])
@@ -119,10 +119,10 @@ def _why_not_program(program: Program) -> str | None:
     if program.mesh or any(record.kind is InputKind.RANK for record in program.inputs):
         return "the step itself communicates, or asks for its rank"
     for node in program.graph.nodes:
-        if node.target in (ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_):
+        if node.target in (op_info.RESIZE_STORAGE, op_info.RESIZE_STORAGE_):
             return "the step frees and fills storages itself"
         if _is_batch_norm(node):
-            where = ", ".join(part for part in (meta.origin(node).module, meta.origin(node).source) if part)
+            where = ", ".join(part for part in (node_meta.origin(node).module, node_meta.origin(node).source) if part)
             return f"batch norm ({where}) takes its statistics from the rows of each rank"
     for output, value in zip(program.outputs, program.results, strict=True):
         if output.kind is OutputKind.WRITE and isinstance(value, fx.Node) and _couples_rows(program, output, value):
@@ -132,10 +132,10 @@ def _why_not_program(program: Program) -> str | None:
 
 def _is_batch_norm(node: fx.Node) -> bool:
     """Whether the node is a batch norm in training."""
-    name = node.target._schema.name if ops.is_op(node) else ""  # type: ignore[union-attr]
+    name = node.target._schema.name if op_info.is_op(node) else ""  # type: ignore[union-attr]
     if "batch_norm" not in name or "backward" in name or "_no_" in name:  # ``_batch_norm_no_update``
         return False
-    given = ops.by_name(node.target, node.args, node.kwargs)
+    given = op_info.by_name(node.target, node.args, node.kwargs)
     # A variant without the flag (``_batch_norm_with_update``) exists for training only.
     return bool(given.get("training", given.get("train", True)))
 
@@ -147,7 +147,7 @@ def _couples_rows(program: Program, write: Output, value: fx.Node) -> bool:
         return False
     batch = [n for n, one in zip(program.placeholders, program.inputs, strict=True) if one.kind is InputKind.USER]
     reached = _reached([value, program.placeholders[write.target]])
-    return value in _reached(batch) and any(node.target is ops.GRADIENT for node in reached)
+    return value in _reached(batch) and any(node.target is op_info.GRADIENT for node in reached)
 
 
 def _reached(starts: Iterable[fx.Node]) -> set[fx.Node]:
@@ -162,7 +162,7 @@ def _reached(starts: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _widest_eps(program: Program) -> float:
     """The eps of the narrowest floating-point type that the program computes in."""
-    floats = (one.dtype for node in program.graph.nodes for one in meta.tensors(node) if one.is_floating_point())
+    floats = (one.dtype for node in program.graph.nodes for one in node_meta.tensors(node) if one.is_floating_point())
     return max((torch.finfo(dtype).eps for dtype in dict.fromkeys(floats)), default=0.0)
 
 

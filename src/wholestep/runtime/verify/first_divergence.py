@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.program import meta, ops
-from wholestep.run.virtual_ranks.compare import Gap, gap
-from wholestep.run.virtual_ranks.execute import Pending, described
-from wholestep.run.virtual_ranks.verdict import Difference
+from wholestep.ir import node_meta, op_info
+from wholestep.runtime.verify.rank_simulator import Pending, described
+from wholestep.runtime.verify.tolerance import Gap, gap
+from wholestep.runtime.verify.verification import Difference
 
 Where = tuple[int, int]
 """Step, from 1, and virtual rank."""
@@ -40,11 +40,11 @@ class Comparer:
 
     def __call__(self, node: fx.Node, args: list[Any], found: list[Any]) -> None:
         """One call of the run that is compared."""
-        rank, name = self._recorder.rank, meta.stands_for(node)
+        rank, name = self._recorder.rank, node_meta.stands_for(node)
         if self.first is not None or name not in self._recorder.values:
             return
         value = found[rank]
-        if value is None and (written := ops.mutated_args(node.target)):
+        if value is None and (written := op_info.mutated_args(node.target)):
             lists = [args[rank][position] for position in written if position < len(args[rank])]
             value = lists[0] if len(lists) == 1 else lists
         one = None if _under_way(value) else gap(value, self._recorder.values[name])
@@ -56,7 +56,7 @@ class Comparer:
         if self.first is None:
             return None
         node, one = self.first
-        return difference_at(node, one, where, name=meta.stands_for(node), behind=self._behind(node))
+        return difference_at(node, one, where, name=node_meta.stands_for(node), behind=self._behind(node))
 
     def _behind(self, node: fx.Node) -> Sequence[str]:
         """Collectives that passes have made between the last values that can be compared and this one."""
@@ -64,11 +64,11 @@ class Comparer:
         todo, seen = list(node.all_input_nodes), set[fx.Node]()
         while todo:
             one = todo.pop()
-            if one in seen or one.op != "call_function" or meta.stands_for(one) in self._recorder.values:
+            if one in seen or one.op != "call_function" or node_meta.stands_for(one) in self._recorder.values:
                 continue
             seen.add(one)
             todo += one.all_input_nodes
-            if ops.is_collective(one):
+            if op_info.is_collective(one):
                 found[one] = None
         return [described(one) for one in sorted(found)]
 
@@ -77,7 +77,7 @@ def difference_at(
     node: fx.Node | None, one: Gap, where: Where, *, name: str, op: str = "", behind: Sequence[str] = ()
 ) -> Difference:
     """The record of a gap, with what is known of the node."""
-    origin = meta.UNKNOWN if node is None else meta.origin(node)
+    origin = node_meta.UNKNOWN if node is None else node_meta.origin(node)
     return Difference(
         step=where[0], rank=where[1], name=name, op=op or ("" if node is None else str(node.target)),
         region=origin.region.value, module=origin.module, source=origin.source, index=one.index, got=one.got,

@@ -27,12 +27,12 @@ import torch
 import torch.fx as fx
 
 from wholestep.errors import ConfigError, InternalError, VerificationError
-from wholestep.passes.alias import COPY_FIRST
-from wholestep.program import meta, ops, show
-from wholestep.program.collectives import BARRIER
-from wholestep.program.plain import plainly
-from wholestep.program.program import MeshAxis, Program
-from wholestep.run.virtual_ranks.across import RULES
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.ops.collectives import BARRIER
+from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.passes.analysis.alias_analysis import COPY_FIRST
+from wholestep.runtime.verify.collective_semantics import RULES
 
 Watch = Callable[[fx.Node, list[Any], list[Any]], None]
 """Is told of each call that has run: the node, its positional arguments and what it gave, by rank."""
@@ -91,7 +91,7 @@ def _set_generators(devices: Sequence[torch.device], states: Sequence[torch.Tens
 
 def blocks_of(axis: MeshAxis, num_ranks: int) -> list[list[int]]:
     """The groups that `axis` divides the virtual ranks into, each in rank order; see *names of groups* in
-    `wholestep.capture.ranks`.
+    `wholestep.capture.scalars.rank_symbols`.
 
     Raises:
         ConfigError: for a group that is no block of such a division: ranks outside of it run another program.
@@ -167,7 +167,7 @@ class _Run:
         readers_left = {node: len(node.users) for node in self.program.graph.nodes}
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
-                self.values[node] = [show.attribute(self.program.module, str(node.target))] * len(self.ranks)
+                self.values[node] = [printer.attribute(self.program.module, str(node.target))] * len(self.ranks)
             elif node.op == "call_function":
                 calls = [self._arguments(node, rank) for rank in self.ranks]
                 found = self._call(node, calls)
@@ -184,15 +184,15 @@ class _Run:
         return [tuple(self._result(one, rank) for one in results) for rank in self.ranks]
 
     def _call(self, node: fx.Node, calls: list[Any]) -> list[Any]:
-        if node.target is ops.WAIT:
+        if node.target is op_info.WAIT:
             return [self._arrived(args[0]) for args, _ in calls]
         self._look(node, *calls[0])
         if node.target is BARRIER:
             return [None for _ in calls]
-        if ops.is_collective(node):
+        if op_info.is_collective(node):
             return self._start(node, calls)
         draws = isinstance(node.target, torch._ops.OpOverload) and (
-            ops.is_random(node.target) or node.target.namespace not in _SILENT
+            op_info.is_random(node.target) or node.target.namespace not in _SILENT
         )
         found = []
         for rank, (args, kwargs) in enumerate(calls):
@@ -209,7 +209,7 @@ class _Run:
 
     def _arguments(self, node: fx.Node, rank: int) -> Any:
         """Positional and named arguments of one rank. Only waits, and items of a list, see what is under way."""
-        may_wait = node.target in (ops.WAIT, operator.getitem)
+        may_wait = node.target in (op_info.WAIT, operator.getitem)
 
         def value(arg: fx.Node) -> Any:
             found = self.values[arg][rank]
@@ -242,12 +242,12 @@ class _Run:
         """Refuses a call that reads or writes what is under way."""
         if not self.under_way or not isinstance(node.target, torch._ops.OpOverload):
             return
-        if ops.reads_no_values(node.target):
+        if op_info.reads_no_values(node.target):
             return
-        named = ops.argument_names(node.target)
-        written = {named[i] for i in ops.written_by(node.target, node.kwargs)}
+        named = op_info.argument_names(node.target)
+        written = {named[i] for i in op_info.written_by(node.target, node.kwargs)}
         for name, arg in [*zip(named, args, strict=False), *kwargs.items()]:
-            for tensor in meta.tensors_in(arg):
+            for tensor in node_meta.tensors_in(arg):
                 span = _span(tensor)
                 for one in self.under_way:
                     if any(map(_meets(span), one.owned)):
@@ -270,10 +270,10 @@ class _Run:
 
 
 def _pending(node: fx.Node, result: Any, given: Any) -> Any:
-    in_place, late = bool(ops.mutated_args(node.target)), node.target not in COPY_FIRST
+    in_place, late = bool(op_info.mutated_args(node.target)), node.target not in COPY_FIRST
 
     def one(value: torch.Tensor, sources: Any) -> Pending:
-        kept = tuple(map(_span, meta.tensors_in(sources))) if late and not in_place else ()
+        kept = tuple(map(_span, node_meta.tensors_in(sources))) if late and not in_place else ()
         return Pending(node, value, (_span(value),) if in_place else (), kept)
 
     if not isinstance(result, list):
@@ -301,8 +301,8 @@ def _too_early(reader: fx.Node, start: fx.Node, does: str, *, is_input: bool = F
 
 def described(node: fx.Node) -> str:
     """``add_3 (aten.add.Tensor, backward, blocks.0.norm, train.py:12)``: a node for people."""
-    origin = meta.origin(node)
-    bucket = meta.bucket(node)
+    origin = node_meta.origin(node)
+    bucket = node_meta.bucket(node)
     carries = f"gradients of {', '.join(bucket.members)}" if bucket else ""
     parts = [str(node.target), carries, origin.region.value, origin.module, origin.source]
     return f"{node.name} ({', '.join(part for part in parts if part)})"

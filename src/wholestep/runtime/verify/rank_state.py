@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from wholestep.capture import tree
-from wholestep.capture.ranks import ranks
-from wholestep.capture.state import State
-from wholestep.capture.storage import is_freed
-from wholestep.capture.ties import Captured
+from wholestep.capture.bind.captured import Captured
+from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.capture.python import tree_util
+from wholestep.capture.reach.train_state import State
+from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.errors import ConfigError
-from wholestep.program.program import Input, InputKind, OutputKind, Program
-from wholestep.run.comm_state import CommState, Held
-from wholestep.run.virtual_ranks.execute import blocks_of
-from wholestep.run.virtual_ranks.saved import freed_like, overwrite
+from wholestep.ir.program import Input, InputKind, OutputKind, Program
+from wholestep.runtime.compression_state import CommState, Held
+from wholestep.runtime.verify.rank_simulator import blocks_of
+from wholestep.runtime.verify.state_backup import freed_like, overwrite
 
 
 class Batch:
@@ -30,7 +30,7 @@ class Batch:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, num_ranks: int) -> None:
         """Raises ConfigError where the batch size is no multiple of `num_ranks`."""
-        self._leaves, self.spec = tree.flatten((args, kwargs))
+        self._leaves, self.spec = tree_util.flatten((args, kwargs))
         data = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in state.index]
         sizes = Counter(leaf.shape[0] for leaf in {id(leaf): leaf for leaf in data}.values() if leaf.dim())
         self.num_rows = sizes.most_common(1)[0][0] if sizes else 0
@@ -65,7 +65,7 @@ class Batch:
 
     def whole(self, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the eager step, copied."""
-        args, kwargs = tree.unflatten(self._leaves_of(step, slice(None)), self.spec)
+        args, kwargs = tree_util.unflatten(self._leaves_of(step, slice(None)), self.spec)
         return args, kwargs
 
     def _leaves_of(self, step: int, rows: slice) -> list[Any]:

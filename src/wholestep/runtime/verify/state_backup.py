@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.state import State, states
-from wholestep.capture.storage import is_freed
-from wholestep.capture.walk import Found
-from wholestep.program import ops
+from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.capture.reach.reachability import Found
+from wholestep.capture.reach.train_state import State, states
+from wholestep.ir import op_info
 
 
 class Saved:
@@ -48,7 +48,7 @@ class Saved:
             if contents is not None:
                 overwrite(tensor, contents)
             if version is not None:
-                ops.SET_VERSION(tensor, version)
+                op_info.SET_VERSION(tensor, version)
 
 
 def overwrite(target: torch.Tensor, value: torch.Tensor) -> None:

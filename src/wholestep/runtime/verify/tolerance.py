@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.storage import is_freed
+from wholestep.capture.functionalize.storage_resize import is_freed
 
 REORDERED = 32
 """Roundings in which two orders of a sum of terms of one sign may differ; see above."""

@@ -4,7 +4,7 @@ Note: three runs
     *optimised*: the scheduled program, as every rank would run it.   *unoptimised*: the placed program, one collective
     per gradient.   *eager*: the user's own function on the whole batch. All three start from the same state and go
     through the same batches; between steps the numbers of all parameter groups change, so that one which was frozen
-    shows. Whatever changes of the user's is put back (`wholestep.run.virtual_ranks.saved`).
+    shows. Whatever changes of the user's is put back (`wholestep.runtime.verify.state_backup`).
 
 Note: who decides what the next call looks like
     The first call may create optimizer state, or leave gradients, and then the second is another graph. The user's
@@ -20,25 +20,26 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture import state as stating
-from wholestep.capture import tree, walk
-from wholestep.capture.hyper import Hyper
-from wholestep.capture.ties import Captured
+from wholestep.capture.bind.captured import Captured
+from wholestep.capture.python import tree_util
+from wholestep.capture.reach import reachability
+from wholestep.capture.reach import train_state as stating
+from wholestep.capture.scalars.hyperparameters import Hyper
 from wholestep.config import DDP
 from wholestep.errors import ConfigError, VerificationError
-from wholestep.passes.bucket import Choose, choose_alone
-from wholestep.passes.pipeline import Pass, run_passes
+from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
+from wholestep.passes.comm.bucketing import Choose, choose_alone
+from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.strategies import place
-from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
-from wholestep.run.comm_state import CommState
-from wholestep.run.virtual_ranks.compare import Gap, gap
-from wholestep.run.virtual_ranks.execute import Streams, blocks_of, run
-from wholestep.run.virtual_ranks.locate import Comparer, Recorder, difference_at
-from wholestep.run.virtual_ranks.saved import Saved, overwrite
-from wholestep.run.virtual_ranks.trial import Batch, Side, copies_of
-from wholestep.run.virtual_ranks.verdict import Check, Difference, Outcome, Verification
-from wholestep.run.virtual_ranks.whole import NAME as WHOLE
-from wholestep.run.virtual_ranks.whole import Movement, Ranks, compare_with_eager, kept
+from wholestep.runtime.compression_state import CommState
+from wholestep.runtime.verify.eager_reference import NAME as WHOLE
+from wholestep.runtime.verify.eager_reference import Movement, Ranks, compare_with_eager, kept
+from wholestep.runtime.verify.first_divergence import Comparer, Recorder, difference_at
+from wholestep.runtime.verify.rank_simulator import Streams, blocks_of, run
+from wholestep.runtime.verify.rank_state import Batch, Side, copies_of
+from wholestep.runtime.verify.state_backup import Saved, overwrite
+from wholestep.runtime.verify.tolerance import Gap, gap
+from wholestep.runtime.verify.verification import Check, Difference, Outcome, Verification
 
 FACTOR = 0.7
 """By what the numbers of the parameter groups are multiplied from one step to the next."""
@@ -110,7 +111,7 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
             f"verify(ranks=..., steps=...) wants at least 2 virtual ranks and 1 step, got {subject.axis.size} and "
             f"{trial.num_steps}."
         )
-    found = walk.find(subject.step, args, kwargs)
+    found = reachability.find(subject.step, args, kwargs)
     state = stating.collect(found)
     batch = Batch(args, kwargs, state, subject.axis.size)
     saved = Saved(found, state)
@@ -194,7 +195,7 @@ class _Virtual:
         for plan in self._plans:
             if plan.compresses is compresses and plan.captured.guards.why_not(leaves, spec) is None:
                 return plan
-        args, kwargs = tree.unflatten(leaves, spec)
+        args, kwargs = tree_util.unflatten(leaves, spec)
         captured = subject.capture(args, kwargs)
         placed = place(captured.program, subject.strategy, subject.axis)
         plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_alone)), compresses)

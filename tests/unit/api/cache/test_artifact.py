@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wholestep.api.cache import artifact
+from wholestep.api.cache.artifact import Header
 from wholestep.errors import ArtifactError
-from wholestep.lower import artifact
-from wholestep.lower.artifact import Header
 
 TEXT = st.text(max_size=120)
 LINES = st.lists(st.tuples(TEXT, TEXT), max_size=5).map(tuple)

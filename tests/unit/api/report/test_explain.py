@@ -14,18 +14,18 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.capture.steps import program_of, train
+from wholestep.api.report.explain import explain
+from wholestep.api.report.prediction import Category
+from wholestep.api.report.records import Explanation
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.cost.timeline import simulate
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import pass_name, run_passes
-from wholestep.passes.tasks import sharing, tasks_of
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.simulator import simulate
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.passes.analysis.task_graph import sharing, tasks_of
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import pass_name, run_passes
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops
-from wholestep.program.program import MeshAxis, Program
-from wholestep.report.explain import explain
-from wholestep.report.explanation import Explanation
-from wholestep.report.prediction import Category
 
 CAP_BYTES = 400
 COST = CostModel.default("cpu+gloo")
@@ -103,9 +103,9 @@ def test_broadcasts_of_buffers_are_told(said: Explanation) -> None:
 
 
 def test_collectives_are_numbered_in_order(said: Explanation, scheduled: Program) -> None:
-    nodes = [node for node in scheduled.graph.nodes if ops.is_collective(node)]
+    nodes = [node for node in scheduled.graph.nodes if op_info.is_collective(node)]
     assert [c.number for c in said.collectives] == list(range(len(nodes)))
-    assert [c.num_bytes for c in said.collectives] == [meta.num_bytes(node.args[0]) for node in nodes]
+    assert [c.num_bytes for c in said.collectives] == [node_meta.num_bytes(node.args[0]) for node in nodes]
 
 
 def test_predicted_times_add_up(said: Explanation, scheduled: Program) -> None:
@@ -133,7 +133,7 @@ def test_collectives_of_one_group_go_one_after_another(said: Explanation) -> Non
 
 def test_what_hides_a_collective_is_named(said: Explanation) -> None:
     names = {(one.region, one.module) for c in said.collectives for one in c.hidden_by}
-    assert {region for region, _ in names} <= {region.value for region in meta.Region}
+    assert {region for region, _ in names} <= {region.value for region in node_meta.Region}
     assert ("backward", "layers.0") in names or ("optimizer", "") in names
     times = [[one.us for one in c.hidden_by] for c in said.collectives]
     assert times == [sorted(row, reverse=True) for row in times]
@@ -142,7 +142,7 @@ def test_what_hides_a_collective_is_named(said: Explanation) -> None:
 def test_a_driven_device_waits_for_its_host(scheduled: Program) -> None:
     gpu = CostModel.default("h200+nvlink")
     step = explain(scheduled, step="train", strategy="DDP", backend="eager", cost=gpu).predicted
-    num_collectives = sum(map(ops.is_collective, scheduled.graph.nodes))
+    num_collectives = sum(map(op_info.is_collective, scheduled.graph.nodes))
     host_us = sum(map(gpu.host_us, scheduled.graph.nodes)) + num_collectives * gpu.launch_us
     assert step.host_us == pytest.approx(host_us)
     assert step.step_us == max(step.device_us, step.host_us)

@@ -12,15 +12,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.builders import LiveBytes
 from tests.unit.capture.steps import Blocks, captured, train
+from wholestep.api.report.prediction import predict
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.lower.eager import lower
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta
+from wholestep.ir.program import InputKind, MeshAxis, Program
+from wholestep.lower.base.eager_backend import lower
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 from wholestep.place.strategies import place
-from wholestep.program import meta
-from wholestep.program.program import InputKind, MeshAxis, Program
-from wholestep.report.prediction import predict
 
 COST = CostModel.default("cpu+gloo")
 OPTIMIZERS = {
@@ -49,7 +49,7 @@ def test_the_predicted_peak_is_what_a_run_keeps_alive(ranks: int, rows: int, opt
     program = _scheduled(place(found.program, DDP(bucket_bytes=20_000), axis if ranks > 1 else None))
     peak = predict(program, COST).peak
     inputs = found.binding.inputs([model, opt, x])
-    input_bytes = sum(map(meta.num_bytes, program.placeholders))
+    input_bytes = sum(map(node_meta.num_bytes, program.placeholders))
     with LiveBytes() as live, torch.no_grad():
         live.know([one for one in inputs if isinstance(one, torch.Tensor)])
         lower(program)(inputs)
@@ -57,7 +57,7 @@ def test_the_predicted_peak_is_what_a_run_keeps_alive(ranks: int, rows: int, opt
     assert peak.by_category["parameters"] == sum(4 * one.numel() for one in model.parameters())
     pairs = zip(program.placeholders, program.inputs, strict=True)
     assert peak.by_category["optimizer state"] == sum(
-        meta.num_bytes(node) for node, record in pairs if record.kind is InputKind.OPTIMIZER
+        node_meta.num_bytes(node) for node, record in pairs if record.kind is InputKind.OPTIMIZER
     )
 
 

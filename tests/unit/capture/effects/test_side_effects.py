@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture.effects import SideEffects, writer_of
-from wholestep.capture.left import Left
-from wholestep.capture.scene import Scene
+from wholestep.capture.effects.optimizer_effects import Left
+from wholestep.capture.effects.side_effects import SideEffects, writer_of
+from wholestep.capture.reach.step_context import Scene
 from wholestep.errors import CaptureError, HyperparameterError
 
 

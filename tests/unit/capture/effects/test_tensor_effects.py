@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.nests import Nests
-from wholestep.capture.replaced import Mirror, Way
+from wholestep.capture.effects.object_effects import Nests
+from wholestep.capture.effects.tensor_effects import Mirror, Way
 
 
 def mirror(way: Way) -> tuple[Mirror, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.overlap import overlaps
+from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.errors import CaptureError
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import Blocks, calls, differing, mutating, program_of, train, twins
-from wholestep.capture.functional import functional_twin
-from wholestep.program.program import InputKind, OutputKind, Program
+from wholestep.capture.functionalize.functionalize import functional_twin
+from wholestep.ir.program import InputKind, OutputKind, Program
 
 
 @torch.library.custom_op("wholestep_unit::halve_", mutates_args=("x",))

@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.unit.capture.steps import calls, program_of
-from wholestep.capture import part
-from wholestep.capture.functional import Functional, functionalize
-from wholestep.program import edit, meta, ops
+from wholestep.capture.functionalize import mutation_subgraph
+from wholestep.capture.functionalize.functionalize import Functional, functionalize
+from wholestep.ir import graph_edit, node_meta, op_info
 
 
 def nothing_is_written(x: Tensor, y: Tensor) -> Any:
@@ -131,7 +131,7 @@ STEPS: list[Callable[..., Any]] = [
 @pytest.fixture
 def never_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else most of these steps need no second trace."""
-    monkeypatch.setattr("wholestep.capture.functional.rewritten", lambda whole, inputs: None)
+    monkeypatch.setattr("wholestep.capture.functionalize.functionalize.rewritten", lambda whole, inputs: None)
 
 
 def traced(step: Callable[..., Any]) -> tuple[fx.GraphModule, list[Tensor], FakeTensorMode]:
@@ -153,8 +153,8 @@ def _leaves(one: Any) -> list[Any]:
 def made_functional(step: Callable[..., Any]) -> Functional:
     module, inputs, mode = traced(step)
     made = functionalize(module, inputs, mode, [None] * len(inputs), {})
-    edit.set_results(made.module.graph, [*made.results, *made.writes.values()])
-    edit.remove_dead_code(made.module.graph)
+    graph_edit.set_results(made.module.graph, [*made.results, *made.writes.values()])
+    graph_edit.remove_dead_code(made.module.graph)
     made.module.recompile()
     return made
 
@@ -164,7 +164,7 @@ def described(made: Functional) -> list[str]:
     storages: dict[int, int] = {}
     lines = [f"writes {dict(made.writes)}, results {made.results}"]
     for node in made.module.graph.nodes:
-        tensors = [] if node.op == "output" else list(meta.tensors(node))
+        tensors = [] if node.op == "output" else list(node_meta.tensors(node))
         places = [storages.setdefault(one.untyped_storage()._cdata, len(storages)) for one in tensors]
         layouts = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors]
         lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {layouts} {places}")
@@ -177,12 +177,12 @@ def test_the_graph_is_the_one_that_a_trace_of_everything_gives(
 ) -> None:
     ours = made_functional(step)
 
-    class Everything(part._Touched):
+    class Everything(mutation_subgraph._Touched):
         def __init__(self, graph: fx.Graph) -> None:
             super().__init__(graph)
             self.calls = {node for node in graph.nodes if node.op not in ("placeholder", "output")}
 
-    monkeypatch.setattr(part, "_Touched", Everything)
+    monkeypatch.setattr(mutation_subgraph, "_Touched", Everything)
     assert described(ours) == described(made_functional(step))
 
 
@@ -193,7 +193,7 @@ def test_it_computes_what_the_step_does(step: Callable[..., Any], never_directly
 
 def assert_it_computes_what_the_step_does(step: Callable[..., Any]) -> None:
     made = made_functional(step)
-    assert not [node for node in made.module.graph.nodes if ops.mutated_args(node.target)]
+    assert not [node for node in made.module.graph.nodes if op_info.mutated_args(node.target)]
     eager, ours = ([torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[7.0, 1.0], [2.0, 3.0]])] for _ in range(2))
     out = step(*eager)
     wanted = [leaf for one in (out if isinstance(out, tuple) else (out,)) for leaf in _leaves(one)]
@@ -207,14 +207,14 @@ def assert_it_computes_what_the_step_does(step: Callable[..., Any]) -> None:
 def test_forward_and_backward_are_not_traced_again(monkeypatch: pytest.MonkeyPatch, never_directly: None) -> None:
     """Of an ordinary training, what updates parameters alone is."""
     seen: list[list[Any]] = []
-    original = part.part_of
+    original = mutation_subgraph.part_of
 
-    def watched(whole: fx.GraphModule) -> part.Part:
+    def watched(whole: fx.GraphModule) -> mutation_subgraph.Part:
         made = original(whole)
         seen.append([node.target for node in made.stands_for])
         return made
 
-    monkeypatch.setattr("wholestep.capture.functional.part_of", watched)
+    monkeypatch.setattr("wholestep.capture.functionalize.functionalize.part_of", watched)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 

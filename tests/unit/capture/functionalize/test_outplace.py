@@ -13,10 +13,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from tests.unit.capture import test_part as steps
+from tests.unit.capture.functionalize import test_mutation_subgraph as steps
 from tests.unit.capture.steps import calls, program_of
-from wholestep.capture import capture, direct, functional
-from wholestep.program import meta, ops
+from wholestep.capture import capture
+from wholestep.capture.functionalize import functionalize, outplace
+from wholestep.ir import node_meta, op_info
 
 aten = torch.ops.aten
 
@@ -86,13 +87,13 @@ TAKEN = {
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """What is traced a second time."""
     seen: list[fx.GraphModule] = []
-    original = functional._traced_again
+    original = functionalize._traced_again
 
-    def noted(traced: fx.GraphModule, *rest: Any) -> functional.Functional:
+    def noted(traced: fx.GraphModule, *rest: Any) -> functionalize.Functional:
         seen.append(traced)
         return original(traced, *rest)
 
-    monkeypatch.setattr(functional, "_traced_again", noted)
+    monkeypatch.setattr(functionalize, "_traced_again", noted)
     return seen
 
 
@@ -102,7 +103,7 @@ def test_what_is_written_to_as_a_whole_needs_no_second_trace(
 ) -> None:
     ours = steps.made_functional(step)
     assert (not traces) == (step.__name__ in TAKEN)
-    monkeypatch.setattr(functional, "rewritten", lambda whole, inputs: None)
+    monkeypatch.setattr(functionalize, "rewritten", lambda whole, inputs: None)
     assert steps.described(ours) == steps.described(steps.made_functional(step))
 
 
@@ -140,12 +141,12 @@ def test_a_training_is_traced_once_and_the_graph_is_the_one_of_a_second_trace(
 ) -> None:
     captures: list[int] = []
 
-    def twice(*args: Any) -> functional.Functional:
-        ours = functional.functionalize(*args)
+    def twice(*args: Any) -> functionalize.Functional:
+        ours = functionalize.functionalize(*args)
         assert not traces
         with monkeypatch.context() as patch:
-            patch.setattr(functional, "rewritten", lambda whole, inputs: None)
-            assert values(ours) == values(functional.functionalize(*args))
+            patch.setattr(functionalize, "rewritten", lambda whole, inputs: None)
+            assert values(ours) == values(functionalize.functionalize(*args))
         traces.clear()
         captures.append(len(args))
         return ours
@@ -165,22 +166,22 @@ def test_a_training_is_traced_once_and_the_graph_is_the_one_of_a_second_trace(
 
     program = program_of(train, torch.ones(3, 4))
     assert len(captures) == 1
-    assert not [node for node in calls(program) if ops.mutated_args(node.target)]
+    assert not [node for node in calls(program) if op_info.mutated_args(node.target)]
 
 
-def values(made: functional.Functional) -> tuple[Any, ...]:
+def values(made: functionalize.Functional) -> tuple[Any, ...]:
     """Results, writes, and how often each value is computed, in any order; names of nodes and of symbols left out."""
     told: dict[fx.Node, str] = {}
     storages: set[int] = set()
     for node in made.module.graph.nodes:
         if node.op == "output":
             continue
-        tensors = [one for one in meta.tensors(node) if one.layout is torch.strided]
+        tensors = [one for one in node_meta.tensors(node) if one.layout is torch.strided]
         storages.update(one.untyped_storage()._cdata for one in tensors)
         layouts = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors]
         given = fx.map_arg((node.args, node.kwargs), lambda arg: told_number(told[arg]))
         name = node.name if node.op == "placeholder" else ""
-        told[node] = f"{name} {node.target} {given} {layouts} {meta.origin(node)}"
+        told[node] = f"{name} {node.target} {given} {layouts} {node_meta.origin(node)}"
     ends = [told[one] if isinstance(one, fx.Node) else one for one in made.results]
     return ends, {place: told[one] for place, one in made.writes.items()}, Counter(told.values()), len(storages)
 
@@ -190,9 +191,9 @@ def told_number(text: str) -> str:
 
 
 def test_forms_are_those_with_the_same_arguments() -> None:
-    assert direct._functional_form(aten.add_.Tensor) is aten.add.Tensor
-    assert direct._functional_form(aten._foreach_lerp_.Scalar) is aten._foreach_lerp.Scalar
-    assert direct._functional_form(aten.copy_.default) is aten.copy.default
+    assert outplace._functional_form(aten.add_.Tensor) is aten.add.Tensor
+    assert outplace._functional_form(aten._foreach_lerp_.Scalar) is aten._foreach_lerp.Scalar
+    assert outplace._functional_form(aten.copy_.default) is aten.copy.default
     for op in (
         aten.bernoulli_.float,
         aten.t_.default,
@@ -202,7 +203,7 @@ def test_forms_are_those_with_the_same_arguments() -> None:
         aten.pow_.Scalar,
         "add_",
     ):
-        assert direct._functional_form(op) is None
+        assert outplace._functional_form(op) is None
 
 
 def test_the_autocast_of_the_caller_does_not_touch_a_form(traces: list[fx.GraphModule]) -> None:
@@ -216,7 +217,9 @@ def test_the_autocast_of_the_caller_does_not_touch_a_form(traces: list[fx.GraphM
     with torch.autocast("cpu", torch.bfloat16):
         program = program_of(step, torch.ones(2, 2))
     assert not traces
-    assert [meta.tensor(node).dtype for node in calls(program) if node.target is aten.addmm.default] == [torch.float32]
+    assert [node_meta.tensor(node).dtype for node in calls(program) if node.target is aten.addmm.default] == [
+        torch.float32
+    ]
 
 
 def test_the_work_is_linear_in_the_length_of_lists() -> None:
@@ -235,7 +238,7 @@ def test_the_work_is_linear_in_the_length_of_lists() -> None:
 
         sys.setprofile(count_frames)
         try:
-            assert direct.rewritten(module, list(inputs)) is not None
+            assert outplace.rewritten(module, list(inputs)) is not None
         finally:
             sys.setprofile(None)
         return frames

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.unit import builders
-from wholestep.capture.storage import Sizes, is_freed, num_bytes, place_of
+from wholestep.capture.functionalize.storage_resize import Sizes, is_freed, num_bytes, place_of
 from wholestep.errors import InternalError
-from wholestep.program import ops
-from wholestep.program.spec import verify
+from wholestep.ir import op_info
+from wholestep.ir.verifier import verify
 
 
 def test_the_sentence_says_which_storage_has_another_size():
@@ -43,25 +43,25 @@ def test_the_place_of_a_tensor_is_its_storage_and_its_shape():
 
 def test_resizing_in_place_frees_and_allocates():
     x = torch.ones(3)
-    assert ops.RESIZE_STORAGE_(x, 0) is x
+    assert op_info.RESIZE_STORAGE_(x, 0) is x
     assert x.untyped_storage().size() == 0
-    ops.RESIZE_STORAGE_(x, 12)
+    op_info.RESIZE_STORAGE_(x, 12)
     assert x.untyped_storage().size() == 12
 
 
 def test_resizing_out_of_place_leaves_the_argument_alone():
     x = torch.ones(2, 3).t()
-    freed = ops.RESIZE_STORAGE(x, 0)
+    freed = op_info.RESIZE_STORAGE(x, 0)
     assert (freed.shape, freed.stride(), freed.untyped_storage().size()) == (x.shape, x.stride(), 0)
-    assert ops.RESIZE_STORAGE(freed, 24).untyped_storage().size() == 24
+    assert op_info.RESIZE_STORAGE(freed, 24).untyped_storage().size() == 24
     assert torch.equal(x, torch.ones(3, 2))
-    assert ops.in_place_variant(ops.RESIZE_STORAGE) is ops.RESIZE_STORAGE_
+    assert op_info.in_place_variant(op_info.RESIZE_STORAGE) is op_info.RESIZE_STORAGE_
 
 
 def test_a_version_counter_is_read_and_set():
     x = torch.ones(2).add_(1).add_(1)
-    assert ops.VERSION(x) == 2
-    ops.SET_VERSION(x, 7)
+    assert op_info.VERSION(x) == 2
+    op_info.SET_VERSION(x, 7)
     assert x._version == 7
 
 

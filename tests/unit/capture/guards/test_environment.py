@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from wholestep.capture.outside import UNSET, Outside, environment_read
+from wholestep.capture.guards.environment import UNSET, Outside, environment_read
 
 
 def test_variables_that_were_read_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import native, tree
+from wholestep.capture.native import build
+from wholestep.capture.python import tree_util
 
 WEIGHT_OF_LOSS = 1.0
 
@@ -72,7 +73,7 @@ class Bench:
 
     def why_not(self, *args: Any) -> str | None:
         """What the guards of the last trace say to a call."""
-        leaves, spec = tree.flatten(((args or self.args), {}))
+        leaves, spec = tree_util.flatten(((args or self.args), {}))
         return self.step._last().captured.guards.why_not(leaves, spec)
 
     @property
@@ -296,9 +297,9 @@ def test_a_gradient_at_entry_of_another_layout(kind: str) -> None:
 
 def test_the_native_look_takes_over_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is built, the guards compare in Python; what changed before it came is not taken for granted."""
-    assert native.wait() == ""
+    assert build.wait() == ""
     with monkeypatch.context() as patched:
-        patched.setattr(native, "module", lambda: None)
+        patched.setattr(build, "module", lambda: None)
         bench = Bench()
     guards = bench.step._last().captured.guards
     assert guards._look is None
@@ -343,7 +344,7 @@ def test_a_single_gradient_that_is_zero(kind: str) -> None:
     x = torch.ones(1)
     step(x)
     weight.grad = None
-    leaves, spec = tree.flatten(((x,), {}))
+    leaves, spec = tree_util.flatten(((x,), {}))
     guards = step._last().captured.guards
     assert guards.why_not(leaves, spec) is None
     weight.grad = torch.zeros(1)

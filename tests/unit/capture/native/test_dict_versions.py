@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from wholestep.capture import quick
-from wholestep.capture.native import probe
-from wholestep.capture.views import behind
+from wholestep.capture.guards import fast_guards
+from wholestep.capture.native import self_test
+from wholestep.capture.python.container_views import behind
 
 WATCHED = sys.version_info >= (3, 12)
 """Whether Python tells of writes."""
@@ -359,7 +359,7 @@ def take():
 while take():
     pass
 from wholestep.capture import native, quick
-from wholestep.capture.native.probe import PARAMETER
+from wholestep.capture.native.self_test import PARAMETER
 if sys.version_info >= (3, 14):  # no versions to read either, so there is no native look
     assert "fails its test" in native.wait()
     sys.exit()
@@ -522,7 +522,7 @@ def hooked() -> nn.Parameter:
 
 
 def look_at_tensor(module: ModuleType, param: nn.Parameter) -> Any:
-    return module.Look((param,), bytes([probe.PARAMETER]), (), ())
+    return module.Look((param,), bytes([self_test.PARAMETER]), (), ())
 
 
 HOOK_CHANGES: dict[str, Change] = {
@@ -542,11 +542,11 @@ def test_a_change_among_hooks_is_seen(module: ModuleType, name: str) -> None:
     look = look_at_tensor(module, param)
     assert look.moved() == () == look.moved()
     HOOK_CHANGES[name](param)
-    assert look.moved() == (quick.TENSORS,) == look.moved()
+    assert look.moved() == (fast_guards.TENSORS,) == look.moved()
     look.renew()
     assert look.moved() == () == look.moved()
     param.register_hook(lambda grad: None)
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
 
 
 @NEEDS_WATCHERS
@@ -556,7 +556,7 @@ def test_hooks_are_watched_as_long_as_a_look_lives(module: ModuleType) -> None:
     look = look_at_tensor(module, param)
     assert num_watchers(first) == 1
     param._backward_hooks = second = OrderedDict(first)
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
     look.renew()
     assert (num_watchers(first), num_watchers(second)) == (0, 1)
     look = None
@@ -574,14 +574,14 @@ def test_hooks_that_are_gone_leave_their_address_to_others(module: ModuleType) -
         others.append(OrderedDict({0: 1}))
     other = look_at(module, others[-1])
     others[-1].clear()
-    assert (look.moved(), other.moved()) == ((quick.TENSORS,), (0,))
+    assert (look.moved(), other.moved()) == ((fast_guards.TENSORS,), (0,))
     del other
     assert not WATCHED or num_watchers(others[-1]) == 0
     param._backward_hooks = OrderedDict({0: lambda grad: None})
     look.renew()
     assert look.moved() == ()
     param._backward_hooks.clear()  # type: ignore[attr-defined]
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
     look.renew()
     gone = weakref.ref(param)
     del param

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import wholestep as ws
-from wholestep.capture import native
-from wholestep.capture.trace import CAPTURING
-from wholestep.program.program import Stage
-from wholestep.step import CompiledStep
+from wholestep.api.compiled_step import CompiledStep
+from wholestep.capture.native import build
+from wholestep.capture.tracing.tracer import CAPTURING
+from wholestep.ir.program import Stage
 
-pytestmark = pytest.mark.skipif(native.wait() != "", reason="there is no native look")
+pytestmark = pytest.mark.skipif(build.wait() != "", reason="there is no native look")
 
 
 def hits(step: CompiledStep) -> int:
@@ -168,7 +168,7 @@ def test_wrong_use_of_the_native_types() -> None:
         with pytest.raises(TypeError, match="args: tuple, kwargs: dict"):
             shortcut(*args)
     assert shortcut([torch.ones(2)], {}) is shortcut
-    module = native.module()
+    module = build.module()
     assert module is not None
     with pytest.raises(TypeError):
         module.Shortcut(1, 2, 3, 4, 5, 6, 7, 8)

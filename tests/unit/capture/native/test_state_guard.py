@@ -25,10 +25,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture import native, quick, tree
-from wholestep.capture.guards import aliases_of, describe
-from wholestep.capture.native import probe
-from wholestep.capture.views import behind
+from wholestep.capture.guards import fast_guards
+from wholestep.capture.guards.guards import aliases_of, describe
+from wholestep.capture.native import build, self_test
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.container_views import behind
 
 Change = Callable[[Any], object]
 
@@ -64,45 +65,45 @@ PARAMETER_CHANGES: dict[str, Change] = {
 def check(module: ModuleType, change: Change, tensor: Tensor, want: int) -> None:
     others = [torch.zeros(3, 4) for _ in range(3)]  # before and behind it: every place is looked at
     tensors = (*others[:2], tensor, others[2])
-    look = module.Look(tensors, bytes([probe.STATE, probe.PARAMETER, want, probe.STATE]), (), ())
+    look = module.Look(tensors, bytes([self_test.STATE, self_test.PARAMETER, want, self_test.STATE]), (), ())
     assert look.moved() == () == look.moved()
     with torch.no_grad():
         tensor.zero_()  # numbers are no matter of the look
-        assert look.moved() == (quick.MODES,)
+        assert look.moved() == (fast_guards.MODES,)
         change(tensor)
-    assert look.moved() == (quick.TENSORS,)
-    assert look.moved() == (quick.TENSORS,), "what was told once must not be taken for granted"
+    assert look.moved() == (fast_guards.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,), "what was told once must not be taken for granted"
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 1), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6), ()])
 def test_shapes_and_strides_of_any_rank_are_seen(module: ModuleType, shape: tuple[int, ...]) -> None:
     tensor = torch.zeros(shape)
-    look = module.Look((tensor,), bytes([probe.STATE]), (), ())
+    look = module.Look((tensor,), bytes([self_test.STATE]), (), ())
     with torch.no_grad():
         tensor.unsqueeze_(0)
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
     look.renew()
     assert look.moved() == ()
     strides = tuple(stride + 1 for stride in tensor.stride())
     tensor.data = torch.empty_strided(tensor.shape, strides)
-    assert look.moved() == (quick.TENSORS,), "strides of dimensions of size one count as well"
+    assert look.moved() == (fast_guards.TENSORS,), "strides of dimensions of size one count as well"
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 3, 4), (2, 3, 4, 5, 6, 7)])
 def test_every_size_counts(module: ModuleType, shape: tuple[int, ...]) -> None:
     for dim in range(len(shape)):
         tensor = torch.empty(shape)
-        look = module.Look((tensor,), bytes([probe.STATE]), (), ())
+        look = module.Look((tensor,), bytes([self_test.STATE]), (), ())
         tensor.data = torch.empty([size + (number == dim) for number, size in enumerate(shape)])
-        assert look.moved() == (quick.TENSORS,)
+        assert look.moved() == (fast_guards.TENSORS,)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_a_state_tensor_is_seen(module: ModuleType, name: str) -> None:
-    check(module, CHANGES[name], torch.zeros(3, 4), probe.STATE)
+    check(module, CHANGES[name], torch.zeros(3, 4), self_test.STATE)
 
 
-@pytest.mark.parametrize("want", [probe.PARAMETER, probe.WITHOUT_GRADIENT])
+@pytest.mark.parametrize("want", [self_test.PARAMETER, self_test.WITHOUT_GRADIENT])
 @pytest.mark.parametrize("name", [*CHANGES, *PARAMETER_CHANGES])
 def test_a_change_of_a_parameter_is_seen(module: ModuleType, name: str, want: int) -> None:
     check(module, (CHANGES | PARAMETER_CHANGES)[name], nn.Parameter(torch.zeros(3, 4)), want)
@@ -119,15 +120,15 @@ GRADIENTS: dict[str, Change] = {
 def test_a_change_of_a_gradient_at_entry_is_seen(module: ModuleType, name: str) -> None:
     param = nn.Parameter(torch.zeros(3, 4))
     param.grad = torch.zeros(3, 4)
-    look = module.Look((param,), bytes([probe.WITH_GRADIENT]), (), ())
+    look = module.Look((param,), bytes([self_test.WITH_GRADIENT]), (), ())
     param.grad = torch.ones(3, 4)  # another tensor of the same kind
     assert look.moved() == ()
     GRADIENTS[name](param)
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
 
 
 def test_a_gradient_that_appears_is_seen_where_it_matters(module: ModuleType) -> None:
-    for want, seen in ((probe.WITHOUT_GRADIENT, (quick.TENSORS,)), (probe.PARAMETER, ())):
+    for want, seen in ((self_test.WITHOUT_GRADIENT, (fast_guards.TENSORS,)), (self_test.PARAMETER, ())):
         param = nn.Parameter(torch.zeros(1))
         look = module.Look((param,), bytes([want]), (), ())
         param.grad = torch.zeros(1)
@@ -138,22 +139,22 @@ def test_hooks_added_to_and_removed_from_those_that_are_there(module: ModuleType
     param = nn.Parameter(torch.zeros(2))
     handles = [param.register_hook(lambda grad: None), param.register_post_accumulate_grad_hook(lambda t: None)]
     for change in (handles[0].remove, handles[1].remove, lambda: param.register_hook(lambda grad: None)):
-        look = module.Look((param,), bytes([probe.PARAMETER]), (), ())
+        look = module.Look((param,), bytes([self_test.PARAMETER]), (), ())
         assert look.moved() == ()
         change()
-        assert look.moved() == (quick.TENSORS,)
+        assert look.moved() == (fast_guards.TENSORS,)
 
 
 def test_renew_takes_the_tensors_as_they_are(module: ModuleType) -> None:
     tensor, other = torch.zeros(2), torch.zeros(2)
-    look = module.Look((tensor,), bytes([probe.STATE]), (), ())
+    look = module.Look((tensor,), bytes([self_test.STATE]), (), ())
     torch._C._swap_tensor_impl(tensor, other)
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
     look.renew()
     del other
     assert look.moved() == ()
     tensor.data = torch.zeros(3)
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
 
 
 def test_what_cannot_be_taken_is_named_again(module: ModuleType) -> None:
@@ -162,21 +163,21 @@ def test_what_cannot_be_taken_is_named_again(module: ModuleType) -> None:
     look = module.Look(tensors, bytes(2), (), ())
     torch._C._swap_tensor_impl(tensors[1], torch.zeros(2).to_sparse())
     for _ in range(3):
-        assert look.moved() == (quick.TENSORS,)
+        assert look.moved() == (fast_guards.TENSORS,)
         look.renew()
 
 
 def test_modes_are_renewed(module: ModuleType) -> None:
     look = module.Look((), b"", (), ())
     with torch.no_grad():
-        assert look.moved() == (quick.MODES,)
+        assert look.moved() == (fast_guards.MODES,)
         look.renew()
         assert look.moved() == ()
-    assert look.moved() == (quick.MODES,)
+    assert look.moved() == (fast_guards.MODES,)
     look.renew()
     for device in ("meta", "cpu"):  # one mode on the stack says nothing about which device it stands for
         with torch.device(device):
-            assert look.moved() == (quick.MODES,)
+            assert look.moved() == (fast_guards.MODES,)
             look.renew()
 
 
@@ -190,25 +191,25 @@ def test_what_a_tensor_wrapped_may_die(module: ModuleType) -> None:
     del others, other
     gc.collect()
     fresh = [torch.zeros(3, 4) for _ in range(300)]
-    assert look.moved() == (quick.TENSORS,)
+    assert look.moved() == (fast_guards.TENSORS,)
     del fresh
 
 
 def test_tensors_can_be_swapped_while_they_are_looked_at(module: ModuleType) -> None:
     """torch refuses to swap what somebody else refers to, weakly or not: so the look must hold no TensorImpl."""
     tensors = (torch.zeros(3, 4), nn.Parameter(torch.zeros(3, 4)))
-    look = module.Look(tensors, bytes([probe.STATE, probe.PARAMETER]), (), ())
+    look = module.Look(tensors, bytes([self_test.STATE, self_test.PARAMETER]), (), ())
     for tensor, other in zip(tensors, (torch.ones(3, 4), nn.Parameter(torch.ones(3, 4))), strict=True):
         assert look.moved() == ()
         torch.utils.swap_tensors(tensor, other)
-        assert look.moved() == (quick.TENSORS,)
+        assert look.moved() == (fast_guards.TENSORS,)
         look.renew()
 
 
 def test_what_it_cannot_look_at_is_refused(module: ModuleType) -> None:
     for thing in (torch.zeros(2).to_sparse(), torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2)), 5):
         with pytest.raises(TypeError):
-            module.Look((thing,), bytes([probe.STATE]), (), ())
+            module.Look((thing,), bytes([self_test.STATE]), (), ())
     with pytest.raises(TypeError, match="neither dict"):
         module.Look((), b"", ({1},), (None,))
 
@@ -383,18 +384,18 @@ def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
 
 
 @pytest.fixture(params=["native", "plain"])
-def inputs(request: pytest.FixtureRequest) -> Callable[..., quick.Inputs]:
+def inputs(request: pytest.FixtureRequest) -> Callable[..., fast_guards.Inputs]:
     """Makes inputs of: tensors, numbers, user, grads."""
-    assert native.wait() == ""
+    assert build.wait() == ""
 
-    def make(tensors: list[Any], numbers: Any = (), user: Any = (), grads: Any = ()) -> quick.Inputs:
-        made = quick.PlainInputs(tensors, numbers, user, grads)
+    def make(tensors: list[Any], numbers: Any = (), user: Any = (), grads: Any = ()) -> fast_guards.Inputs:
+        made = fast_guards.PlainInputs(tensors, numbers, user, grads)
         return made.native() if request.param == "native" else made
 
     return make
 
 
-Make = Callable[..., quick.Inputs]
+Make = Callable[..., fast_guards.Inputs]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -488,16 +489,16 @@ def test_inputs_in_a_cycle_are_collected(inputs: Make) -> None:
 # ---- arguments
 
 
-def matcher(args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Tensor, ...] = ()) -> quick.Match | None:
-    leaves, spec = tree.flatten((args, kwargs))
+def matcher(args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Tensor, ...] = ()) -> fast_guards.Match | None:
+    leaves, spec = tree_util.flatten((args, kwargs))
     data = [isinstance(leaf, torch.Tensor) and all(leaf is not one for one in state) for leaf in leaves]
     described = [describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
-    return quick.match(spec, described, data, aliases_of(leaves, data), state)
+    return fast_guards.match(spec, described, data, aliases_of(leaves, data), state)
 
 
-def same_as_flatten(made: quick.Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def same_as_flatten(made: fast_guards.Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     found = made.match((args, kwargs))
-    wanted = tree.flatten((args, kwargs))[0]
+    wanted = tree_util.flatten((args, kwargs))[0]
     return found is not None and len(found) == len(wanted) and all(a is b for a, b in zip(found, wanted, strict=True))
 
 
@@ -585,8 +586,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     The compiler takes half a second, and longer while there is a file ``hold``.
     """
-    built = native.library()
-    assert native.wait() == ""
+    built = build.library()
+    assert build.wait() == ""
     compiler = tmp_path / "compiler"
     compiler.write_text(
         f"#!{sys.executable}\nimport os, shutil, sys, time\nopen({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
@@ -596,10 +597,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     compiler.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.delenv(native.SWITCH, raising=False)
-    monkeypatch.setattr(native, "_build", native._Build())
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    monkeypatch.setattr(build, "_build", build._Build())
     yield tmp_path
-    native.wait(10)
+    build.wait(10)
 
 
 def num_builds(cache: Path) -> int:
@@ -610,7 +611,7 @@ def num_builds(cache: Path) -> int:
 @contextmanager
 def held_lock() -> Iterator[Path]:
     """The lock file, held as by another process that builds."""
-    lock = native.library().with_suffix(".lock")
+    lock = build.library().with_suffix(".lock")
     lock.parent.mkdir(mode=0o700, parents=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -620,29 +621,29 @@ def held_lock() -> Iterator[Path]:
 def test_the_first_call_does_not_wait(cache: Path) -> None:
     hold = cache / "hold"
     hold.touch()
-    assert native.module() is None
-    assert native.why_not() == "it is being built"
+    assert build.module() is None
+    assert build.why_not() == "it is being built"
     hold.unlink()
-    assert native.wait() == ""
-    assert native.module() is not None
-    assert native.library().parent.stat().st_mode & 0o777 == 0o700
-    assert [path.name for path in native.library().parent.iterdir()] == [native.library().name]
+    assert build.wait() == ""
+    assert build.module() is not None
+    assert build.library().parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in build.library().parent.iterdir()] == [build.library().name]
 
 
 def test_what_is_built_is_loaded_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.build()
-    monkeypatch.setattr(native, "_build", native._Build())
-    assert native.module() is not None
+    build.build()
+    monkeypatch.setattr(build, "_build", build._Build())
+    assert build.module() is not None
     assert num_builds(cache) == 1
 
 
 def test_many_build_once(cache: Path) -> None:
-    threads = [threading.Thread(target=native.build) for _ in range(4)]
+    threads = [threading.Thread(target=build.build) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert native.library().exists()
+    assert build.library().exists()
     assert num_builds(cache) == 1
 
 
@@ -656,31 +657,31 @@ native.build()
 
 def test_what_a_process_that_was_killed_left_behind_is_taken_over(cache: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], check=False, timeout=120)
-    lock = native.library().with_suffix(".lock")
+    lock = build.library().with_suffix(".lock")
     assert killed.returncode == -signal.SIGKILL
     assert lock.exists()
     half = lock.with_suffix(".tmp")
     half.touch()
-    old = time.time() - native.STALE_S - 1
+    old = time.time() - build.STALE_S - 1
     os.utime(half, (old, old))
-    native.build()
+    build.build()
     assert not half.exists()
-    assert native.library().exists()
+    assert build.library().exists()
     assert not lock.exists()
 
 
 def test_a_build_for_another_torch_may_end_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is renamed between two looks at the folder."""
-    path, glob = native.library(), Path.glob
+    path, glob = build.library(), Path.glob
     monkeypatch.setattr(Path, "glob", lambda folder, what: [*glob(folder, what), path.with_name("look-other.7.tmp")])
-    native.build()
+    build.build()
     assert path.exists()
 
 
 def test_a_lock_that_is_held_is_respected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "BUILD_TIMEOUT_S", 0.3)
-    with held_lock() as lock, pytest.raises(native.Unavailable, match="another process has held"):
-        native.build()
+    monkeypatch.setattr(build, "BUILD_TIMEOUT_S", 0.3)
+    with held_lock() as lock, pytest.raises(build.Unavailable, match="another process has held"):
+        build.build()
     assert num_builds(cache) == 0
     assert lock.exists()
 
@@ -688,9 +689,9 @@ def test_a_lock_that_is_held_is_respected(cache: Path, monkeypatch: pytest.Monke
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.INFO, logger="wholestep"):
-        assert native.wait() == "there is no C++ compiler (no-such-compiler) on the PATH"
+        assert build.wait() == "there is no C++ compiler (no-such-compiler) on the PATH"
         for _ in range(3):
-            assert native.module() is None
+            assert build.module() is None
     assert len([record for record in caplog.records if "no C++ compiler" in record.getMessage()]) == 1
 
 
@@ -699,33 +700,33 @@ def test_a_compiler_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     bad.write_text("#!/bin/sh\necho note\necho 'look.cpp:3: error: no header'\nexit 1\n")
     bad.chmod(0o700)
     monkeypatch.setenv("CXX", str(bad))
-    assert native.wait().endswith("failed: look.cpp:3: error: no header")
-    assert list(native.library().parent.iterdir()) == []
+    assert build.wait().endswith("failed: look.cpp:3: error: no header")
+    assert list(build.library().parent.iterdir()) == []
 
 
 def test_a_library_that_is_none(cache: Path) -> None:
-    path = native.library()
+    path = build.library()
     path.parent.mkdir(mode=0o700, parents=True)
     path.write_bytes(b"no library")
-    assert "cannot be loaded" in native.wait()
+    assert "cannot be loaded" in build.wait()
 
 
 def test_a_folder_that_others_can_write_to(cache: Path) -> None:
-    path = native.build()
+    path = build.build()
     path.parent.chmod(0o777)
-    assert "can be written by others" in native.wait()
-    assert native.module() is None
+    assert "can be written by others" in build.wait()
+    assert build.module() is None
 
 
 def test_a_library_that_fails_its_test(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "fault", lambda module: "dict: cleared")
-    assert native.wait() == "the library fails its test: dict: cleared"
+    monkeypatch.setattr(build, "fault", lambda module: "dict: cleared")
+    assert build.wait() == "the library fails its test: dict: cleared"
 
 
 def test_the_switch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert native.wait() == "WHOLESTEP_NATIVE=0 switches it off"
-    assert native.module() is None
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.wait() == "WHOLESTEP_NATIVE=0 switches it off"
+    assert build.module() is None
     assert num_builds(cache) == 0
 
 
@@ -737,25 +738,25 @@ def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CXX": str(slow)}, timeout=50)
     assert time.monotonic() - start < 45
-    assert list(native.library().parent.iterdir()) == []
+    assert list(build.library().parent.iterdir()) == []
 
 
 def test_a_process_that_ends_starts_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may be on the way there, and nobody would end what it starts."""
-    monkeypatch.setattr(native, "_ending", threading.Event())
-    native._give_up()
-    with pytest.raises(native.Unavailable, match="the program ends"):
-        native.build()
+    monkeypatch.setattr(build, "_ending", threading.Event())
+    build._give_up()
+    with pytest.raises(build.Unavailable, match="the program ends"):
+        build.build()
     assert num_builds(cache) == 0
-    assert list(native.library().parent.iterdir()) == []
+    assert list(build.library().parent.iterdir()) == []
 
 
 def test_a_process_that_ends_waits_for_no_other_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_ending", threading.Event())
+    monkeypatch.setattr(build, "_ending", threading.Event())
     with held_lock() as lock:
-        assert native.module() is None
-        native._give_up()
-        assert native.why_not() == "the program ends"
+        assert build.module() is None
+        build._give_up()
+        assert build.why_not() == "the program ends"
     assert lock.exists()
 
 
@@ -764,13 +765,13 @@ def test_a_file_system_without_locks(cache: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    assert native.build().exists()
+    assert build.build().exists()
 
 
 class Blind:
     """A look that sees nothing, for the test of the library."""
 
-    TENSORS = quick.TENSORS
+    TENSORS = fast_guards.TENSORS
 
     class Look:
         def __init__(self, *args: Any) -> None:
@@ -784,7 +785,7 @@ class BlindFor:
     """A look that sees everything but what is written to some things: ``things(tensors, dicts)`` says which."""
 
     def __init__(self, module: ModuleType, things: Callable[[Any, Any], bool]) -> None:
-        self._module, self._things, self.TENSORS = module, things, quick.TENSORS
+        self._module, self._things, self.TENSORS = module, things, fast_guards.TENSORS
 
     def Look(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
         return (
@@ -794,7 +795,7 @@ class BlindFor:
 
 BLIND_FOR: dict[str, Callable[[Any, Any], bool]] = {
     "class: an attribute replaced": lambda _, dicts: any("__module__" in one for one in dicts),
-    "dict: an attribute written": lambda _, dicts: any(one.get("a", 0) > probe._WARM for one in dicts),
+    "dict: an attribute written": lambda _, dicts: any(one.get("a", 0) > self_test._WARM for one in dicts),
     "dict: an attribute replaced": lambda _, dicts: {"a": 1, "b": 1} in dicts,
     "parameter: a hook beside another": lambda tensors, _: any(one._backward_hooks for one in tensors),
 }  # fmt: skip
@@ -802,9 +803,9 @@ BLIND_FOR: dict[str, Callable[[Any, Any], bool]] = {
 
 @pytest.mark.parametrize("fault", BLIND_FOR)
 def test_the_test_of_the_library_can_fail(module: ModuleType, fault: str) -> None:
-    assert probe.fault(BlindFor(module, BLIND_FOR[fault])) == fault  # type: ignore[arg-type]
+    assert self_test.fault(BlindFor(module, BLIND_FOR[fault])) == fault  # type: ignore[arg-type]
 
 
 def test_the_test_of_the_library(module: ModuleType) -> None:
-    assert probe.fault(module) == ""
-    assert probe.fault(Blind) == "dict: a value replaced"  # type: ignore[arg-type]
+    assert self_test.fault(module) == ""
+    assert self_test.fault(Blind) == "dict: a value replaced"  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.portrait import Line, NotComparable, portrait
-from wholestep.capture.scene import Scene
-from wholestep.capture.walk import find
+from wholestep.api.cache.object_fingerprint import Line, NotComparable, portrait
+from wholestep.capture.reach.reachability import find
+from wholestep.capture.reach.step_context import Scene
 
 FACTOR = 2.0
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import walk
-from wholestep.capture.views import ContentView
-from wholestep.capture.watch import Watch
+from wholestep.capture.python.container_views import ContentView
+from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.reach import reachability
 from wholestep.errors import CaptureError
 
 
@@ -132,7 +132,7 @@ def test_an_ordinary_model_has_nothing_that_python_has_to_compare() -> None:
         opt.step()
         return x
 
-    found = walk.find(step, (model, torch.optim.AdamW(model.parameters()), torch.ones(2, 2)), {})
+    found = reachability.find(step, (model, torch.optim.AdamW(model.parameters()), torch.ones(2, 2)), {})
     assert not [watch.path for watch in found.watches if isinstance(watch.container, ContentView)]
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import Blocks, calls, captured, differing, peak_bytes, program_of, train, twins
-from wholestep.program import meta
-from wholestep.program.meta import Region
-from wholestep.program.program import Program
+from wholestep.ir import node_meta
+from wholestep.ir.node_meta import Region
+from wholestep.ir.program import Program
 
 
 def clipped(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def program() -> Program:
 
 
 def of_region(program: Program, region: Region) -> list[Any]:
-    return [meta.origin(node) for node in calls(program) if meta.origin(node).region is region]
+    return [node_meta.origin(node) for node in calls(program) if node_meta.origin(node).region is region]
 
 
 def test_forward_nodes_carry_their_module(program: Program) -> None:
@@ -50,7 +50,7 @@ def test_forward_nodes_carry_their_module(program: Program) -> None:
 
 
 def test_every_operator_of_the_forward_is_in_the_forward(program: Program) -> None:
-    by_target = {str(n.target): meta.origin(n) for n in calls(program)}
+    by_target = {str(n.target): node_meta.origin(n) for n in calls(program)}
     for target in ("aten.addmm.default", "aten.native_layer_norm.default", "aten.gelu.default"):
         assert by_target[target].region is Region.FORWARD, target
     for target in ("aten.gelu_backward.default", "aten.native_layer_norm_backward.default"):
@@ -67,7 +67,7 @@ def test_backward_nodes_carry_the_module_of_the_forward(program: Program) -> Non
 
 def test_gradient_products_belong_to_the_layer_they_differentiate(program: Program) -> None:
     products = [n for n in calls(program) if n.target is torch.ops.aten.mm.default]
-    modules = Counter(meta.origin(node).module for node in products)
+    modules = Counter(node_meta.origin(node).module for node in products)
     layers = [f"blocks.{i}.{part}" for i in range(2) for part in ("up", "down")]
     assert modules == {**dict.fromkeys([*layers, "head"], 2), "stem": 1}  # nobody wants the gradient of x
 
@@ -76,7 +76,7 @@ def test_the_update_is_the_optimizers(program: Program) -> None:
     regions: dict[str, set[Region]] = {}
     for node in calls(program):
         regions.setdefault(str(node.target).partition("_foreach_")[2].partition(".")[0], set()).add(
-            meta.origin(node).region
+            node_meta.origin(node).region
         )
     for name in ("lerp", "addcmul", "addcdiv"):
         assert regions[name] == {Region.OPTIMIZER}
@@ -87,13 +87,13 @@ def test_clipping_is_neither_backward_nor_optimizer(program: Program) -> None:
     aten = torch.ops.aten
     norms = [n for n in calls(program) if n.target in (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)]
     assert len(norms) == 2  # that of every parameter in one call, as eager code has it, and the norm of the norms
-    assert {meta.origin(n).region for n in norms} == {Region.OTHER}
+    assert {node_meta.origin(n).region for n in norms} == {Region.OTHER}
     assert {origin.source for origin in of_region(program, Region.OTHER)} == {f"test_origin.py:{LINES['clip']}"}
 
 
 def test_source_lines_of_the_step(program: Program) -> None:
     square = next(n for n in calls(program) if n.target is torch.ops.aten.pow.Tensor_Scalar)
-    assert meta.origin(square).source == f"test_origin.py:{LINES['loss']}"
+    assert node_meta.origin(square).source == f"test_origin.py:{LINES['loss']}"
     # What has no forward operation behind it, such as the first gradient, carries the line of the backward.
     lonely = [o.source for o in of_region(program, Region.BACKWARD) if not o.module]
     assert set(lonely) == {f"test_origin.py:{LINES['loss']}", f"test_origin.py:{LINES['backward']}"}
@@ -103,7 +103,7 @@ def test_source_lines_of_the_step(program: Program) -> None:
 
 
 def test_nothing_is_without_a_line(program: Program) -> None:
-    assert [node.name for node in calls(program) if not meta.origin(node).source] == []
+    assert [node.name for node in calls(program) if not node_meta.origin(node).source] == []
 
 
 def test_the_second_forward_of_an_accumulation_is_forward() -> None:
@@ -117,19 +117,19 @@ def test_the_second_forward_of_an_accumulation_is_forward() -> None:
         opt.zero_grad()
 
     nodes = [n for n in calls(program_of(twice, torch.randn(3, 4))) if n.target is torch.ops.aten.addmm.default]
-    assert [meta.origin(n).region for n in nodes] == [Region.FORWARD] * 2
+    assert [node_meta.origin(n).region for n in nodes] == [Region.FORWARD] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpointed_blocks_are_recomputed(reentrant: bool) -> None:
     model = Blocks(reentrant=reentrant)
     program = program_of(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8))
-    again = [n for n in calls(program) if meta.origin(n).region is Region.RECOMPUTE]
+    again = [n for n in calls(program) if node_meta.origin(n).region is Region.RECOMPUTE]
     wanted = {f"blocks.{i}.{part}" for i in range(2) for part in ("norm", "up", "act")}
-    assert {meta.origin(n).module for n in again} >= wanted
+    assert {node_meta.origin(n).module for n in again} >= wanted
     assert [n for n in calls(program) if n.target is torch.ops.aten.native_layer_norm.default and n in again]
     products = [n for n in calls(program) if n.target is torch.ops.aten.mm.default]
-    assert all(meta.origin(n).region is Region.BACKWARD and meta.origin(n).module for n in products)
+    assert all(node_meta.origin(n).region is Region.BACKWARD and node_meta.origin(n).module for n in products)
 
 
 def test_nothing_is_recomputed_without_checkpointing(program: Program) -> None:
@@ -173,7 +173,7 @@ def test_the_masks_of_the_recompute_matter() -> None:
     model, opt = deep(False)
     found = captured(train, model, opt, torch.randn(ROWS, WIDTH)).program
     drawn = [n for n in calls(found) if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
-    regions = Counter(meta.origin(n).region for n in drawn)
+    regions = Counter(node_meta.origin(n).region for n in drawn)
     assert regions[Region.FORWARD] == 2 * DEPTH
     assert regions[Region.RECOMPUTE] >= DEPTH
 
@@ -192,7 +192,7 @@ def test_what_a_closure_runs_is_no_part_of_the_update() -> None:
 
     model = Blocks()
     found = program_of(step, model, torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(4, 8))
-    by_target = {str(n.target): meta.origin(n).region for n in calls(found)}
+    by_target = {str(n.target): node_meta.origin(n).region for n in calls(found)}
     assert by_target["aten.addmm.default"] is Region.FORWARD
     assert by_target["aten.gelu_backward.default"] is Region.BACKWARD
     assert {region for target, region in by_target.items() if "_foreach" in target} == {Region.OPTIMIZER}

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholestep.capture.capture import capture
-from wholestep.capture.trace import is_capturing
-from wholestep.program import meta
-from wholestep.program.meta import Region
+from wholestep.capture.tracing.tracer import is_capturing
+from wholestep.ir import node_meta
+from wholestep.ir.node_meta import Region
 
 
 class Waits(nn.Module):
@@ -83,7 +83,7 @@ def test_another_thread_trains_and_prints(where: str, capsys: pytest.CaptureFixt
         warnings.simplefilter("error")
         captured = capture(train, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3)), {})
     assert "seen elsewhere: Parameter" in capsys.readouterr().out
-    nodes = {node.name: meta.origin(node) for node in captured.program.graph.nodes if node.op == "call_function"}
+    nodes = {node.name: node_meta.origin(node) for node in captured.program.graph.nodes if node.op == "call_function"}
     assert (nodes["mul"].region, nodes["mul"].module) == (Region.FORWARD, "model")
     assert (nodes["addmm_1"].region, nodes["addmm_1"].module) == (Region.FORWARD, "second")
 

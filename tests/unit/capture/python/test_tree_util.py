@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture import tree
+from wholestep.capture.python import tree_util
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ X, Y = torch.ones(2), torch.zeros(3)
 
 
 def round_trip(thing: Any) -> Any:
-    leaves, spec = tree.flatten(thing)
-    return tree.unflatten(list(leaves), spec)
+    leaves, spec = tree_util.flatten(thing)
+    return tree_util.unflatten(list(leaves), spec)
 
 
 def tensors(thing: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.flatten(thing)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_util.flatten(thing)[0] if isinstance(leaf, Tensor)]
 
 
 NESTS: dict[str, tuple[Any, list[Tensor]]] = {
@@ -110,8 +110,8 @@ def test_round_trip(name: str) -> None:
 def test_the_original_is_left_alone() -> None:
     inner = Plain(Y, None, secret="in")
     thing = Plain(X, inner, secret="out")
-    leaves, spec = tree.flatten(thing)
-    came = tree.unflatten([leaf * 2 if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    leaves, spec = tree_util.flatten(thing)
+    came = tree_util.unflatten([leaf * 2 if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
     assert thing.x is X
     assert thing.inner is inner
     assert torch.equal(came.x, 2 * X)
@@ -120,23 +120,27 @@ def test_the_original_is_left_alone() -> None:
 
 @pytest.mark.parametrize("leaf", [NoTensors(), nn.Linear(2, 2), torch.nn.functional.relu, Frozen, object()])
 def test_what_holds_no_tensor_is_one_leaf(leaf: Any) -> None:
-    assert tree.flatten([leaf])[0] == [leaf]
+    assert tree_util.flatten([leaf])[0] == [leaf]
     assert round_trip([leaf])[0] is leaf
 
 
 def test_an_object_with_a_module_is_one_leaf() -> None:
     holder = Plain(X, nn.Linear(2, 2), secret="s")
-    assert tree.flatten((holder,))[0] == [holder]
+    assert tree_util.flatten((holder,))[0] == [holder]
 
 
 def test_structures_compare() -> None:
-    assert tree.flatten(Frozen(X))[1] == tree.flatten(Frozen(Y))[1]
-    assert tree.flatten(Frozen(X))[1] != tree.flatten(Slotted(X))[1]
-    assert tree.flatten({"a": X})[1] != tree.flatten({"b": X})[1]
+    assert tree_util.flatten(Frozen(X))[1] == tree_util.flatten(Frozen(Y))[1]
+    assert tree_util.flatten(Frozen(X))[1] != tree_util.flatten(Slotted(X))[1]
+    assert tree_util.flatten({"a": X})[1] != tree_util.flatten({"b": X})[1]
 
 
 def test_leaves_with_keys() -> None:
-    assert tree.leaves_with_keys({"step": X, "parts": [Y, 1]}) == [(("step",), X), (("parts", 0), Y), (("parts", 1), 1)]
+    assert tree_util.leaves_with_keys({"step": X, "parts": [Y, 1]}) == [
+        (("step",), X),
+        (("parts", 0), Y),
+        (("parts", 1), 1),
+    ]
 
 
 class Rows:

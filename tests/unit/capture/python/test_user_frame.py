@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.capture.steps import captured
-from wholestep.capture import blame
+from wholestep.capture.python import user_frame
 from wholestep.errors import CaptureError, ConfigError
 
 HERE = "test_blame.py"
@@ -28,13 +28,13 @@ def failing_in_torch() -> None:
 def test_the_deepest_line_of_the_user_is_named() -> None:
     with pytest.raises(RuntimeError) as raised:
         failing_in_torch()
-    line = blame.user_line(raised.value.__traceback__)
+    line = user_frame.user_line(raised.value.__traceback__)
     assert f"{HERE}:{first_line(failing_in_torch) + 1} in failing_in_torch" in line
     assert line.endswith("nn.functional.linear(torch.ones(2), torch.ones(3, 3))")
 
 
 def test_no_line_is_said_to_be_unknown() -> None:
-    assert blame.user_line(None) == "an unknown line"
+    assert user_frame.user_line(None) == "an unknown line"
 
 
 def test_the_running_line_of_the_user() -> None:
@@ -42,7 +42,7 @@ def test_the_running_line_of_the_user() -> None:
 
     class Spy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(blame.current_line())
+            seen.append(user_frame.current_line())
             return x
 
     nn.Sequential(Spy())(torch.ones(1))
@@ -55,24 +55,24 @@ def test_a_step_is_placed_by_name_file_and_first_line() -> None:
         failing_in_torch()
 
     wanted = f"failing_in_torch, {__file__}:{first_line(failing_in_torch)}"
-    assert blame.place_of(failing_in_torch) == wanted
-    assert blame.place_of(wrapped) == wanted
-    assert blame.place_of(functools.partial(failing_in_torch)).endswith(f":{first_line(failing_in_torch)}")
-    assert blame.place_of(object()) == "object"
+    assert user_frame.place_of(failing_in_torch) == wanted
+    assert user_frame.place_of(wrapped) == wanted
+    assert user_frame.place_of(functools.partial(failing_in_torch)).endswith(f":{first_line(failing_in_torch)}")
+    assert user_frame.place_of(object()) == "object"
 
 
 def test_our_errors_get_the_place_of_the_step_once() -> None:
     for text, added in (("no line", True), (f"bad at {__file__}:3", False)):
-        with pytest.raises(ConfigError) as raised, blame.naming(failing_in_torch):
+        with pytest.raises(ConfigError) as raised, user_frame.naming(failing_in_torch):
             raise ConfigError(text)
         assert ("The step is failing_in_torch" in str(raised.value)) is added
-    with pytest.raises(KeyError, match=r"^'left alone'$"), blame.naming(failing_in_torch):
+    with pytest.raises(KeyError, match=r"^'left alone'$"), user_frame.naming(failing_in_torch):
         raise KeyError("left alone")
 
 
 def test_our_errors_are_not_wrapped() -> None:
     error = ConfigError("said already")
-    assert blame.explain(error) is error
+    assert user_frame.explain(error) is error
 
 
 @torch.library.custom_op("wholestep_unit::no_fake", mutates_args=())

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture import walk, whose
-from wholestep.capture.portrait import portrait
-from wholestep.capture.scene import Scene
-from wholestep.capture.walk import Found, find
-from wholestep.capture.watch import Watch, same
+from wholestep.api.cache.object_fingerprint import portrait
+from wholestep.capture.python import code_owner
+from wholestep.capture.python.snapshot import Watch, same
+from wholestep.capture.reach import reachability
+from wholestep.capture.reach.reachability import Found, find
+from wholestep.capture.reach.step_context import Scene
 
 GLOBAL_MODEL = nn.Linear(2, 2)
 GLOBAL_FACTOR = 2.0
@@ -242,10 +243,10 @@ def test_a_closure_cell_is_watched_and_restored() -> None:
 
 
 def test_library_frames() -> None:
-    assert whose.library_frame(torch.nn.functional.__file__)
-    assert whose.library_frame(walk.__file__)
-    assert whose.library_frame("<string>")
-    assert not whose.library_frame(__file__)
+    assert code_owner.library_frame(torch.nn.functional.__file__)
+    assert code_owner.library_frame(reachability.__file__)
+    assert code_owner.library_frame("<string>")
+    assert not code_owner.library_frame(__file__)
 
 
 NAMES: set[Any] = set()

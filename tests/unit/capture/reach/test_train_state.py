@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import Blocks, captured, names, program_of, train
-from wholestep.capture.state import LazyState
-from wholestep.program.program import InputKind
+from wholestep.capture.reach.train_state import LazyState
+from wholestep.ir.program import InputKind
 
 
 class Tied(nn.Module):

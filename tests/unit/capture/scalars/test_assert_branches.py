@@ -9,23 +9,29 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.unit.capture import checked
+from tests.unit.capture.scalars import raising_functions
 from tests.unit.capture.steps import calls, program_of
 from wholestep.errors import CaptureError
-from wholestep.program.checks import CHECK
+from wholestep.ir.ops.assertions import CHECK
 
 GOOD = torch.tensor([0.5, 1.0, 2.0, 1.5])
 BAD = torch.tensor([0.5, 1.0, 4.0, 1.5])
 
 
-COMPILED = (checked.asserts, checked.asserts_a_number, checked.raises, checked.asks_python, checked.clips)
+COMPILED = (
+    raising_functions.asserts,
+    raising_functions.asserts_a_number,
+    raising_functions.raises,
+    raising_functions.asks_python,
+    raising_functions.clips,
+)
 
 
 @pytest.mark.parametrize(("fn", "backend"), [
-    *((fn, "eager") for fn in checked.RAISE), *((fn, "inductor") for fn in COMPILED),
+    *((fn, "eager") for fn in raising_functions.RAISE), *((fn, "inductor") for fn in COMPILED),
 ], ids=lambda one: getattr(one, "__name__", one))  # fmt: skip
 def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
-    kind, text = checked.RAISE[fn]
+    kind, text = raising_functions.RAISE[fn]
     run: Any = ws.compile(fn, backend=backend)
     for _ in range(2):
         torch.testing.assert_close(run(GOOD), fn(GOOD))
@@ -35,8 +41,8 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
             run(BAD)
         assert text is None or str(raised.value) == text
         assert "checked.py:" in "".join(getattr(raised.value, "__notes__", ())) or fn in (
-            checked.distribution,
-            checked.clips,
+            raising_functions.distribution,
+            raising_functions.clips,
         )
     assert run.cache_info().traces == 1
 
@@ -44,31 +50,33 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
 def test_answers_of_python_are_no_results() -> None:
     """They are bools in eager code, and would be tensors."""
     with pytest.raises(CaptureError, match=r"Return the number, and ask outside"):
-        ws.compile(checked.answers, backend="eager")(GOOD)
+        ws.compile(raising_functions.answers, backend="eager")(GOOD)
 
 
 def test_the_first_call_is_checked_too() -> None:
-    run: Any = ws.compile(checked.raises, backend="eager")
+    run: Any = ws.compile(raising_functions.raises, backend="eager")
     with pytest.raises(ValueError, match="not below 3"):
         run(BAD)
     assert torch.equal(run(GOOD), GOOD * 2)
 
 
-@pytest.mark.parametrize("fn", checked.REFUSED, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", raising_functions.REFUSED, ids=lambda fn: fn.__name__)
 def test_what_may_do_more_is_refused(fn: Any) -> None:
     run: Any = ws.compile(fn, backend="eager")
     with pytest.raises(CaptureError, match=f"checked.py:.* in {fn.__name__}(.|\n)*value of a tensor decides"):
         run(GOOD)
 
 
-@pytest.mark.parametrize("fn", [checked.calls_what_raises, checked.suppresses], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [raising_functions.calls_what_raises, raising_functions.suppresses], ids=lambda fn: fn.__name__
+)
 def test_what_is_raised_in_a_function_that_the_step_catches_is_refused(fn: Any) -> None:
     with pytest.raises(CaptureError, match=r"in raises(.|\n)*value of a tensor decides"):
         ws.compile(fn, backend="eager")(GOOD)
 
 
 def test_who_calls_the_step_may_catch_it() -> None:
-    run: Any = ws.compile(checked.raises, backend="eager")
+    run: Any = ws.compile(raising_functions.raises, backend="eager")
     try:
         run(BAD)
     except ValueError as error:
@@ -90,8 +98,8 @@ def test_nothing_is_half_updated(asked: str, backend: str) -> None:
         opt.step()
         opt.zero_grad()
         if asked == "the batch":
-            return checked.raises(x)[0] + loss.detach()
-        return checked.raises(model.weight)[0, 0] + loss.detach()
+            return raising_functions.raises(x)[0] + loss.detach()
+        return raising_functions.raises(model.weight)[0, 0] + loss.detach()
 
     def state() -> list[Tensor]:
         return [*model.parameters(), *(opt.state[one]["momentum_buffer"] for one in model.parameters())]
@@ -105,17 +113,17 @@ def test_nothing_is_half_updated(asked: str, backend: str) -> None:
 
 
 def test_a_check_is_a_node_and_nothing_else_is_asked_for() -> None:
-    program = program_of(checked.asserts_both, GOOD)
+    program = program_of(raising_functions.asserts_both, GOOD)
     assert [node.args[1:3] for node in calls(program) if node.target is CHECK] == [
         (True, "builtins:AssertionError")
     ] * 2
 
 
 def test_a_check_survives_a_file(tmp_path: Any) -> None:
-    run: Any = ws.compile(checked.raises, backend="eager")
+    run: Any = ws.compile(raising_functions.raises, backend="eager")
     run(GOOD)
     run.save(tmp_path / "step")
-    loaded: Any = ws.load(tmp_path / "step", checked.raises, trusted=True)
+    loaded: Any = ws.load(tmp_path / "step", raising_functions.raises, trusted=True)
     assert torch.equal(loaded(GOOD), GOOD * 2)
     with pytest.raises(ValueError, match="not below 3"):
         loaded(BAD)

@@ -12,7 +12,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.unit.capture.steps import Make, calls, differing, names, program_of, train, twins
-from wholestep.program.program import InputKind
+from wholestep.ir.program import InputKind
 
 
 def adamw(**options: Any) -> Make:

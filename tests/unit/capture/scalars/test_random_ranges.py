@@ -15,7 +15,7 @@ from torch.nn import functional
 import wholestep as ws
 from tests.unit.capture.steps import calls, captured, differing, program_of, train
 from wholestep.errors import CaptureError
-from wholestep.passes.cleanup import cleanup
+from wholestep.passes.rewrites.dead_code import cleanup
 
 Ask = Callable[[Tensor, float], Any]
 """Compares numbers that were drawn with a number."""
@@ -159,7 +159,7 @@ def test_what_is_certain(name: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_no_draw_contradicts_an_answer(dtype: torch.dtype) -> None:
     """The least and the greatest number of a type that can be drawn, and numbers that a comparison rounds."""
-    from wholestep.capture.uniform import _ANSWERS
+    from wholestep.capture.scalars.random_ranges import _ANSWERS
 
     greatest = torch.nextafter(torch.ones((), dtype=dtype), torch.zeros((), dtype=dtype))
     for compare in COMPARISONS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholestep as ws
-from wholestep.capture.layouts import Fakes
+from wholestep.capture.tracing.fake_kernels import Fakes
 
 aten = torch.ops.aten
 SHAPES = ((4, 3), (4, 3, 5), (2, 3, 4, 5), (1, 3, 4, 4), (2, 3, 2, 4, 5))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import differing, twins
-from wholestep.capture.conversion import unconverted
+from wholestep.capture.tracing.module_to import unconverted
 from wholestep.errors import CaptureError
 
 

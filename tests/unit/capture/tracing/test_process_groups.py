@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.capture.steps import program_of
-from wholestep.cost.model import CostModel
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import CaptureError
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
+from wholestep.ir.printer import plan_text, source
+from wholestep.ir.program import InputKind, Program
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 from wholestep.place.strategies import place
-from wholestep.program.program import InputKind, Program
-from wholestep.program.show import plan_text, source
 
 RANK, SIZE = 1, 4
 Groups = dict[str, Any]

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wholestep.cli.suite.intervals import exposed, idle, total, union
+from wholestep.cli.suite.exposed_time import exposed, idle, total, union
 
 MOMENTS = st.integers(0, 30)
 INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS), max_size=8)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.cli.suite.kernels import (
+from wholestep.cli.suite.kernel_profile import (
     KernelClass,
     KernelEvent,
     behind_marker,

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.unit import builders
-from wholestep.cli.suite.silent import SilentStep, without_communication
-from wholestep.cost.model import CostModel
+from wholestep.cli.suite.no_comm_bound import SilentStep, without_communication
+from wholestep.cost.cost_model import CostModel
 from wholestep.errors import InternalError
-from wholestep.lower import eager
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import meta, ops
-from wholestep.program.program import InputKind, Program
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import InputKind, Program
+from wholestep.lower.base import eager_backend
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 
 NOWHERE = "a group that does not exist"
 
@@ -40,7 +40,7 @@ def scheduled() -> Program:
 
 
 def communicates(node: Any) -> bool:
-    return ops.is_collective(node) or node.target is ops.WAIT
+    return op_info.is_collective(node) or node.target is op_info.WAIT
 
 
 def test_only_communication_goes(scheduled: Program) -> None:
@@ -59,14 +59,14 @@ def test_every_rank_goes_its_own_way(scheduled: Program) -> None:
     for found, old in zip((first, second), inputs(), strict=False):
         torch.testing.assert_close(found, old - old * 2 / 2)  # half of its own gradient, and nothing of others
     with pytest.raises(Exception, match=NOWHERE), torch.no_grad():
-        eager.lower(scheduled)(inputs())
+        eager_backend.lower(scheduled)(inputs())
 
 
 def test_a_collective_that_is_not_in_place_keeps_its_copy(scheduled: Program) -> None:
-    node = next(node for node in scheduled.graph.nodes if ops.is_collective(node))
-    node.target = ops.c10d.all_reduce.default
+    node = next(node for node in scheduled.graph.nodes if op_info.is_collective(node))
+    node.target = op_info.c10d.all_reduce.default
     limit = without_communication(scheduled)
     assert any(node.target is torch.ops.aten.clone.default for node in limit.graph.nodes)
-    meta.set_value(node, torch.empty(1))
+    node_meta.set_value(node, torch.empty(1))
     with pytest.raises(InternalError, match="another shape"):
         without_communication(scheduled)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from wholestep.cli.models import REFERENCE, LanguageModel
-from wholestep.cli.suite.checks import AIMS, judged
-from wholestep.cli.suite.floors import floors
-from wholestep.cli.suite.kernels import KernelEvent, breakdown
-from wholestep.cli.suite.kinds import Kind
-from wholestep.cli.suite.records import LaneResult, SuiteReport, keep, load
-from wholestep.cli.suite.trainings import SUITES, training
+from wholestep.cli.suite.contenders import Kind
+from wholestep.cli.suite.kernel_profile import KernelEvent, breakdown
+from wholestep.cli.suite.results import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.roofline import floors
+from wholestep.cli.suite.targets import AIMS, judged
+from wholestep.cli.suite.workloads import SUITES, training
+from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModel
 
 LANE = LaneResult(median_ms=10.0, p10_ms=9.0, p90_ms=11.0, tokens_per_s=5.0, first_s=3.0, loss=8.0, peak_bytes=2**30)
 

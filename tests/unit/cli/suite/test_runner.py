@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from wholestep.cli import bench, main
-from wholestep.cli.suite import run
-from wholestep.cli.suite.kinds import DEFAULT, Kind
-from wholestep.cli.suite.records import LaneResult, SuiteReport, keep, load
-from wholestep.cli.suite.run import SuiteSettings, run_suite
-from wholestep.cli.suite.session import Plan
+from wholestep.cli.suite import runner
+from wholestep.cli.suite.contenders import DEFAULT, Kind
+from wholestep.cli.suite.rank_session import Plan
+from wholestep.cli.suite.results import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.runner import SuiteSettings, run_suite
 from wholestep.errors import RankMissingError
 
 LANE = LaneResult(median_ms=10.0, loss=8.0)
@@ -42,13 +42,13 @@ def leave(*args: str) -> int:
 def test_a_mistake_is_said_before_anything_runs(
     args: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run.ws, "run", None)
+    monkeypatch.setattr(runner.ws, "run", None)
     assert leave("--nproc", "2", *args) == 2
     assert said in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: False)
     assert leave("--nproc", "2", "--suite", "gpu") == 2
     assert "--suite cpu" in capsys.readouterr().err
 
@@ -92,7 +92,7 @@ def ranks(error: Exception | None) -> Callable[..., None]:
 
 
 def test_what_was_done_is_kept_where_the_ranks_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.ws, "run", ranks(RankMissingError("rank 1 of 2 was ended by signal SIGKILL")))
+    monkeypatch.setattr(runner.ws, "run", ranks(RankMissingError("rank 1 of 2 was ended by signal SIGKILL")))
     path = tmp_path / "out.json"
     kinds = (Kind.EAGER, Kind.OURS, Kind.FSDP)
     settings = SuiteSettings(suite="cpu", trainings=("tiny", "mlp"), kinds=kinds, budget_s=60.0, path=path)
@@ -118,8 +118,8 @@ def jax_lane(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[L
             raise done["error"]
         return subprocess.CompletedProcess(asked, done["status"], done.get("out", ""), done.get("err", ""))
 
-    monkeypatch.setattr(run, "_has_jax", lambda: True)
-    monkeypatch.setattr(run.subprocess, "run", process)
+    monkeypatch.setattr(runner, "_has_jax", lambda: True)
+    monkeypatch.setattr(runner.subprocess, "run", process)
     settings = SuiteSettings(suite="cpu", trainings=(name,), kinds=(Kind.JAX,), budget_s=60.0)
     (report,) = run_suite(settings, nproc=2)
     return report.lane(Kind.JAX), started
@@ -129,7 +129,7 @@ def test_jax_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     out = 'a warning\n{"median_ms": 3.0, "loss": 1.5, "note": "jax 1"}\n'
     lane, ((asked, options),) = jax_lane(monkeypatch, "tiny", status=0, out=out)
     assert lane == LaneResult(median_ms=3.0, loss=1.5, note="jax 1")
-    assert asked[1:] == ["-m", "wholestep.cli.suite.jax_peer", "tiny", "2", "60"]
+    assert asked[1:] == ["-m", "wholestep.cli.suite.jax_baseline", "tiny", "2", "60"]
     assert options["env"]["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     assert 0 < options["timeout"] <= 60
 
@@ -142,6 +142,6 @@ def test_why_there_is_no_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lane, started = jax_lane(monkeypatch, "mlp", status=0)
     assert (lane.outcome, started) == ("not run", [])
     monkeypatch.undo()
-    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
     settings = SuiteSettings(suite="cpu", trainings=("tiny",), kinds=(Kind.JAX,), budget_s=60.0)
     assert run_suite(settings, nproc=2)[0].lane(Kind.JAX).note == "not installed"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from wholestep.cli.gpt import GPT, NUM_BYTES, GPTConfig, next_byte_loss, sample, train_step
+from wholestep.cli.workloads.gpt import GPT, NUM_BYTES, GPTConfig, next_byte_loss, sample, train_step
 
 SMALL = GPTConfig(num_layers=2, num_heads=2, width=16, context=12)
 

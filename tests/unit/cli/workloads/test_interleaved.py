@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from wholestep.cli import lanes
-from wholestep.cli.lanes import (
+from wholestep.cli.workloads import interleaved
+from wholestep.cli.workloads.interleaved import (
     Batch,
     Lane,
     LaneKind,
@@ -57,7 +57,7 @@ def test_lanes_take_turns_that_reverse_and_see_the_same_batches() -> None:
 
 def test_every_step_is_timed_and_the_schedule_moves_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(lanes.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(interleaved.time, "perf_counter", lambda: float(next(clock)))
     lane = make_lane(LaneKind.EAGER_DDP, [])
     called: list[int] = []
     with warnings.catch_warnings():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wholestep.cost import calibrate
+from wholestep.cost.calibration import calibrate
+from wholestep.cost.calibration.device_probe import Sizes, probe_device
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.cost.device import Device
-from wholestep.cost.model import CostModel
-from wholestep.cost.probe_device import Sizes, probe_device
+from wholestep.cost.device_model import Device
 
 CPU = torch.device("cpu")
 MODEL = replace(CostModel.default("cpu+gloo"), source="calibrated here")

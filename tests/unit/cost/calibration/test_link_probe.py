@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from wholestep.cost import defaults, probe_links
-from wholestep.cost.links import OPS, Links
+from wholestep.cost import default_ceilings
+from wholestep.cost.calibration import link_probe
+from wholestep.cost.link_model import OPS, Links
 
 CPU = torch.device("cpu")
-USUAL = defaults.LINKS["gloo"]
+USUAL = default_ceilings.LINKS["gloo"]
 SIZES = tuple(2**power for power in range(10, 27, 2))
 
 Us = Callable[[str, int], float]
@@ -26,14 +27,14 @@ def probed(patch: pytest.MonkeyPatch, us: Us, *, launch_us: float = 400.0, rank:
         def us(self, call: tuple[str, int]) -> float:
             return us(*call)
 
-    patch.setattr(probe_links, "_Clock", Clock)
-    patch.setattr(probe_links, "group_named", lambda name: None)
-    patch.setattr(probe_links.dist, "get_world_size", lambda group: 2)
-    patch.setattr(probe_links.dist, "get_rank", lambda group: rank)
-    patch.setattr(probe_links, "_call", lambda op, num_bytes, group, device: (op, num_bytes))
-    patch.setattr(probe_links, "_launch_us", lambda clock, call: launch_us)
-    patch.setattr(probe_links, "_slowdowns", lambda clock, num_bytes: (1.5, 1.5))
-    return probe_links.probe_links("group", CPU, SIZES, usual=USUAL)
+    patch.setattr(link_probe, "_Clock", Clock)
+    patch.setattr(link_probe, "group_named", lambda name: None)
+    patch.setattr(link_probe.dist, "get_world_size", lambda group: 2)
+    patch.setattr(link_probe.dist, "get_rank", lambda group: rank)
+    patch.setattr(link_probe, "_call", lambda op, num_bytes, group, device: (op, num_bytes))
+    patch.setattr(link_probe, "_launch_us", lambda clock, call: launch_us)
+    patch.setattr(link_probe, "_slowdowns", lambda clock, num_bytes: (1.5, 1.5))
+    return link_probe.probe_links("group", CPU, SIZES, usual=USUAL)
 
 
 def calm_us(op: str, num_bytes: int) -> float:
@@ -81,8 +82,8 @@ def test_the_price_of_a_collective_is_in_doubt_too(monkeypatch: pytest.MonkeyPat
 def test_a_call_that_was_disturbed_once_is_timed_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was the one that says how many calls there is time for, and one of these few."""
     now_s, took_s = [0.0], iter([0.001, 0.3, 0.001, 0.3, 0.002, 0.5, 0.5])
-    monkeypatch.setattr(probe_links.time, "perf_counter", lambda: now_s[0])
-    clock = probe_links._Clock("group", CPU)
+    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: now_s[0])
+    clock = link_probe._Clock("group", CPU)
     monkeypatch.setattr(clock, "slowest", lambda us: us)
 
     def call() -> torch.Tensor:

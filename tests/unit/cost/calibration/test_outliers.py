@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wholestep.cost.calibration.outliers import LONGEST_US, REPEATS, curve_of, in_doubt, quickest, shows_rate, sweep
 from wholestep.cost.curve import fitted
-from wholestep.cost.sweep import LONGEST_US, REPEATS, curve_of, in_doubt, quickest, shows_rate, sweep
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 USUAL_US = {"all_reduce": 150.0, "broadcast": 150.0}

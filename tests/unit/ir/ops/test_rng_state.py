@@ -7,9 +7,9 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.unit.capture.steps import calls, program_of
-from wholestep.capture.random import traced_generator
-from wholestep.program import ops
-from wholestep.program.program import Program
+from wholestep.ir import op_info
+from wholestep.ir.ops.rng_state import traced_generator
+from wholestep.ir.program import Program
 
 
 def twice_the_same(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +27,7 @@ def through_the_module(x: Tensor) -> Tensor:
 
 
 def random_nodes(program: Program) -> list[str]:
-    return [str(node.target).split(".")[1] for node in calls(program) if ops.is_random(node.target)]
+    return [str(node.target).split(".")[1] for node in calls(program) if op_info.is_random(node.target)]
 
 
 def test_reads_and_sets_are_nodes_in_order() -> None:

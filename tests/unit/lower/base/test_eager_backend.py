@@ -11,30 +11,30 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import aten
-from wholestep.lower import eager
-from wholestep.program import meta, show
+from wholestep.ir import node_meta, printer
+from wholestep.lower.base import eager_backend
 
 
 def test_results_come_in_the_order_of_the_records():
     program = builders.capture(lambda x, y: (x + y, 3, x.sum().item()), [torch.ones(2), torch.ones(2)])
-    results = eager.lower(program)([torch.ones(2), torch.full((2,), 2.0)])
+    results = eager_backend.lower(program)([torch.ones(2), torch.full((2,), 2.0)])
     assert builders.same(results, (torch.full((2,), 3.0), 3, 2.0))
 
 
 def test_results_that_are_none_at_the_end_are_not_returned():
     program = builders.capture(lambda x: (None, x + 1, None, None), [torch.ones(2)])
-    results = eager.lower(program)([torch.ones(2)])
+    results = eager_backend.lower(program)([torch.ones(2)])
     assert len(results) == 2
     assert results[0] is None
     assert torch.equal(results[1], torch.full((2,), 2.0))
-    assert show.source(program, comments=False).endswith("return (None, add, None, None,)\n")
+    assert printer.source(program, comments=False).endswith("return (None, add, None, None,)\n")
 
 
 def test_an_error_shows_the_generated_line_and_names_the_users_line():
     program = builders.capture(lambda w, x: (x @ w).relu(), [torch.randn(4, 3), torch.randn(2, 4)])
     (mm,) = program.graph.find_nodes(op="call_function", target=aten.mm.default)
-    meta.set_origin(mm, meta.Origin(meta.Region.FORWARD, "layers.3", "train.py:12"))
-    run = eager.lower(program)
+    node_meta.set_origin(mm, node_meta.Origin(node_meta.Region.FORWARD, "layers.3", "train.py:12"))
+    run = eager_backend.lower(program)
     with pytest.raises(RuntimeError) as caught:
         run([torch.randn(4, 3), torch.randn(2, 5)])
     (note,) = caught.value.__notes__
@@ -46,7 +46,7 @@ def test_an_error_shows_the_generated_line_and_names_the_users_line():
 
 
 def test_an_error_outside_the_nodes_has_no_note():
-    run = eager.lower(builders.capture(lambda x: x + 1, [torch.ones(2)]))
+    run = eager_backend.lower(builders.capture(lambda x: x + 1, [torch.ones(2)]))
     with pytest.raises(ValueError, match="unpack") as caught:
         run([torch.ones(2), torch.ones(2)])
     assert not hasattr(caught.value, "__notes__")
@@ -54,7 +54,7 @@ def test_an_error_outside_the_nodes_has_no_note():
 
 def test_the_text_goes_when_the_step_goes():
     before = set(linecache.cache)
-    run = eager.lower(builders.capture(lambda x: x + 1, [torch.ones(2)]))
+    run = eager_backend.lower(builders.capture(lambda x: x + 1, [torch.ones(2)]))
     (name,) = (name for name in set(linecache.cache) - before if name.startswith("<wholestep step"))
     linecache.checkcache()
     assert name in linecache.cache
@@ -65,7 +65,9 @@ def test_the_text_goes_when_the_step_goes():
 
 def test_two_steps_do_not_share_constants():
     one, two = torch.ones(2), torch.zeros(2)
-    runs = [eager.lower(builders.capture(lambda x, c=constant: x + c, [torch.ones(2)])) for constant in (one, two)]
+    runs = [
+        eager_backend.lower(builders.capture(lambda x, c=constant: x + c, [torch.ones(2)])) for constant in (one, two)
+    ]
     assert [float(run([torch.ones(2)])[0].sum()) for run in runs] == [4.0, 2.0]
 
 
@@ -73,7 +75,7 @@ def test_random_numbers_are_those_of_eager_code():
     def fn(x):
         return torch.nn.functional.dropout(x, 0.5, True) + torch.rand(3)
 
-    run = eager.lower(builders.capture(fn, [torch.ones(3)]))
+    run = eager_backend.lower(builders.capture(fn, [torch.ones(3)]))
     torch.manual_seed(3)
     expected = fn(torch.ones(3))
     torch.manual_seed(3)

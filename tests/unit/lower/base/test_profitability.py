@@ -12,15 +12,15 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.unit import builders
+from wholestep.api.compiled_step import CompiledStep
+from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.cost.model import CostModel
-from wholestep.lower import compiler, inductor
-from wholestep.lower.auto import Auto, backend_for
-from wholestep.lower.backend import Eager, Inductor
-from wholestep.lower.choice import saved_share
-from wholestep.run.shelf import Shelf
-from wholestep.run.store import HashStore
-from wholestep.step import CompiledStep
+from wholestep.lower.auto_backend import Auto, backend_for
+from wholestep.lower.base.profitability import saved_share
+from wholestep.lower.inductor import compile_fx, segment_compiler
+from wholestep.lower.inductor_backend import Eager, Inductor
+from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.store import HashStore
 
 COST = CostModel.default("cpu+gloo")
 CALIBRATED = replace(COST, source="calibrated on this host at 2026-01-01 00:00 (cpu)")
@@ -44,7 +44,7 @@ def product(x: Tensor) -> Tensor:
 
 def share_of(fn: Callable[..., Any], *shape: int) -> float:
     program = builders.capture(fn, [torch.empty(shape)])
-    return saved_share(program, COST, compiles=inductor.compiles)
+    return saved_share(program, COST, compiles=segment_compiler.compiles)
 
 
 def test_small_calls_are_saved_and_products_are_not() -> None:
@@ -57,7 +57,7 @@ def test_products_are_saved_where_another_library_was_measured_to_be_faster() ->
     twice = Curve(points=tuple((2 * amount, us) for amount, us in COST.device.curves["matmul/float32"].points))
     device = replace(COST.device, curves={**COST.device.curves, "tuned_matmul/float32": twice})
     program = builders.capture(product, [torch.empty(512, 512)])
-    share = saved_share(program, replace(COST, device=device), compiles=inductor.compiles)
+    share = saved_share(program, replace(COST, device=device), compiles=segment_compiler.compiles)
     assert share == pytest.approx(0.5, abs=0.05)
 
 
@@ -78,7 +78,7 @@ def test_what_stays_inside_a_kernel_is_saved() -> None:
 
 def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", cannot: str = "") -> Auto:
     """Behind the plan of a step of many small calls. `others` is what another rank says."""
-    monkeypatch.setattr(inductor, "why_not", lambda device: cannot)
+    monkeypatch.setattr(segment_compiler, "why_not", lambda device: cannot)
     chosen = Auto(CPU, lambda: cost, lambda own: own or others)
     chosen.passes(builders.capture(many, [torch.empty(8, 8)]))
     return chosen
@@ -120,11 +120,11 @@ def test_one_rank_that_cannot_compile_is_enough(monkeypatch: pytest.MonkeyPatch,
 
 def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
-        raise inductor.InvalidCxxCompiler
+        raise segment_compiler.InvalidCxxCompiler
 
-    assert inductor.why_not(CPU) == ""
-    monkeypatch.setattr(inductor, "get_cpp_compiler", none)
-    assert "no C++ compiler" in inductor.why_not(CPU)
+    assert segment_compiler.why_not(CPU) == ""
+    monkeypatch.setattr(segment_compiler, "get_cpp_compiler", none)
+    assert "no C++ compiler" in segment_compiler.why_not(CPU)
 
 
 def test_explain_tells_the_choice() -> None:
@@ -144,7 +144,7 @@ def test_cuda_graph_is_auto_or_off(wrong: Any) -> None:
 @pytest.mark.parametrize(("device", "started"), [("cuda", 2), ("cpu", 0)])
 def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(compiler.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
+    monkeypatch.setattr(compile_fx.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
     where = torch.device(device)
     for one in (Inductor(ws.Inductor(), where), Auto(where, lambda: COST, lambda own: own)):
         one.prepare()
@@ -155,7 +155,7 @@ def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monk
 def test_only_the_rank_that_compiles_starts_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     for rank in range(3):
-        monkeypatch.setattr(compiler.async_compile, "maybe_warm_pool", lambda rank=rank: calls.append(rank))
+        monkeypatch.setattr(compile_fx.async_compile, "maybe_warm_pool", lambda rank=rank: calls.append(rank))
         shelf = Shelf(HashStore(), "train_step/0", rank=rank, size=3)
         where = torch.device("cuda", rank)
         backend_for(backend, where, lambda: COST, lambda own: own, shelf).prepare()

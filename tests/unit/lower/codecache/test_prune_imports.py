@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wholestep.lower.header import lightened
+from wholestep.lower.codecache.prune_imports import lightened
 
 HEADER = """\
 import torch

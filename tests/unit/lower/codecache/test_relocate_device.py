@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.lower.header import lightened
-from wholestep.lower.moved import _COMMENT, CannotMove, anywhere, kernel_texts, moved
+from wholestep.lower.codecache.prune_imports import lightened
+from wholestep.lower.codecache.relocate_device import _COMMENT, CannotMove, anywhere, kernel_texts, moved
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for `generated`
 
@@ -37,11 +37,11 @@ SIGN = {
 
 @pytest.fixture(scope="module")
 def generated() -> dict[str, Any]:
-    """What `tests.unit.lower.generated` says."""
+    """What `tests.unit.lower.inductor.generated_code` says."""
     if importlib.util.find_spec("triton") is None or torch.version.cuda is None:
         pytest.skip("this build of torch knows no CUDA, or triton is not installed")
-    command = [sys.executable, "-m", "tests.unit.lower.generated", str(OLD), str(NEW)]
-    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.unit.lower.inductor.generated_code", str(OLD), str(NEW)]
+    root = Path(__file__).parents[4]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=280)
     assert found.returncode == 0, found.stderr[-4000:]
     said: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])

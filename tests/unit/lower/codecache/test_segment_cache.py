@@ -1,4 +1,5 @@
-"""Compiled segments as bytes, with kernels that behave like those of a GPU. The real ones: `tests/gpu/test_warm.py`."""
+"""Compiled segments as bytes, with kernels that behave like those of a GPU. The real ones:
+`tests/gpu/test_warm_start.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.lower import inductor, kernels
-from wholestep.lower.moved import CannotMove
+from wholestep.lower.codecache import segment_cache
+from wholestep.lower.codecache.relocate_device import CannotMove
+from wholestep.lower.inductor import segment_compiler
 
 
 @dataclass
@@ -108,7 +110,7 @@ def path_key(name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "triton_hash_to_path_key", path_key)
+    monkeypatch.setattr(segment_cache, "triton_hash_to_path_key", path_key)
 
 
 def bundle_of(*entries: Kernel) -> Bundle:
@@ -127,7 +129,7 @@ def module_of(**things: Any) -> Any:
 
 
 def travelled(compiled: Any) -> Bundle:
-    found = pickle.loads(kernels.dumps(compiled))._triton_bundle
+    found = pickle.loads(segment_cache.dumps(compiled))._triton_bundle
     assert isinstance(found, Bundle)
     return found
 
@@ -181,7 +183,7 @@ def test_constants_on_a_gpu_stay() -> None:
     """To read them would begin to use the GPU that they were on."""
     compiled: Any = Compiled(None, constants={"constant0": SimpleNamespace(is_cuda=True)})
     with pytest.raises(ValueError, match="constants on its GPU"):
-        kernels.dumps(compiled)
+        segment_cache.dumps(compiled)
 
 
 def test_a_binary_that_one_kernel_chose_stays_where_another_did_not() -> None:
@@ -195,21 +197,21 @@ def test_a_kernel_can_be_launched_again_after_a_failure() -> None:
     compiled = Compiled(bundle_of(kernel))
     compiled.extra = lambda: None  # type: ignore[attr-defined]
     with pytest.raises((pickle.PicklingError, AttributeError)):
-        kernels.dumps(compiled)  # type: ignore[arg-type]
+        segment_cache.dumps(compiled)  # type: ignore[arg-type]
     assert len(kernel.launchers) == 1
 
 
 def test_a_module_travels_without_the_compiler_as_a_file_of_another_name() -> None:
     compiled = Compiled(None, source_code="from torch._inductor.utils import maybe_profile\nx = 1\n")
-    found = pickle.loads(kernels.dumps(compiled))  # type: ignore[arg-type]
+    found = pickle.loads(segment_cache.dumps(compiled))  # type: ignore[arg-type]
     assert found.source_code == "\nx = 1\n"
     assert found.cache_key != compiled.cache_key == "as compiled"
-    assert pickle.loads(kernels.dumps(found)).cache_key == found.cache_key
+    assert pickle.loads(segment_cache.dumps(found)).cache_key == found.cache_key
 
 
 @pytest.mark.parametrize(("name", "is_torchs"), [("mm", True), ("addmm", True), ("bias_addmm", False), ("none", False)])
 def test_which_products_are_torchs(name: str, is_torchs: bool) -> None:
-    assert kernels._is_torchs(name) is is_torchs
+    assert segment_cache._is_torchs(name) is is_torchs
 
 
 @dataclass(frozen=True)
@@ -234,9 +236,9 @@ def test_one_segment_that_cannot_be_written_costs_no_other(
         def __init__(self, is_good: bool) -> None:
             self.is_good = is_good
 
-    monkeypatch.setattr(inductor, "CompiledFxGraph", Fake)
-    monkeypatch.setattr(kernels, "dumps", dumps)
-    compiler = inductor.Inductor(torch.device("cuda"))
+    monkeypatch.setattr(segment_compiler, "CompiledFxGraph", Fake)
+    monkeypatch.setattr(segment_cache, "dumps", dumps)
+    compiler = segment_compiler.Inductor(torch.device("cuda"))
     compiler._compiled = {"first": Fake(False), "second": Fake(True)}  # type: ignore[dict-item]
     with caplog.at_level(logging.WARNING):
         assert [compiler.written(Named(one)) for one in compiler._compiled] == [None, b"good"]  # type: ignore[arg-type]
@@ -246,7 +248,7 @@ def test_one_segment_that_cannot_be_written_costs_no_other(
 
 
 def test_a_segment_that_cannot_be_read_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    compiler = inductor.Inductor(torch.device("cuda"))
+    compiler = segment_compiler.Inductor(torch.device("cuda"))
     segment: Any = Named("first")
     compiler.take(segment, b"no pickle")
     assert compiler._compiled == {}
@@ -266,20 +268,20 @@ class Moving:
 def test_what_was_compiled_for_two_gpus_stays() -> None:
     segment: Any = Moving("'cuda:0', 'cuda:1'", {0, 1})
     with pytest.raises(CannotMove, match=r"compiled for the GPUs \[0, 1\]"):
-        kernels._move(segment, 2)
+        segment_cache._move(segment, 2)
 
 
 def test_a_kernel_without_a_text_stays() -> None:
     bundle = SimpleNamespace(static_autotuners=[SimpleNamespace(kernel_name="triton_sum", cache_key="unknown")])
     segment: Any = Moving("x = 'cuda:0'\n", {0}, bundle)
     with pytest.raises(CannotMove, match="triton_sum belongs to no text"):
-        kernels._move(segment, 2)
+        segment_cache._move(segment, 2)
     assert (segment.source_code, segment.device_idxs, segment.cache_key) == ("x = 'cuda:0'\n", {0}, "before")
 
 
 def test_a_segment_that_stays_where_it_is_is_not_touched() -> None:
     segment: Any = Moving("device_index=3", {3})  # a form that is not known
-    kernels._move(segment, 3)
+    segment_cache._move(segment, 3)
     assert segment == Moving("device_index=3", {3})
 
 
@@ -292,17 +294,17 @@ def test_ranks_on_gpus_of_one_kind_have_the_same_key(monkeypatch: pytest.MonkeyP
     def key(number: int, what: str = "sin", where: int | None = None) -> str:
         device = f"device(type='cuda', index={number if where is None else where})"
         segment: Any = Named(f"%0 {what} {device}")
-        return inductor.key_of([segment], torch.device("cuda", number))
+        return segment_compiler.key_of([segment], torch.device("cuda", number))
 
     assert key(0) == key(1)
     assert len({key(0), key(2), key(3), key(0, "cos"), key(0, where=1)}) == 5
-    with inductor.inductor_config.patch(max_autotune=True):
+    with segment_compiler.inductor_config.patch(max_autotune=True):
         changed = key(0)
     assert changed != key(0)
 
 
 def test_the_number_of_the_gpu_counts() -> None:
-    first, second = (inductor.marks(torch.device("cuda", number)) for number in (0, 1))
+    first, second = (segment_compiler.marks(torch.device("cuda", number)) for number in (0, 1))
     assert dict(first)["the device"] == "cuda:0"
     assert [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]] == [
         (("the device", "cuda:0"), ("the device", "cuda:1"))
@@ -310,14 +312,14 @@ def test_the_number_of_the_gpu_counts() -> None:
 
 
 def test_the_compiler_of_kernels_for_a_cpu_counts() -> None:
-    assert dict(inductor.marks(torch.device("cpu")))["the C++ compiler"]
+    assert dict(segment_compiler.marks(torch.device("cpu")))["the C++ compiler"]
 
 
 def test_the_assembler_is_chosen_before_a_kernel_of_ours_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's keys hold its version, so another process finds kernels only if both choose it as early."""
     chosen: list[str] = []
-    monkeypatch.setattr(inductor.compile_tasks, "_set_triton_ptxas_path", lambda: chosen.append("once"))
-    inductor.Inductor(torch.device("cpu"))
+    monkeypatch.setattr(segment_compiler.compile_tasks, "_set_triton_ptxas_path", lambda: chosen.append("once"))
+    segment_compiler.Inductor(torch.device("cpu"))
     assert chosen == []
-    inductor.Inductor(torch.device("cuda", 0))
+    segment_compiler.Inductor(torch.device("cuda", 0))
     assert chosen == ["once"]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from wholestep.config import Inductor
-from wholestep.lower import ahead, inductor
-from wholestep.lower.auto import backend_for
+from wholestep.lower.auto_backend import backend_for
+from wholestep.lower.codecache import toolchain_hash
+from wholestep.lower.inductor import segment_compiler
 
 
 class Works:
@@ -36,24 +37,24 @@ def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[Works]:
     found, errors = Works(), list[Any]()
     monkeypatch.setattr(threading, "excepthook", errors.append)
     for name in found.may_end:
-        monkeypatch.setattr(ahead, f"_{name}", found.work(name))
-    ahead.begun.cache_clear()
+        monkeypatch.setattr(toolchain_hash, f"_{name}", found.work(name))
+    toolchain_hash.begun.cache_clear()
     yield found
     for event in found.may_end.values():
         event.set()
-    for thread in ahead.begun():
+    for thread in toolchain_hash.begun():
         thread.join()
-    ahead.begun.cache_clear()
+    toolchain_hash.begun.cache_clear()
     assert errors == []
 
 
-WAITS = {"inductor": ahead.wait_for_inductor, "triton": ahead.wait_for_triton}
+WAITS = {"inductor": toolchain_hash.wait_for_inductor, "triton": toolchain_hash.wait_for_triton}
 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_is_for_its_own(works: Works, name: str) -> None:
     (other,) = WAITS.keys() - {name}
-    threads = ahead.begun()
+    threads = toolchain_hash.begun()
     assert works.done == []
     threading.Timer(0.05, works.may_end[name].set).start()
     WAITS[name]()
@@ -67,12 +68,12 @@ def test_a_wait_is_for_its_own(works: Works, name: str) -> None:
 def test_they_are_begun_once_by_whoever_comes_first(works: Works) -> None:
     for event in works.may_end.values():
         event.set()
-    ahead.wait_for_triton()
-    assert ahead.begun() is ahead.begun()
+    toolchain_hash.wait_for_triton()
+    assert toolchain_hash.begun() is toolchain_hash.begun()
     for wait in WAITS.values():
         wait()
     assert sorted(works.done) == ["inductor", "triton"]
-    assert all(thread.daemon for thread in ahead.begun()), "a process that ends does not wait for them"
+    assert all(thread.daemon for thread in toolchain_hash.begun()), "a process that ends does not wait for them"
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -81,7 +82,7 @@ def test_what_fails_is_left_to_who_needs_it(works: Works, name: str, monkeypatch
         works.done.append("failed")
         raise RuntimeError("there is no driver")
 
-    monkeypatch.setattr(ahead, f"_{name}", fail)
+    monkeypatch.setattr(toolchain_hash, f"_{name}", fail)
     WAITS[name]()
     assert works.done == ["failed"]
 
@@ -92,7 +93,7 @@ def test_what_fails_is_left_to_who_needs_it(works: Works, name: str, monkeypatch
 def test_inductor_is_asked_for_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("torch._inductor.codecache.torch_key", lambda: asked.append("torch"))
-    ahead._inductor()
+    toolchain_hash._inductor()
     assert asked == ["torch"]
 
 
@@ -100,7 +101,7 @@ def test_triton_is_asked_for_its_digest_and_its_driver(monkeypatch: pytest.Monke
     driver, asked = pytest.importorskip("triton.runtime.driver").driver, list[str]()
     monkeypatch.setattr("torch._inductor.runtime.triton_compat.triton_key", lambda: asked.append("Triton"))
     monkeypatch.setattr(type(driver), "active", property(lambda _: asked.append("the GPU")))
-    ahead._triton()
+    toolchain_hash._triton()
     assert asked == ["Triton", "the GPU"]
 
 
@@ -120,7 +121,7 @@ def test_a_step_that_may_have_kernels_on_a_gpu_begins_them(
     chosen: Any, device: torch.device, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[bool] = []
-    monkeypatch.setattr(ahead, "begun", lambda: begun.append(True))
-    monkeypatch.setattr(inductor, "_choose_assembler", lambda: None)  # it changes the environment
+    monkeypatch.setattr(toolchain_hash, "begun", lambda: begun.append(True))
+    monkeypatch.setattr(segment_compiler, "_choose_assembler", lambda: None)  # it changes the environment
     backend_for(chosen, device, pytest.fail, pytest.fail)
     assert begun == [True] * begins

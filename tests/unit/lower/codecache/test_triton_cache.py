@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.lower import addition, ahead, binaries, column_sums, cross_entropy, row_sums
-from wholestep.run import beside
+from wholestep.lower.codecache import toolchain_hash, triton_cache
+from wholestep.lower.kernels import add_chunks, column_sum, cross_entropy, row_sum
+from wholestep.util import background
 
 GPU = torch.device("cuda", 1)
 
@@ -38,11 +39,11 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", made_current)
-    monkeypatch.setattr(ahead, "wait_for_triton", lambda: None)
-    monkeypatch.setattr(binaries, "_kept", {})
+    monkeypatch.setattr(toolchain_hash, "wait_for_triton", lambda: None)
+    monkeypatch.setattr(triton_cache, "_kept", {})
     yield devices
-    binaries.wait()
-    assert binaries._underway == []
+    triton_cache.wait()
+    assert triton_cache._underway == []
 
 
 def test_each_is_built_with_its_launcher_in_a_thread(current: list[torch.device]) -> None:
@@ -56,10 +57,10 @@ def test_each_is_built_with_its_launcher_in_a_thread(current: list[torch.device]
 
         return build
 
-    binaries.build_beside(map(job, made), GPU)
+    triton_cache.build_beside(map(job, made), GPU)
     together.wait(10)
-    assert binaries.kept() == sorted(made, key=binaries.kept().index)
-    assert {one.hash for one in binaries.kept()} == {"a", "b"}
+    assert triton_cache.kept() == sorted(made, key=triton_cache.kept().index)
+    assert {one.hash for one in triton_cache.kept()} == {"a", "b"}
     assert current == [GPU, GPU]
     threads = [thread for one in made for thread in one.made_ready_by]
     assert len(set(threads)) == 2
@@ -68,40 +69,40 @@ def test_each_is_built_with_its_launcher_in_a_thread(current: list[torch.device]
 
 def test_who_asks_for_what_is_kept_waits(current: list[torch.device]) -> None:
     may_end = threading.Event()
-    binaries.build_beside([lambda: may_end.wait(10) and Compiled("late")], GPU)
+    triton_cache.build_beside([lambda: may_end.wait(10) and Compiled("late")], GPU)
     threading.Timer(0.05, may_end.set).start()
-    assert [one.hash for one in binaries.kept()] == ["late"]
+    assert [one.hash for one in triton_cache.kept()] == ["late"]
 
 
 def test_what_fails_is_told_where_it_is_launched(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[Any]()
     monkeypatch.setattr(threading, "excepthook", told.append)
-    binaries.build_beside([lambda: 1 / 0, lambda: Compiled("good")], GPU)
-    assert [one.hash for one in binaries.kept()] == ["good"]
+    triton_cache.build_beside([lambda: 1 / 0, lambda: Compiled("good")], GPU)
+    assert [one.hash for one in triton_cache.kept()] == ["good"]
     assert told == []
 
 
 def test_a_program_that_ends_builds_nothing_more(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "is_ending", lambda: True)
-    binaries.build_beside([lambda: pytest.fail("it was built")], GPU)
-    assert binaries.kept() == current == []
+    monkeypatch.setattr(background, "is_ending", lambda: True)
+    triton_cache.build_beside([lambda: pytest.fail("it was built")], GPU)
+    assert triton_cache.kept() == current == []
 
 
 def test_a_triton_that_makes_launchers_otherwise(current: list[torch.device]) -> None:
-    binaries.build_beside([lambda: SimpleNamespace(hash="other")], GPU)
-    assert [one.hash for one in binaries.kept()] == ["other"]
+    triton_cache.build_beside([lambda: SimpleNamespace(hash="other")], GPU)
+    assert [one.hash for one in triton_cache.kept()] == ["other"]
 
 
 def launch_rows() -> None:
-    row_sums.sum_rows([torch.zeros(512, 8)], 512, [8], torch.float32, torch.float32)
+    row_sum.sum_rows([torch.zeros(512, 8)], 512, [8], torch.float32, torch.float32)
 
 
 def launch_columns() -> None:
-    column_sums.column_sums(torch.zeros(2 * 512 * 8), 2, 512, 8)
+    column_sum.column_sums(torch.zeros(2 * 512 * 8), 2, 512, 8)
 
 
 def launch_addition() -> None:
-    addition.add_parts(torch.zeros(2, 16), *torch.zeros(3, 16), rank=0, averages=True)
+    add_chunks.add_parts(torch.zeros(2, 16), *torch.zeros(3, 16), rank=0, averages=True)
 
 
 def launch_cross_entropy() -> None:
@@ -111,8 +112,8 @@ def launch_cross_entropy() -> None:
 @pytest.mark.parametrize(
     ("module", "kernels", "launch"),
     [
-        (row_sums, ["_rows_kernel", "_parts_kernel"], launch_rows), (column_sums, ["_kernel"], launch_columns),
-        (addition, ["_kernel"], launch_addition), (cross_entropy, ["_kernel"], launch_cross_entropy),
+        (row_sum, ["_rows_kernel", "_parts_kernel"], launch_rows), (column_sum, ["_kernel"], launch_columns),
+        (add_chunks, ["_kernel"], launch_addition), (cross_entropy, ["_kernel"], launch_cross_entropy),
     ],
     ids=["rows", "columns", "addition", "cross-entropy"],
 )  # fmt: skip
@@ -126,7 +127,7 @@ def test_a_launch_waits_for_what_is_built(
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **kwargs: happened.append("launched")
 
-    monkeypatch.setattr(binaries, "wait", lambda: happened.append("waited"))
+    monkeypatch.setattr(triton_cache, "wait", lambda: happened.append("waited"))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     for kernel in kernels:
         monkeypatch.setattr(module, kernel, Kernel())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.lower.lent import Lent, apart, is_possible
+from wholestep.lower.cudagraph.grad_ownership import Lent, apart, is_possible
 
 
 @pytest.fixture

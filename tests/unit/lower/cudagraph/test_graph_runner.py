@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.builders import aten
-from tests.unit.lower.on_gpu import Spec, gpu, host, scheduled
+from tests.unit.lower.gpu_programs import Spec, gpu, host, scheduled
 from wholestep.config import Inductor as InductorOptions
-from wholestep.lower import eager, memsets
-from wholestep.lower.backend import Form, Inductor
-from wholestep.lower.cudagraph import WARM_UP_CALLS, Graphed, _cause
-from wholestep.lower.pieces import Parts, split
-from wholestep.lower.pool import Pool
-from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
+from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
+from wholestep.lower.base import eager_backend
+from wholestep.lower.cudagraph import memset_nodes
+from wholestep.lower.cudagraph.graph_pool import Pool
+from wholestep.lower.cudagraph.graph_runner import WARM_UP_CALLS, Graphed, _cause
+from wholestep.lower.cudagraph.partition import Parts, split
+from wholestep.lower.inductor_backend import Form, Inductor
 
 
 class FakeStream(str):
@@ -191,7 +192,7 @@ def test_torch_is_mended_where_fills_cannot_be_captured(cuda: FakeCuda, monkeypa
         return 0
 
     pool = Pool(torch.device("cpu"))
-    monkeypatch.setattr(memsets, "as_kernels", as_kernels)
+    monkeypatch.setattr(memset_nodes, "as_kernels", as_kernels)
     graph, results = pool.capture(lambda: ("result",))
     assert results == ("result",)
     assert str(graph) in cuda.alive
@@ -256,7 +257,7 @@ class Replays(Pool):
         self._captured_calls: list[tuple[Callable[..., Any], list[Any], Any]] | None = None
 
     def lower(self, part: Program) -> Callable[[list[Any]], tuple[Any, ...]]:
-        run = eager.lower(part)
+        run = eager_backend.lower(part)
 
         def step(inputs: list[Any]) -> tuple[Any, ...]:
             if self._captured_calls is None:
@@ -414,7 +415,7 @@ def test_pieces_give_what_the_program_gives(name: str, moves: tuple[int, ...]) -
     fn, specs, num_graphs = STEPS[name]
     program, pool = scheduled(fn, *specs, writes=True, segments=False), Replays()
     graphed = graphed_of(program, pool)
-    plain = eager.lower(program)
+    plain = eager_backend.lower(program)
     ours, theirs = tensors_for(specs, 0), tensors_for(specs, 0)
     kept = []
     for call in range(10):
@@ -499,7 +500,7 @@ def test_a_call_that_turns_out_to_wait_cuts_the_step() -> None:
     pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 3)]
     program = scheduled(step, *specs, writes=True, segments=False)
     graphed = graphed_of(program, pool)
-    plain = eager.lower(program)
+    plain = eager_backend.lower(program)
     (w, x), kept = tensors_for(specs, 0), []
     theirs = w.clone()
     for call in range(8):

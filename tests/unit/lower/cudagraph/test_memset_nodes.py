@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from wholestep.lower import memsets
-from wholestep.lower.memsets import Memset, as_kernels
+from wholestep.lower.cudagraph import memset_nodes
+from wholestep.lower.cudagraph.memset_nodes import Memset, as_kernels
 
 CPU = torch.device("cpu")
 
@@ -288,4 +288,4 @@ def test_a_fill_writes_what_the_memset_would(value: int, element_bytes: int, cou
     one = Memset(address=memory.data_ptr() + 8 + shift, value=value, element_bytes=element_bytes, count=count)
     one.fill(CPU)
     assert torch.equal(memory, wanted)
-    assert memsets._FILLED_AS[element_bytes].itemsize == element_bytes
+    assert memset_nodes._FILLED_AS[element_bytes].itemsize == element_bytes

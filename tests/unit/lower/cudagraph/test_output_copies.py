@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholestep.lower.results import Call, Standin, alone, storage_of, takings
+from wholestep.lower.cudagraph.output_copies import Call, Standin, alone, storage_of, takings
 
 
 def take(

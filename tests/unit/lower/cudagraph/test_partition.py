@@ -14,17 +14,19 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import aten
-from tests.unit.lower.on_gpu import Spec, captured, devices, gpu, host, scheduled, targets
-from wholestep.capture.random import GET, SET
-from wholestep.lower import eager, inductor, rewinds
-from wholestep.lower.pieces import MOST_GRAPHS, Parts, split
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import pack_scalars
-from wholestep.program import edit, meta, ops
-from wholestep.program.numbers import element, pack
-from wholestep.program.program import InputKind, Output, OutputKind, Program
-from wholestep.program.segment import Segment
+from tests.unit.lower.gpu_programs import Spec, captured, devices, gpu, host, scheduled, targets
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.ops.packed_scalars import element, pack
+from wholestep.ir.ops.rng_state import GET, SET
+from wholestep.ir.program import InputKind, Output, OutputKind, Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.base import eager_backend
+from wholestep.lower.cudagraph import rng_replay
+from wholestep.lower.cudagraph.partition import MOST_GRAPHS, Parts, split
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 
 def parts_of(fn: Callable[..., Any], *specs: Spec, segments: bool = True) -> Parts:
@@ -100,7 +102,7 @@ def test_the_host_part_computes_the_numbers_of_each_call():
     assert isinstance(parts, Parts)
     (node,) = parts.host.graph.find_nodes(op="call_function", target=pack)
     node.args = (node.args[0], torch.device("cpu"))
-    run, step = eager.lower(parts.host), torch.tensor(0.0)
+    run, step = eager_backend.lower(parts.host), torch.tensor(0.0)
     for call in (1, 2, 3):
         with torch.no_grad():
             packed, doubled = run([None, None, step, torch.tensor(0.1 * call, dtype=torch.float64)])[:2]
@@ -172,7 +174,7 @@ def test_numbers_that_the_host_draws_and_nobody_reads():
     assert parts.num_handed == 0
     with torch.random.fork_rng():
         state = torch.get_rng_state()
-        eager.lower(parts.host)([None])
+        eager_backend.lower(parts.host)([None])
         after = torch.get_rng_state()
         torch.set_rng_state(state)
         torch.rand([]), torch.rand([]), torch.rand(2)
@@ -212,7 +214,7 @@ def test_a_reason_names_the_call_and_the_users_line(name):
 def test_a_number_packed_for_a_call_that_is_in_no_segment():
     """It is read as it is, which waits for the device."""
     program = builders.without_gradients(captured(lambda x, rate: x * rate.item(), [gpu(3), host()]))
-    passes = [partial(pack_scalars, reads=inductor.reads_packed), reinplace]
+    passes = [partial(pack_scalars, reads=segment_compiler.reads_packed), reinplace]
     assert split(run_passes(program, passes)) == (
         "element of train.py:7 gives a number of the GPU, for which the host would wait"
     )
@@ -226,10 +228,12 @@ def with_generator(target: Any, *args: Any) -> Program:
     )
     with program.graph.inserting_before(program.graph.output_node()):
         given = [program.placeholders[1]] if target is SET else []
-        node = edit.emit(program.graph, target, *given, *args)
+        node = graph_edit.emit(program.graph, target, *given, *args)
         if target is GET:
-            edit.emit(program.graph, aten.bernoulli.default, edit.emit(program.graph, aten.clone.default, node))
-    meta.set_origin(node, meta.Origin(meta.Region.FORWARD, "", "train.py:9"))
+            graph_edit.emit(
+                program.graph, aten.bernoulli.default, graph_edit.emit(program.graph, aten.clone.default, node)
+            )
+    node_meta.set_origin(node, node_meta.Origin(node_meta.Region.FORWARD, "", "train.py:9"))
     return program
 
 
@@ -264,7 +268,7 @@ def test_what_the_step_does_to_things_outside_is_a_reason_too():
     assert ended(freed=True) == FREES
 
 
-@pytest.mark.parametrize("call", [ops.RESIZE_STORAGE, ops.RESIZE_STORAGE_])
+@pytest.mark.parametrize("call", [op_info.RESIZE_STORAGE, op_info.RESIZE_STORAGE_])
 def test_memory_that_is_gone_behind_the_step_cannot_be_written_back(call):
     program = scheduled(lambda w: (w * 2).exp(), gpu(3, kind=InputKind.USER))
     with program.graph.inserting_before(program.graph.output_node()):
@@ -412,17 +416,17 @@ def test_a_wait_goes_where_its_collective_begins():
     calls = [node for node in graph.nodes if node.op == "call_function"]
     first, last = calls[3], calls[-1]
     with graph.inserting_after(first):
-        begun = edit.emit(graph, ops.c10d.all_reduce.default, first, "sum", "0")
+        begun = graph_edit.emit(graph, op_info.c10d.all_reduce.default, first, "sum", "0")
     with graph.inserting_after(last):
-        wait = edit.emit(graph, ops.WAIT, begun)
+        wait = graph_edit.emit(graph, op_info.WAIT, begun)
     program = replace(program, outputs=(*program.outputs, Output(kind=OutputKind.USER, name="out3")))
     end = graph.output_node()
     end.args = ((*end.args[0], wait),)
     parts = split(program)
     assert isinstance(parts, Parts)
-    where = [number for number, (_, found) in enumerate(kinds(parts)) for one in found if one is ops.WAIT]
+    where = [number for number, (_, found) in enumerate(kinds(parts)) for one in found if one is op_info.WAIT]
     assert where == [0]
-    assert ops.c10d.all_reduce.default in kinds(parts)[0][1]
+    assert op_info.c10d.all_reduce.default in kinds(parts)[0][1]
     assert kinds(parts)[2] == (True, [MM] * 4)
 
 
@@ -438,25 +442,25 @@ def rewinding(*, apart: bool) -> Program:
     graph = program.graph
     draws = [node for node in graph.nodes if node.target is aten.rand_like.default]
     with graph.inserting_before(draws[0]):
-        state = edit.emit(graph, GET, "cuda:0")
+        state = graph_edit.emit(graph, GET, "cuda:0")
     with graph.inserting_before(draws[1]):
-        now, again = edit.emit(graph, GET, "cuda:0"), edit.emit(graph, SET, state, "cuda:0")
+        now, again = graph_edit.emit(graph, GET, "cuda:0"), graph_edit.emit(graph, SET, state, "cuda:0")
     with graph.inserting_after(draws[1]):
-        then = edit.emit(graph, SET, now, "cuda:0")
+        then = graph_edit.emit(graph, SET, now, "cuda:0")
     for node in state, now, again, then:
-        meta.set_origin(node, meta.Origin(meta.Region.BACKWARD, "", "train.py:9"))
+        node_meta.set_origin(node, node_meta.Origin(node_meta.Region.BACKWARD, "", "train.py:9"))
     return program
 
 
 def test_a_generator_is_rewound_in_one_piece(monkeypatch):
-    monkeypatch.setattr(rewinds, "are_possible", lambda: True)
+    monkeypatch.setattr(rng_replay, "are_possible", lambda: True)
     parts = split(rewinding(apart=False))
     assert isinstance(parts, Parts)
     assert {GET, SET} <= {*targets(body_of(parts))}
 
 
 def test_a_generator_is_not_rewound_across_pieces(monkeypatch):
-    monkeypatch.setattr(rewinds, "are_possible", lambda: True)
+    monkeypatch.setattr(rng_replay, "are_possible", lambda: True)
     parts = split(rewinding(apart=True))
     assert isinstance(parts, Parts)
     assert [is_graph for is_graph, _ in kinds(parts)] == [False, True, False, True]
@@ -478,7 +482,7 @@ def test_a_state_that_somebody_looks_at_is_read_in_its_place():
     graph = program.graph
     draws = [node for node in graph.nodes if node.target is aten.rand_like.default]
     with graph.inserting_before(draws[1]):
-        state = edit.emit(graph, aten.clone.default, edit.emit(graph, GET, "cuda:0"))
+        state = graph_edit.emit(graph, aten.clone.default, graph_edit.emit(graph, GET, "cuda:0"))
     end = graph.output_node()
     end.args = ((*end.args[0], state),)
     parts = split(replace(program, outputs=(*program.outputs, Output(kind=OutputKind.USER, name="out2"))))

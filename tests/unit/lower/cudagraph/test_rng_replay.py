@@ -7,10 +7,10 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wholestep.capture import random
-from wholestep.lower import rewinds
-from wholestep.lower.rewinds import Plan, planned
-from wholestep.program import meta
+from wholestep.ir import node_meta
+from wholestep.ir.ops import rng_state
+from wholestep.lower.cudagraph import rng_replay
+from wholestep.lower.cudagraph.rng_replay import Plan, planned
 
 
 def drawn(plan: Plan, draws: list[int]) -> list[list[int]]:
@@ -84,18 +84,18 @@ def test_a_step_that_leaves_the_generator_back_there_has_no_plan() -> None:
 def node(graph: fx.Graph, target: object, *args: object) -> fx.Node:
     made = graph.call_function(target, args)  # type: ignore[arg-type]
     with FakeTensorMode():
-        meta.set_value(made, torch.empty(16, dtype=torch.uint8))
+        node_meta.set_value(made, torch.empty(16, dtype=torch.uint8))
     return made
 
 
 def test_settings_to_states_that_the_step_has_read_are_taken() -> None:
     graph = fx.Graph()
     outside = graph.placeholder("state")
-    read, read_on_host = node(graph, random.GET, "cuda:0"), node(graph, random.GET, "cpu")
-    assert rewinds.is_one(read)
-    assert not rewinds.is_one(read_on_host)
-    assert rewinds.is_one(node(graph, random.SET, read, "cuda"))
-    assert not rewinds.is_one(node(graph, random.SET, read_on_host, "cpu"))
-    assert not rewinds.is_one(node(graph, random.SET, outside, "cuda"))
+    read, read_on_host = node(graph, rng_state.GET, "cuda:0"), node(graph, rng_state.GET, "cpu")
+    assert rng_replay.is_one(read)
+    assert not rng_replay.is_one(read_on_host)
+    assert rng_replay.is_one(node(graph, rng_state.SET, read, "cuda"))
+    assert not rng_replay.is_one(node(graph, rng_state.SET, read_on_host, "cpu"))
+    assert not rng_replay.is_one(node(graph, rng_state.SET, outside, "cuda"))
     node(graph, torch.ops.aten.clone.default, read)
-    assert not any(map(rewinds.is_one, (read, *read.users)))  # a graph would show something else
+    assert not any(map(rng_replay.is_one, (read, *read.users)))  # a graph would show something else

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.decomposition import select_decomp_table
 
-from wholestep.lower import resampling
+from wholestep.lower.decompositions import interpolate
 
 KERNELS = {
     1: torch.ops.aten.upsample_linear1d_backward,
@@ -24,7 +24,7 @@ def differs(large: list[int], small: list[int], *options: Any, dtype: torch.dtyp
     """By how much of the largest number."""
     gradient = torch.randn(2, 3, *large, dtype=dtype)
     wanted = KERNELS[len(small)](gradient, large, [2, 3, *small], *options)
-    found = resampling.gradient_of_linear(gradient, large, [2, 3, *small], *options)
+    found = interpolate.gradient_of_linear(gradient, large, [2, 3, *small], *options)
     assert (found.shape, found.dtype) == (wanted.shape, dtype)
     return float((found - wanted).abs().max() / wanted.abs().max())
 
@@ -48,19 +48,19 @@ def test_scales_that_the_user_gave(small: list[int], data: st.DataObject, corner
 
 def test_a_scale_that_changes_no_size_is_left_to_the_kernel() -> None:
     gradient = torch.randn(1, 1, 3, 6)
-    assert resampling.gradient_of_linear(gradient, [3, 6], [1, 1, 3, 3], False, 1.3, 2.0) is NotImplemented
+    assert interpolate.gradient_of_linear(gradient, [3, 6], [1, 1, 3, 3], False, 1.3, 2.0) is NotImplemented
 
 
 def test_halves_are_added_up_in_float32() -> None:
     gradient = torch.full((1, 1, 512), 1.0, dtype=torch.bfloat16)
-    found = resampling.gradient_of_linear(gradient, [512], [1, 1, 1], False, None)
+    found = interpolate.gradient_of_linear(gradient, [512], [1, 1, 1], False, None)
     assert found.item() == 512  # in bfloat16 the sum would stay at 256
 
 
 def test_gpus_alone_are_given_another_way() -> None:
-    table = select_decomp_table() | resampling.rules(torch.device("cuda"))
-    assert resampling.rules(torch.device("cpu")) == {}
-    assert all(table[kernel.default] is resampling.gradient_of_linear for kernel in KERNELS.values())
+    table = select_decomp_table() | interpolate.rules(torch.device("cuda"))
+    assert interpolate.rules(torch.device("cpu")) == {}
+    assert all(table[kernel.default] is interpolate.gradient_of_linear for kernel in KERNELS.values())
     forward = table[torch.ops.aten.upsample_bilinear2d.default]
     x = torch.randn(2, 3, 4, 5)
     torch.testing.assert_close(forward(x, [8, 11], False), torch.ops.aten.upsample_bilinear2d(x, [8, 11], False))

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.builders import aten
-from wholestep.capture.functional import functional_twin
-from wholestep.lower import inductor
-from wholestep.lower.fused import is_written_out, written_out
-from wholestep.program import meta, ops
+from wholestep.capture.functionalize.functionalize import functional_twin
+from wholestep.ir import node_meta, op_info
+from wholestep.lower.decompositions.optimizers import is_written_out, written_out
+from wholestep.lower.inductor import segment_compiler
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
 SHAPES = [(40, 30), (17,), (1,)]
@@ -26,7 +26,7 @@ ROUNDINGS = 16
 
 def twin(name: str, overload: str = "default") -> Any:
     op = getattr(getattr(aten, name), overload)
-    return functional_twin(op, ops.mutated_args(op))
+    return functional_twin(op, op_info.mutated_args(op))
 
 
 def tensors(dtype: torch.dtype, *, steps: tuple[float, ...]) -> dict[str, list[Tensor]]:
@@ -158,22 +158,22 @@ def call(device: str, **options: Any) -> fx.Node:
     def node(name: str, shape: tuple[int, ...]) -> fx.Node:
         made = graph.placeholder(name)
         with mode:
-            meta.set_value(made, torch.empty(shape, device=device))
+            node_meta.set_value(made, torch.empty(shape, device=device))
         return made
 
     lists = [[node(f"{name}_{place}", (3,)) for place in range(2)] for name in ("w", "g", "m", "v")]
     steps = [node(f"step_{place}", ()) for place in range(2)]
     made = graph.call_function(twin("_fused_adamw_"), (*lists, [], steps), options)
-    meta.set_value(made, tuple([meta.value(one) for one in row] for row in lists))
+    node_meta.set_value(made, tuple([node_meta.value(one) for one in row] for row in lists))
     return made
 
 
 def test_only_calls_on_a_gpu_are_written_out():
     """On the CPU ATen's kernel stays: it goes through memory once as well."""
     assert is_written_out(call("cuda"))
-    assert inductor.compiles(call("cuda"))
+    assert segment_compiler.compiles(call("cuda"))
     assert not is_written_out(call("cpu"))
-    assert not inductor.compiles(call("cpu"))
+    assert not segment_compiler.compiles(call("cpu"))
     other = fx.Graph().call_function(aten.mul.Tensor)
-    meta.set_value(other, meta.value(call("cuda")))
+    node_meta.set_value(other, node_meta.value(call("cuda")))
     assert not is_written_out(other)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import aten
-from wholestep.lower import inductor
-from wholestep.lower.numbers import _RULES, Numbers, by_rule, takes_numbers
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.scalars import pack_scalars
-from wholestep.program import ops
-from wholestep.program.numbers import pack
+from wholestep.ir import op_info
+from wholestep.ir.ops.packed_scalars import pack
+from wholestep.lower.decompositions.tensor_scalars import _RULES, Numbers, by_rule, takes_numbers
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 X, Y, Z = "X", "Y", "Z"  # tensors, or lists of them in a foreach call
 N, NS = "N", "NS"  # a number, and a list of numbers
@@ -178,7 +178,7 @@ def packed_program() -> tuple[Any, list[Tensor]]:
 
     tensors = [torch.rand(3, 4), torch.rand(3, 4), torch.tensor(0.3, dtype=torch.float64)]
     program = run_passes(builders.without_gradients(builders.capture(fn, tensors)), [cleanup])
-    return run_passes(program, [lambda one: pack_scalars(one, reads=inductor.reads_packed)]), tensors
+    return run_passes(program, [lambda one: pack_scalars(one, reads=segment_compiler.reads_packed)]), tensors
 
 
 def test_a_graph_runs_on_tensors_in_the_place_of_numbers():
@@ -192,7 +192,7 @@ def test_a_graph_runs_on_tensors_in_the_place_of_numbers():
 
 def test_calls_without_a_rule_take_no_numbers():
     program, _ = packed_program()
-    calls = [node for node in program.graph.nodes if ops.is_op(node)]
+    calls = [node for node in program.graph.nodes if op_info.is_op(node)]
     assert any(map(takes_numbers, calls))
     elu = program.graph.call_function(aten.elu.default, (calls[0], 2.0))
     getitem = next(

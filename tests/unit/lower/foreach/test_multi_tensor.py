@@ -16,47 +16,51 @@ import torch.fx as fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import wholestep.step
+import wholestep.api.compiled_step
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from tests.unit import builders
 from tests.unit.builders import aten
-from tests.unit.lower import interpret
-from wholestep.capture.functional import functional_twin
+from tests.unit.lower import triton_interpreter
+from wholestep.capture.functionalize.functionalize import functional_twin
 from wholestep.config import Inductor as InductorOptions
-from wholestep.cost.model import CostModel
-from wholestep.lower import copies, eager, fused, inductor, lists, pointwise
-from wholestep.lower.backend import Eager, Inductor
-from wholestep.lower.copies import Arriving
-from wholestep.lower.eager import Wait
-from wholestep.lower.pointwise import BLOCK, CHUNK, NotPointwise
-from wholestep.lower.rows import Plan, plan
-from wholestep.passes import by_copies
-from wholestep.passes import segments as segments_pass
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.passes.waits import delay_waits
-from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
-from wholestep.program.show import Step
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
+from wholestep.ir.printer import Step
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.base import eager_backend
+from wholestep.lower.base.eager_backend import Wait
+from wholestep.lower.decompositions import optimizers
+from wholestep.lower.foreach import multi_tensor, triton_codegen
+from wholestep.lower.foreach.kernel_plan import Plan, plan
+from wholestep.lower.foreach.triton_codegen import BLOCK, CHUNK, NotPointwise
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import Eager, Inductor
+from wholestep.lower.kernels import copy_all_reduce
+from wholestep.lower.kernels.copy_all_reduce import Arriving
+from wholestep.passes.comm import use_copy_engine
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.schedule import form_segments as segments_pass
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
+from wholestep.passes.schedule.sink_waits import delay_waits
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
 FORM: list[Pass] = [
-    partial(pack_scalars, reads=inductor.reads_packed),
-    partial(form_segments, compiles=inductor.compiles, apart=lists.apart),
+    partial(pack_scalars, reads=segment_compiler.reads_packed),
+    partial(form_segments, compiles=segment_compiler.compiles, apart=multi_tensor.apart),
 ]
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of these tests count as those of a GPU, also counters."""
-    monkeypatch.setattr(fused, "on_gpu", lambda node: True)
+    monkeypatch.setattr(optimizers, "on_gpu", lambda node: True)
 
 
 @pytest.fixture
@@ -67,11 +71,11 @@ def counters_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in Triton's interpreter."""
-    interpret.prepare(monkeypatch)
+    triton_interpreter.prepare(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    lists._built.cache_clear()
+    multi_tensor._built.cache_clear()
     yield
-    lists._built.cache_clear()
+    multi_tensor._built.cache_clear()
 
 
 class Listed(Eager):
@@ -80,14 +84,14 @@ class Listed(Eager):
     name = "lists"
 
     def __init__(self) -> None:
-        self.plans = lists.Plans()
+        self.plans = multi_tensor.Plans()
         self.num_segments = 0
 
     def passes(self, placed: Program) -> list[Pass]:
         return [*FORM, self.plans.tell_lists]
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
-        return eager.lower(program, wait=wait, compile_segment=self.compile)
+        return eager_backend.lower(program, wait=wait, compile_segment=self.compile)
 
     def compile(self, segment: Segment) -> Callable[[list[Any]], Any]:
         found = self.plans.compile(segment)
@@ -105,7 +109,7 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_optimizers_train_as_eager_code_does(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Listed()
-    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
+    monkeypatch.setattr(wholestep.api.compiled_step, "backend_for", lambda *chosen: backend)
     # Parameters of these cases are below 1 and move by less than 1: some roundings of float32 in some steps.
     case = dataclasses.replace(
         (OPTIM_CASES | STEP_CASES)[name], tolerance=50 * UNIT[torch.float32], tolerance_reason="other roundings"
@@ -132,8 +136,10 @@ def planned(fn: Callable[..., Any], tensors: list[Tensor]) -> Plan | str:
 def run(fn: Callable[..., Any], tensors: list[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The tensors as the kernels leave them, and what the step gives."""
     program, given = scheduled(fn, tensors), [builders_copy(one) for one in tensors]
-    plans = lists.Plans()
-    step = eager.lower(program, compile_segment=lambda segment: plans.compile(segment) or pytest.fail(segment.name))
+    plans = multi_tensor.Plans()
+    step = eager_backend.lower(
+        program, compile_segment=lambda segment: plans.compile(segment) or pytest.fail(segment.name)
+    )
     with torch.no_grad():
         results = step(list(given))
     assert segments(program)
@@ -157,7 +163,7 @@ def adamw(*given: Tensor) -> None:
     count = len(given) // 5
     params, grads, means, squares, steps = (list(given[n * count : (n + 1) * count]) for n in range(5))
     torch._foreach_add_(steps, 1)
-    op = functional_twin(aten._fused_adamw_.default, ops.mutated_args(aten._fused_adamw_.default))
+    op = functional_twin(aten._fused_adamw_.default, op_info.mutated_args(aten._fused_adamw_.default))
     new = op(
         params, grads, means, squares, [], steps, lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
         amsgrad=False, maximize=False,
@@ -272,9 +278,14 @@ def by_copies_last(
     monkeypatch: pytest.MonkeyPatch, *, hold_updates: bool = False, least_bytes: int = 10_000
 ) -> Program:
     """The scheduled step of `updated_by_bucket`, with its last reduction by copies."""
-    monkeypatch.setattr(by_copies, "MIN_BYTES", least_bytes)
+    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", least_bytes)
     placed = builders.place(builders.capture(updated_by_bucket, whole_numbers()))
-    lowering = [partial(by_copies.reduce_by_copies, why_not=lambda group, device: ""), *FORM[:1], delay_waits, FORM[1]]
+    lowering = [
+        partial(use_copy_engine.reduce_by_copies, why_not=lambda group, device: ""),
+        *FORM[:1],
+        delay_waits,
+        FORM[1],
+    ]
     cost = CostModel.default("cpu+gloo")
     return run_passes(placed, passes_of(cost=cost, bucket_bytes=1, lowering=lowering, hold_updates=hold_updates))
 
@@ -297,7 +308,7 @@ class Arrives:
 
 
 def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
-    program, plans, log = by_copies_last(monkeypatch), lists.Plans(), []
+    program, plans, log = by_copies_last(monkeypatch), multi_tensor.Plans(), []
     stops = (10_000, 30_000, 40_000)
 
     def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
@@ -308,12 +319,12 @@ def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
         unread = torch.full_like(message, torch.nan)
         return Arriving(message=unread, result=message, pieces=list(zip(stops, events, strict=True)))
 
-    launch = lists.Lists._launch
-    monkeypatch.setattr(copies, "STARTS", {ALL_REDUCE_BY_COPIES_: start})
-    monkeypatch.setattr(lists.Lists, "_launch", lambda *args: (log.append(args[2:]), launch(*args)))
+    launch = multi_tensor.Lists._launch
+    monkeypatch.setattr(copy_all_reduce, "STARTS", {ALL_REDUCE_BY_COPIES_: start})
+    monkeypatch.setattr(multi_tensor.Lists, "_launch", lambda *args: (log.append(args[2:]), launch(*args)))
     lowered = plans.as_it_arrives(program)
     given = whole_numbers()
-    step = eager.lower(lowered, compile_segment=lambda one: plans.compile(one) or one)
+    step = eager_backend.lower(lowered, compile_segment=lambda one: plans.compile(one) or one)
     with torch.no_grad():
         step(list(given))
     before = whole_numbers()
@@ -324,20 +335,20 @@ def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
 
 def test_an_update_waits_for_all_where_others_read_its_gradients_or_inputs_are_held(monkeypatch):
     def starts(program: Program) -> int:
-        lowered = lists.Plans().as_it_arrives(program)
-        assert builders.count(lowered, ops.WAIT) + builders.count(lowered, copies.start) == 2
-        return builders.count(lowered, copies.start)
+        lowered = multi_tensor.Plans().as_it_arrives(program)
+        assert builders.count(lowered, op_info.WAIT) + builders.count(lowered, copy_all_reduce.start) == 2
+        return builders.count(lowered, copy_all_reduce.start)
 
     assert starts(by_copies_last(monkeypatch)) == 1
     assert starts(by_copies_last(monkeypatch, hold_updates=True)) == 0
     program = by_copies_last(monkeypatch)
-    wait = program.graph.find_nodes(op="call_function", target=ops.WAIT)[-1]
-    edit.set_results(program.graph, [wait, *program.results[1:]])
+    wait = program.graph.find_nodes(op="call_function", target=op_info.WAIT)[-1]
+    graph_edit.set_results(program.graph, [wait, *program.results[1:]])
     assert starts(program) == 0
     program = by_copies_last(monkeypatch, least_bytes=0)
-    wait = program.graph.find_nodes(op="call_function", target=ops.WAIT)[-1]
+    wait = program.graph.find_nodes(op="call_function", target=op_info.WAIT)[-1]
     assert starts(program) == 1
-    ops.waited_for(wait).target = ALL_REDUCE_ROWS_  # which come as one, and behind which nothing has to be early
+    op_info.waited_for(wait).target = ALL_REDUCE_ROWS_  # which come as one, and behind which nothing has to be early
     assert starts(program) == 0
 
 
@@ -401,7 +412,7 @@ def test_an_index_that_reads_what_another_one_overwrites_in_another_order_is_lef
     found = plan(segment, {})
     assert isinstance(found, str)
     assert "overwritten by another" in found
-    assert lists.Plans().compile(segment) is None
+    assert multi_tensor.Plans().compile(segment) is None
 
 
 def test_a_tensor_that_is_shared_is_no_number():
@@ -412,7 +423,7 @@ def test_a_tensor_that_is_shared_is_no_number():
     (segment,) = segments(program)
     assert isinstance(plan(segment, {}), Plan)
     with FakeTensorMode():
-        meta.set_value(segment.graph.find_nodes(op="placeholder")[-1], torch.empty(2))
+        node_meta.set_value(segment.graph.find_nodes(op="placeholder")[-1], torch.empty(2))
     found = plan(segment, {})
     assert isinstance(found, str)
     assert "the same tensor for all indices" in found
@@ -429,7 +440,7 @@ def test_a_view_in_another_type_is_refused():
 
 def test_notes_say_what_is_updated_and_what_is_not():
     program = builders.without_gradients(builders.capture(doubled, draw([(3,), (4,)], torch.float32, 0)))
-    after = run_passes(program, [*FORM, lists.Plans().tell_lists])
+    after = run_passes(program, [*FORM, multi_tensor.Plans().tell_lists])
     assert after.history[-1].notes == ("2 tensors are updated by 1 kernels over lists",)
 
 
@@ -438,19 +449,19 @@ def call(op: Any, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
     given = graph.placeholder("x")
     made = graph.call_function(op, ([given],))
     with FakeTensorMode():
-        meta.set_value(given, torch.empty(shape, dtype=dtype))
-        meta.set_value(made, [torch.empty(shape, dtype=dtype)])
+        node_meta.set_value(given, torch.empty(shape, dtype=dtype))
+        node_meta.set_value(made, [torch.empty(shape, dtype=dtype)])
     return made
 
 
 def test_which_calls_are_taken(monkeypatch):
-    assert lists.takes(call(aten._foreach_sqrt.default, 3))
-    assert not lists.takes(call(aten._foreach_norm.Scalar, 3))
-    assert not lists.takes(call(aten._foreach_erf.default, 3))
-    assert not lists.takes(call(aten._foreach_neg.default, 3, dtype=torch.int64))
-    assert not lists.takes(call(aten.sum.default, 3))
+    assert multi_tensor.takes(call(aten._foreach_sqrt.default, 3))
+    assert not multi_tensor.takes(call(aten._foreach_norm.Scalar, 3))
+    assert not multi_tensor.takes(call(aten._foreach_erf.default, 3))
+    assert not multi_tensor.takes(call(aten._foreach_neg.default, 3, dtype=torch.int64))
+    assert not multi_tensor.takes(call(aten.sum.default, 3))
     monkeypatch.undo()
-    assert not lists.takes(call(aten._foreach_sqrt.default, 3))  # on the CPU
+    assert not multi_tensor.takes(call(aten._foreach_sqrt.default, 3))  # on the CPU
 
 
 def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Graph:
@@ -460,7 +471,7 @@ def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype 
 
 def test_numbers_are_computed_once_in_a_program():
     graph = traced(lambda x, rate: x * (1 - rate.double() ** 3).sqrt(), (4,), ())
-    head, _, body = pointwise.kernel("update_lists", graph, elementwise=[True, False]).partition("whole = 0")
+    head, _, body = triton_codegen.kernel("update_lists", graph, elementwise=[True, False]).partition("whole = 0")
     assert "libdevice.pow" in head
     assert "tl.sqrt(" in head
     assert "libdevice" not in body
@@ -471,9 +482,9 @@ def test_numbers_are_computed_once_in_a_program():
 def test_what_has_no_text_is_refused():
     for fn in (torch.erf, lambda x: x.sum(), lambda x: torch.div(x, 2, rounding_mode="floor")):
         with pytest.raises(NotPointwise):
-            pointwise.kernel("update_lists", traced(fn, (4,)), elementwise=[True])
+            triton_codegen.kernel("update_lists", traced(fn, (4,)), elementwise=[True])
     with pytest.raises(NotPointwise, match="int64"):
-        pointwise.kernel("update_lists", traced(torch.neg, (4,), dtype=torch.int64), elementwise=[True])
+        triton_codegen.kernel("update_lists", traced(torch.neg, (4,), dtype=torch.int64), elementwise=[True])
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, "v4.b32"), (torch.bfloat16, "v4.b32")])
@@ -483,7 +494,7 @@ def test_the_kernel_compiles_and_reads_vectors(dtype, wide, counters_are_the_dev
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    lists._built.cache_clear()
+    multi_tensor._built.cache_clear()
     tensors = [one for seed in range(4) for one in draw([(3,), (4,)], dtype, seed)]
     tensors += [torch.tensor(float(place)) for place in range(2)]
     found = planned(adamw, tensors)
@@ -491,14 +502,17 @@ def test_the_kernel_compiles_and_reads_vectors(dtype, wide, counters_are_the_dev
     for kernel in found.kernels:
         aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
         source = triton.compiler.ASTSource(
-            fn=lists._built(kernel.text), signature={"table": "*i64", "blocks": "*i32"}, constexprs={}, attrs=aligned
+            fn=multi_tensor._built(kernel.text),
+            signature={"table": "*i64", "blocks": "*i32"},
+            constexprs={},
+            attrs=aligned,
         )
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
         if "update_lists" in kernel.text:
             assert len(re.findall(rf"ld\.global\.{wide}", ptx)) >= 4
             assert len(re.findall(rf"st\.global\.{wide}", ptx)) >= 3
         assert not re.search(r"(sqrt|rcp|div)\.(approx|full)[.a-z]*\.f32", ptx)
-    lists._built.cache_clear()
+    multi_tensor._built.cache_clear()
 
 
 def test_one_call_is_enough_where_it_reads_a_number_of_the_host():
@@ -524,16 +538,16 @@ def test_kernels_are_built_in_a_thread_while_others_compile(counters_are_the_dev
             threads.append(threading.current_thread())
             built.append((types, num_warps))
 
-    monkeypatch.setattr(lists, "_segments", lambda program: [None])
-    monkeypatch.setattr(lists, "_built", lambda text: Kernel())
-    monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(multi_tensor, "_segments", lambda program: [None])
+    monkeypatch.setattr(multi_tensor, "_built", lambda text: Kernel())
+    monkeypatch.setattr(multi_tensor.Plans, "_of", lambda self, segment: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    plans: Any = lists.Plans()
+    plans: Any = multi_tensor.Plans()
     plans.begin(None)
     compiled = plans.compile(None)
     assert not built
     there = []
-    monkeypatch.setattr(lists.Lists, "_launch", lambda *launch: there.append(len(built)))
+    monkeypatch.setattr(multi_tensor.Lists, "_launch", lambda *launch: there.append(len(built)))
     threading.Timer(0.05, may_end.set).start()
     compiled([*tensors, *(torch.tensor(float(place)) for place in range(2))])  # needs them
     assert built == [((torch.int64, torch.int32), 4)] * len({kernel.text for kernel in found.kernels})
@@ -546,33 +560,36 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    lists._built.cache_clear()
+    multi_tensor._built.cache_clear()
     tensors = [one for seed in range(4) for one in draw([(3,), (4,)], torch.float32, seed)]
     found = planned(adamw, [*tensors, *(torch.tensor(float(place)) for place in range(2))])
     assert isinstance(found, Plan)
-    monkeypatch.setattr(lists, "plan", lambda segment, texts: found)
-    monkeypatch.setattr(lists, "_binaries", {})
-    plans, segment = lists.Plans(), object()
+    monkeypatch.setattr(multi_tensor, "plan", lambda segment, texts: found)
+    monkeypatch.setattr(multi_tensor, "_binaries", {})
+    plans, segment = multi_tensor.Plans(), object()
     assert plans.written(segment) is None  # nothing is built yet
 
     def build() -> dict[str, Any]:
         sources = {
             kernel.text: triton.compiler.ASTSource(
-                fn=lists._built(kernel.text), signature={"table": "*i64", "blocks": "*i32"}, constexprs={}, attrs={}
+                fn=multi_tensor._built(kernel.text),
+                signature={"table": "*i64", "blocks": "*i32"},
+                constexprs={},
+                attrs={},
             )
             for kernel in found.kernels
         }
         return {text: triton.compile(one, target=GPUTarget("cuda", 90, 32)) for text, one in sources.items()}
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
-    lists._binaries.update(build())
+    multi_tensor._binaries.update(build())
     data = plans.written(segment)
     assert data is not None
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    other = lists.Plans()
+    other = multi_tensor.Plans()
     other.take(segment, data, torch.device("cuda", 3))
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
-    monkeypatch.setattr(lists, "plan", None)  # and whoever plans
+    monkeypatch.setattr(multi_tensor, "plan", None)  # and whoever plans
     taken = other._of(segment)
     assert (taken.kernels, taken.num_results) == (found.kernels, found.num_results)
     assert taken.device == torch.device("cuda", 3)
@@ -580,19 +597,19 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
     assert fresh[0] == fresh[1]
     again = build()
     assert {text: one.asm["cubin"] for text, one in again.items()} == {
-        text: one.asm["cubin"] for text, one in lists._binaries.items()
+        text: one.asm["cubin"] for text, one in multi_tensor._binaries.items()
     }
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "third"))
     with pytest.raises(TypeError):
         build()
-    lists._built.cache_clear()
+    multi_tensor._built.cache_clear()
 
 
 def test_binaries_that_cannot_be_read_are_told(counters_are_the_devices, monkeypatch, caplog):
     found = planned(adamw, [*draw([(3,), (4,)] * 4, torch.float32, 0), *(torch.tensor(0.0) for _ in range(2))])
-    monkeypatch.setattr(lists.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(multi_tensor.Plans, "_of", lambda self, segment: found)
     named: Any = type("Named", (), {"name": "segment_7"})
-    plans = lists.Plans()
+    plans = multi_tensor.Plans()
     plans.take(named, b"no pickle", torch.device("cuda", 0))
     assert plans._of(named) is found
     assert "segment_7 is built anew: UnpicklingError" in caplog.text

@@ -18,23 +18,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import wholestep as ws
-import wholestep.step
+import wholestep.api.compiled_step
 from tests.unit import builders
 from tests.unit.builders import aten
-from tests.unit.lower.test_lists import FORM, Listed, interpreted, on_the_cpu, segments
+from tests.unit.lower.foreach.test_multi_tensor import FORM, Listed, interpreted, on_the_cpu, segments
 from wholestep.capture.capture import capture
-from wholestep.cost.model import CostModel
-from wholestep.lower import indices, inductor, lists
-from wholestep.lower.backend import forms_segments
-from wholestep.lower.rows import Plan, plan
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.program import meta, ops
-from wholestep.program.meta import Region
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.ir.program import Program
+from wholestep.lower.foreach import index_expr, multi_tensor
+from wholestep.lower.foreach.kernel_plan import Plan, plan
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import forms_segments
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 __all__ = ["interpreted", "on_the_cpu"]  # fixtures
 
@@ -114,13 +115,13 @@ def program_of(update: Update, layers: int = 0) -> Program:
 
 def updating(program: Program) -> list[Any]:
     """The segments of an optimizer."""
-    return [one for one in segments(program) if meta.origin([*one.calls][-1]).region is Region.OPTIMIZER]
+    return [one for one in segments(program) if node_meta.origin([*one.calls][-1]).region is Region.OPTIMIZER]
 
 
 @pytest.mark.parametrize("update", POINTWISE, ids=lambda update: update.__name__)
 def test_a_loop_trains_as_eager_code_does(update: Update, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Listed()
-    monkeypatch.setattr(wholestep.step, "backend_for", lambda *chosen: backend)
+    monkeypatch.setattr(wholestep.api.compiled_step, "backend_for", lambda *chosen: backend)
     found = []
     for step in (ws.compile(train_step), train_step):
         model = net()
@@ -137,7 +138,9 @@ def test_a_loop_trains_as_eager_code_does(update: Update, interpreted: None, mon
 
 @pytest.mark.parametrize("update", POINTWISE, ids=lambda update: update.__name__)
 def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
-    program = run_passes(program_of(update), [*FORM, partial(reinplace, hold_updates=True), lists.Plans().tell_lists])
+    program = run_passes(
+        program_of(update), [*FORM, partial(reinplace, hold_updates=True), multi_tensor.Plans().tell_lists]
+    )
     assert program.history[-1].notes == ("4 tensors are updated by 1 kernels over lists",)
     assert len(updating(program)) == 1
 
@@ -145,8 +148,8 @@ def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
 def test_a_loop_is_not_cut_where_it_repeats_itself() -> None:
     """As Inductor's segments are on a GPU, which it compiles once for all pieces: a kernel over lists is one anyway."""
     passes = [
-        partial(pack_scalars, reads=inductor.reads_packed), partial(forms_segments("cuda"), compiles=inductor.compiles),
-        partial(reinplace, hold_updates=True),
+        partial(pack_scalars, reads=segment_compiler.reads_packed), partial(forms_segments("cuda"),
+        compiles=segment_compiler.compiles), partial(reinplace, hold_updates=True),
     ]  # fmt: skip
     (segment,) = updating(run_passes(program_of(lion, layers=6), passes))
     assert isinstance(found := plan(segment, {}), Plan)
@@ -157,13 +160,13 @@ def test_a_loop_is_not_cut_where_it_repeats_itself() -> None:
 def test_a_loop_is_predicted_as_one_kernel() -> None:
     """Of a kernel for every parameter the least time of one would be counted as often, and hide what it does not."""
     program = program_of(lion, layers=6)
-    cost = replace(CostModel.default("h200+nvlink"), compiles=inductor.may_compile)
+    cost = replace(CostModel.default("h200+nvlink"), compiles=segment_compiler.may_compile)
 
     def update_us(cost: CostModel) -> float:
         times_us = cost.times_us(list(program.graph.nodes))
-        return sum(us for node, us in times_us.items() if meta.origin(node).region is Region.OPTIMIZER)
+        return sum(us for node, us in times_us.items() if node_meta.origin(node).region is Region.OPTIMIZER)
 
-    assert 0 < update_us(replace(cost, at_once=lists.loops)) < update_us(cost) / 8
+    assert 0 < update_us(replace(cost, at_once=multi_tensor.loops)) < update_us(cost) / 8
 
 
 OTHERS = {normed: "norm", by_rows: "mul", counted: "to_copy"}
@@ -183,20 +186,20 @@ def test_what_is_not_element_by_element_is_left_to_inductor(update: Update) -> N
 def test_a_compiler_keeps_whole_what_has_other_calls_between_those_of_the_loop(update: Update) -> None:
     """Else a norm by turns with updates would be a segment for every parameter, and so would they."""
     program = program_of(update)
-    assert not indices.apart(program.graph)
-    pack = partial(pack_scalars, reads=inductor.reads_packed)
-    plain = run_passes(program, [pack, partial(form_segments, compiles=inductor.compiles)])
+    assert not index_expr.apart(program.graph)
+    pack = partial(pack_scalars, reads=segment_compiler.reads_packed)
+    plain = run_passes(program, [pack, partial(form_segments, compiles=segment_compiler.compiles)])
     formed = run_passes(program, FORM)
     assert [len([*one.calls]) for one in segments(formed)] == [len([*one.calls]) for one in segments(plain)]
 
 
 def test_only_what_an_optimizer_does_is_taken() -> None:
     program = program_of(lion)
-    taken = indices.apart(program.graph)
+    taken = index_expr.apart(program.graph)
     assert taken
-    assert {meta.origin(node).region for node in taken} == {Region.OPTIMIZER}
-    tanh = next(node for node in program.graph.nodes if ops.is_op(node) and "tanh" in str(node.target))
-    assert not indices.takes(tanh)
+    assert {node_meta.origin(node).region for node in taken} == {Region.OPTIMIZER}
+    tanh = next(node for node in program.graph.nodes if op_info.is_op(node) and "tanh" in str(node.target))
+    assert not index_expr.takes(tanh)
 
 
 def product(other: str, *, counted: bool = False) -> fx.Node:
@@ -207,18 +210,18 @@ def product(other: str, *, counted: bool = False) -> fx.Node:
     with FakeTensorMode(shape_env=shapes):
         size = shapes.create_unbacked_symint() if counted else 3
         for node in (weight, made):
-            meta.set_value(node, torch.empty(size, device="cuda"))
-        meta.set_value(rate, torch.empty((), device=other))
-    meta.set_origin(made, meta.Origin(Region.OPTIMIZER))
+            node_meta.set_value(node, torch.empty(size, device="cuda"))
+        node_meta.set_value(rate, torch.empty((), device=other))
+    node_meta.set_origin(made, node_meta.Origin(Region.OPTIMIZER))
     return made
 
 
 def test_what_lies_on_the_host_is_read_by_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate that is a tensor of the CPU may stand beside a weight of a GPU."""
     monkeypatch.undo()
-    assert indices.loops(product("cuda").graph)
-    assert not indices.loops(product("cpu").graph)
+    assert index_expr.loops(product("cuda").graph)
+    assert not index_expr.loops(product("cpu").graph)
 
 
 def test_a_size_that_is_data_is_neither_asked_for_nor_taken() -> None:
-    assert not indices.takes(product("cuda", counted=True))
+    assert not index_expr.takes(product("cuda", counted=True))

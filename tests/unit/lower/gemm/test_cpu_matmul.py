@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
-from wholestep.lower import host_products, onednn
+from wholestep.lower.gemm import cpu_matmul, onednn
 
 aten = torch.ops.aten
 TOLERANCE = 1e-5
@@ -25,8 +25,8 @@ TOLERANCE = 1e-5
 def targets(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Any]:
     """What the products of `fn` are behind a choice in which oneDNN is always faster."""
     graph = make_fx(fn, tracing_mode="fake")(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
-    with patch.object(host_products, "_is_faster", lambda node: True):
-        count = host_products.choose(graph)
+    with patch.object(cpu_matmul, "_is_faster", lambda node: True):
+        count = cpu_matmul.choose(graph)
     found = [node.target for node in graph.find_nodes(op="call_function", target=onednn.PRODUCT.default)]
     found += graph.find_nodes(op="call_function", target=onednn.PRODUCT_ADD.default)
     assert len(found) == count
@@ -57,13 +57,13 @@ def test_all_else_stays_with_torch(given):
 
 @pytest.mark.parametrize(("ours_us", "goes"), [(94.0, True), (96.0, False), (200.0, False)])
 def test_the_faster_one_is_taken_if_it_gains_enough(monkeypatch, ours_us, goes):
-    monkeypatch.setattr(host_products, "_times_us", lambda runs: {"torch": 100.0, "oneDNN": ours_us})
-    host_products._gains.cache_clear()
+    monkeypatch.setattr(cpu_matmul, "_times_us", lambda runs: {"torch": 100.0, "oneDNN": ours_us})
+    cpu_matmul._gains.cache_clear()
     try:
         graph = make_fx(torch.mm, tracing_mode="fake")(torch.empty(128, 64), torch.empty(64, 128)).graph
-        assert host_products.choose(graph) == goes
+        assert cpu_matmul.choose(graph) == goes
     finally:
-        host_products._gains.cache_clear()
+        cpu_matmul._gains.cache_clear()
 
 
 def test_both_are_timed_on_operands_of_that_layout(monkeypatch):
@@ -75,10 +75,10 @@ def test_both_are_timed_on_operands_of_that_layout(monkeypatch):
             seen[name] = [*run.args, run.keywords["out"]]
         return dict.fromkeys(runs, 1.0)
 
-    monkeypatch.setattr(host_products, "_times_us", times)
-    host_products._gains.cache_clear()
+    monkeypatch.setattr(cpu_matmul, "_times_us", times)
+    cpu_matmul._gains.cache_clear()
     operands = [torch.empty(7), torch.empty(10, 9)[:, :5], torch.empty(7, 5).t()]
-    host_products._gains(1, *(host_products._Operand(tuple(one.shape), one.stride()) for one in operands))
+    cpu_matmul._gains(1, *(cpu_matmul._Operand(tuple(one.shape), one.stride()) for one in operands))
     assert set(seen) == {"torch", "oneDNN"}
     for given in seen.values():
         assert [one.stride() for one in given] == [*(one.stride() for one in operands), (7, 1)]
@@ -91,8 +91,8 @@ def test_the_shortest_of_several_runs_counts():
     def run(name: str) -> None:
         calls[name] += 1
 
-    times = host_products._times_us({name: lambda name=name: run(name) for name in calls})
-    assert set(calls.values()) == {1 + host_products._ROUNDS}
+    times = cpu_matmul._times_us({name: lambda name=name: run(name) for name in calls})
+    assert set(calls.values()) == {1 + cpu_matmul._ROUNDS}
     assert all(0 <= us < 1e4 for us in times.values())
 
 
@@ -120,7 +120,7 @@ def texts(step: ws.CompiledStep) -> str:
 
 
 def test_a_compiled_step_multiplies_by_the_library_that_is_faster(monkeypatch):
-    monkeypatch.setattr(host_products, "_is_faster", lambda node: True)
+    monkeypatch.setattr(cpu_matmul, "_is_faster", lambda node: True)
     with fresh_cache():
         step = ws.compile(train_step, backend="inductor")
         found = trained(step)
@@ -134,7 +134,7 @@ def test_a_compiled_step_multiplies_by_the_library_that_is_faster(monkeypatch):
 
 @pytest.mark.parametrize("why", ["option", "deterministic", "deterministic torch", "slower"])
 def test_it_does_not_where_it_must_not(monkeypatch, why):
-    monkeypatch.setattr(host_products, "_is_faster", lambda node: why != "slower")
+    monkeypatch.setattr(cpu_matmul, "_is_faster", lambda node: why != "slower")
     backend: Any = ws.Inductor(tune_products=False) if why == "option" else "inductor"
     if why == "deterministic torch":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -146,7 +146,7 @@ def test_it_does_not_where_it_must_not(monkeypatch, why):
 
 
 def test_batches_in_a_compiled_step(monkeypatch):
-    monkeypatch.setattr(host_products, "_is_faster", lambda node: True)
+    monkeypatch.setattr(cpu_matmul, "_is_faster", lambda node: True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) / 8, dim=-1), v) + 1

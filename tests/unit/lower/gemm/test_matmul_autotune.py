@@ -1,4 +1,5 @@
-"""Which algorithm a product gets, and how cublasLt is asked: without a GPU. With one: `tests/gpu/test_products.py`."""
+"""Which algorithm a product gets, and how cublasLt is asked: without a GPU. With one:
+`tests/gpu/kernels/test_matmul_autotune.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholestep.lower import cublaslt, products
-from wholestep.lower.cublaslt import Algorithm, Epilogue, Factor, Product
+from wholestep.lower.gemm import cublaslt, matmul_autotune
+from wholestep.lower.gemm.cublaslt import Algorithm, Epilogue, Factor, Product
 
 FIRST, SECOND = Algorithm(b"1" * 64, 0), Algorithm(b"2" * 64, 32)
 
@@ -48,9 +49,9 @@ class Call:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[Product, Algorithm | None]:
     """What is chosen in the test."""
     made: dict[Product, Algorithm | None] = {}
-    monkeypatch.setattr(products, "_chosen", made)
+    monkeypatch.setattr(matmul_autotune, "_chosen", made)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    products._tell_once.cache_clear()
+    matmul_autotune._tell_once.cache_clear()
     return made
 
 
@@ -61,10 +62,10 @@ def product_by(call: Any, times: list[float], monkeypatch: pytest.MonkeyPatch) -
         assert len(runs) == len(times)
         return times
 
-    monkeypatch.setattr(products, "_times_ms", measured)
-    monkeypatch.setattr(products, "_call_of", lambda product, device: call)
+    monkeypatch.setattr(matmul_autotune, "_times_ms", measured)
+    monkeypatch.setattr(matmul_autotune, "_call_of", lambda product, device: call)
     out = torch.empty(4, 4)
-    products._run(asked(), (out, out, out), out.zero_)
+    matmul_autotune._run(asked(), (out, out, out), out.zero_)
     return float(out[0, 0])
 
 
@@ -88,11 +89,11 @@ def test_without_the_library_torch_is_asked_and_the_log_says_why_once(
     def missing(product: Product, device: torch.device) -> Any:
         raise OSError("libcublasLt.so.13 is not there")
 
-    monkeypatch.setattr(products, "_call_of", missing)
+    monkeypatch.setattr(matmul_autotune, "_call_of", missing)
     out = torch.empty(4, 4)
     with caplog.at_level(logging.INFO, logger="wholestep"):
         for epilogue in (Epilogue.NOTHING, Epilogue.BIAS):
-            products._run(asked(epilogue), (out, out, out), out.zero_)
+            matmul_autotune._run(asked(epilogue), (out, out, out), out.zero_)
     assert not out.any()
     assert [one.getMessage() for one in caplog.records] == [
         "products are left to torch: libcublasLt.so.13 is not there"
@@ -101,25 +102,25 @@ def test_without_the_library_torch_is_asked_and_the_log_says_why_once(
 
 def test_in_a_capture_nothing_is_chosen(chosen: dict[Product, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(products, "_fastest", None)  # whoever times calls it
+    monkeypatch.setattr(matmul_autotune, "_fastest", None)  # whoever times calls it
     out = torch.ones(4, 4)
-    products._run(asked(), (out, out, out), out.zero_)
+    matmul_autotune._run(asked(), (out, out, out), out.zero_)
     assert not out.any()
     assert chosen == {}
 
 
 def test_choices_of_another_library_are_not_used(chosen: dict[Product, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert products.choices() is None
-    monkeypatch.setattr(products, "version", lambda: 130_000)
+    assert matmul_autotune.choices() is None
+    monkeypatch.setattr(matmul_autotune, "version", lambda: 130_000)
     chosen[asked()] = FIRST
-    found = products.choices()
+    found = matmul_autotune.choices()
     assert found is not None
     chosen.clear()
-    monkeypatch.setattr(products, "version", lambda: 130_001)
-    products.take(found)
+    monkeypatch.setattr(matmul_autotune, "version", lambda: 130_001)
+    matmul_autotune.take(found)
     assert chosen == {}
-    monkeypatch.setattr(products, "version", lambda: 130_000)
-    products.take(found)
+    monkeypatch.setattr(matmul_autotune, "version", lambda: 130_000)
+    matmul_autotune.take(found)
     assert chosen == {asked(): FIRST}
 
 
@@ -129,18 +130,18 @@ def test_without_the_library_there_are_no_choices(chosen: dict[Product, Any], mo
     def missing() -> int:
         raise OSError("libcublasLt.so.13 is not there")
 
-    monkeypatch.setattr(products, "version", missing)
+    monkeypatch.setattr(matmul_autotune, "version", missing)
     chosen[asked()] = None
-    assert products.choices() is None
+    assert matmul_autotune.choices() is None
     chosen.clear()
-    products.take(products.Choices(version=130_000, algorithms=((asked(), FIRST),)))
+    matmul_autotune.take(matmul_autotune.Choices(version=130_000, algorithms=((asked(), FIRST),)))
     assert chosen == {}
 
 
 def test_on_a_cpu_it_is_torchs(chosen: dict[Product, Any]) -> None:
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5, 5, generator=draw).bfloat16() for _ in range(2))
-    bias, own = torch.randn(5, generator=draw).bfloat16(), products.Products(torch)
+    bias, own = torch.randn(5, generator=draw).bfloat16(), matmul_autotune.Products(torch)
     assert torch.equal(own.mm(a, b, out=torch.empty_like(a)), a @ b)
     assert torch.equal(own.addmm(bias, a, b, alpha=2, out=torch.empty_like(a)), torch.addmm(bias, a, b, alpha=2))
     assert own.bmm is torch.bmm
@@ -150,13 +151,15 @@ def test_on_a_cpu_it_is_torchs(chosen: dict[Product, Any]) -> None:
 def test_how_matrices_lie() -> None:
     base = torch.empty(64, 32)
     assert base.data_ptr() % 64 == 0
-    whole = products._factor(base)
+    whole = matmul_autotune._factor(base)
     assert whole is not None
     assert (whole.by_columns, whole.stride) == (False, 32)
-    assert products._factor(base.t()) == Factor(by_columns=True, stride=32, alignment_bytes=whole.alignment_bytes)
-    assert products._factor(base[:, 3:20]) == Factor(by_columns=False, stride=32, alignment_bytes=4)
-    assert products._factor(base[:, ::2]) is None
-    assert products._factor(base.expand(64, 32)[:1].expand(64, 32)) is None
+    assert matmul_autotune._factor(base.t()) == Factor(
+        by_columns=True, stride=32, alignment_bytes=whole.alignment_bytes
+    )
+    assert matmul_autotune._factor(base[:, 3:20]) == Factor(by_columns=False, stride=32, alignment_bytes=4)
+    assert matmul_autotune._factor(base[:, ::2]) is None
+    assert matmul_autotune._factor(base.expand(64, 32)[:1].expand(64, 32)) is None
 
 
 class Library:
@@ -254,7 +257,7 @@ def test_rows_are_columns_to_the_library(
     a, b = drawn(5, 7, a_by_columns), drawn(7, 4, b_by_columns)
     whole = torch.full((5, 6), 99.0)
     out, bias = whole[:, :4], torch.arange(4.0)
-    factors = [products._factor(one) for one in (a, b, out)]
+    factors = [matmul_autotune._factor(one) for one in (a, b, out)]
     product = Product(
         rows=5, columns=4, inner=7, a=factors[0], b=factors[1], out=factors[2], type=torch.float32,  # type: ignore[arg-type]
         out_type=torch.float32, epilogue=epilogue,
@@ -274,7 +277,7 @@ def test_rows_are_columns_to_the_library(
 
 def test_what_the_library_refuses_is_an_error(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.ones(2, 2)
-    factor = products._factor(a)
+    factor = matmul_autotune._factor(a)
     assert factor is not None
     product = Product(
         rows=2, columns=2, inner=2, a=factor, b=factor, out=factor, type=torch.float32, out_type=torch.float32,
@@ -322,7 +325,7 @@ LEFT_TO_TORCH: dict[str, tuple[Matrix, Matrix, Matrix, Epilogue]] = {
 def test_what_is_left_to_torch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     asked_for: Any = LEFT_TO_TORCH[what]
-    assert products._asked(*asked_for) is None
+    assert matmul_autotune._asked(*asked_for) is None
 
 
 def test_what_a_choice_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +334,7 @@ def test_what_a_choice_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(at: int = 512, bias_at: int = 512, dtype: torch.dtype = torch.bfloat16) -> Product | None:
         operands: Any = (Matrix(4, 8, at=at), Matrix(8, 2, by_columns=True), Matrix(4, 2, dtype=dtype))
         bias: Any = Matrix(2, at=bias_at)
-        return products._asked(*operands, *((Epilogue.BIAS, (bias,)) if dtype is torch.bfloat16 else ()))
+        return matmul_autotune._asked(*operands, *((Epilogue.BIAS, (bias,)) if dtype is torch.bfloat16 else ()))
 
     first = ask()
     assert first is not None

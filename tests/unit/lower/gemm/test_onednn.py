@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wholestep.lower import onednn
+from wholestep.lower.gemm import onednn
 
 TERMS = 37
 BOUND = TERMS * 2.0**-24

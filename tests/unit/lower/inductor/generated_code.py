@@ -1,4 +1,5 @@
-"""What Inductor makes for GPUs, on a machine without one: ``python -m tests.unit.lower.generated OLD NEW`` prints JSON.
+"""What Inductor makes for GPUs, on a machine without one: ``python -m tests.unit.lower.inductor.generated_code OLD
+NEW`` prints JSON.
 
     old, new     the text of the module of every kind of segment, as Inductor writes it for the GPU of this number
     travelled    some of them compiled for OLD by Triton, and found in Inductor's cache there, taken over for NEW, and
@@ -6,7 +7,8 @@
     lists        a kernel over lists, likewise
     own          kernels of ours that are built when they are first launched, likewise
 
-Triton needs no GPU to compile for one. What loads a binary is replaced. Run by `tests.unit.lower.test_moved`.
+Triton needs no GPU to compile for one. What loads a binary is replaced. Run by
+`tests.unit.lower.codecache.test_relocate_device`.
 """
 
 from __future__ import annotations
@@ -48,12 +50,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-from tests.unit.lower import test_lists
-from wholestep.lower import addition, binaries, column_sums, compiler, cross_entropy, fused, kernels, lists, row_sums
-from wholestep.lower.header import lightened
-from wholestep.lower.postponed import put_off
-from wholestep.passes.cross_entropy import CROSS_ENTROPY
-from wholestep.program import meta
+from tests.unit.lower.foreach import test_multi_tensor
+from wholestep.ir import node_meta
+from wholestep.lower.codecache import segment_cache, triton_cache
+from wholestep.lower.codecache.prune_imports import lightened
+from wholestep.lower.decompositions import optimizers
+from wholestep.lower.foreach import multi_tensor
+from wholestep.lower.inductor import compile_fx
+from wholestep.lower.inductor.deferred_wait import put_off
+from wholestep.lower.kernels import add_chunks, column_sum, cross_entropy, row_sum
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, warp_size=32,
@@ -176,7 +182,7 @@ def gpu(number: int) -> Iterator[Loader]:
     known = {name: getattr(H200, name) for name in DeviceProperties._fields if hasattr(H200, name)}
     props = DeviceProperties(type="cuda", index=number, cc=90, **known)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inductor_config.patch(compiler._SETTINGS["cuda"] | {"compile_threads": 1}))
+        stack.enter_context(inductor_config.patch(compile_fx._SETTINGS["cuda"] | {"compile_threads": 1}))
         for thing, name, value in (
             (DeviceProperties, "create", lambda device: props), (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "device_count", lambda: 8), (torch.cuda, "current_device", lambda: number),
@@ -212,7 +218,7 @@ def graph_of(segment: Segment, number: int) -> tuple[fx.GraphModule, list[Tensor
         graph = make_fx(run, decomposition_table=select_decomp_table())(*inputs)
     if segment is mutation:
         _store(graph)
-    row_sums.gather_sums(graph.graph)
+    row_sum.gather_sums(graph.graph)
     return graph, inputs, mode
 
 
@@ -221,8 +227,8 @@ def text_of(segment: Segment, number: int) -> str:
     graph, inputs, mode = graph_of(segment, number)
     lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
     handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
-    ways = compiler.own_ways(torch.device("cuda", number), early_launches=True, own_products=True)
-    settings = inductor_config.patch(compiler.settings_for(graph.graph, "cuda"))
+    ways = compile_fx.own_ways(torch.device("cuda", number), early_launches=True, own_products=True)
+    settings = inductor_config.patch(compile_fx.settings_for(graph.graph, "cuda"))
     with ways, mode, tracing(TracingContext(mode)), settings, handlers[0], handlers[1], handlers[2]:
         lowering.run(*inputs)
         code, _ = lowering.codegen()
@@ -240,13 +246,13 @@ def fresh_caches() -> Iterator[None]:
 def travel(segment: Segment, old: int, new: int, early: bool) -> dict[str, Any]:
     """Compiles a segment on GPU `old`, takes it over on GPU `new`, and compiles it there for comparison."""
     with gpu(old), fresh_caches():
-        written = [kernels.dumps(compiled(segment, old, early)) for _ in range(2)]
+        written = [segment_cache.dumps(compiled(segment, old, early)) for _ in range(2)]
         assert counters["inductor"].pop("fxgraph_cache_hit") == 1  # the second time
     taken, made, loaded, ready = list[dict[str, Any]](), list[str](), list[Any](), list[int]()
     for data in written:
         counters.clear()
         with counted(made), gpu(new) as loader, fresh_caches():
-            taken.append(described(kernels.loads(data, torch.device("cuda", new))[0]))
+            taken.append(described(segment_cache.loads(data, torch.device("cuda", new))[0]))
         loaded.append(loader.loaded)
         ready.append(counters["inductor"]["async_compile_cache_hit"])
     made_by_taking = len(made)
@@ -261,22 +267,22 @@ def travel(segment: Segment, old: int, new: int, early: bool) -> dict[str, Any]:
 def travel_lists(old: int, new: int) -> dict[str, Any]:
     """Builds a kernel over lists on GPU `old` and takes it over on GPU `new`."""
     tensors = [torch.zeros(3), torch.zeros(4)]
-    plans, made = lists.Plans(), list[str]()
-    with patch.object(fused, "on_gpu", lambda node: True):
-        (segment,) = test_lists.segments(test_lists.scheduled(test_lists.doubled, tensors))
+    plans, made = multi_tensor.Plans(), list[str]()
+    with patch.object(optimizers, "on_gpu", lambda node: True):
+        (segment,) = test_multi_tensor.segments(test_multi_tensor.scheduled(test_multi_tensor.doubled, tensors))
         found = plans._of(segment)
     (kernel,) = found.kernels
 
     def build(number: int) -> str:
-        lists._build({kernel.text: torch.device("cuda", number)})
-        return str(lists._binaries[kernel.text].hash)
+        multi_tensor._build({kernel.text: torch.device("cuda", number)})
+        return str(multi_tensor._binaries[kernel.text].hash)
 
     with counted(made), gpu(old), fresh_cache():
         first, data = build(old), plans.written(segment)
     made_by_building = len(made)
-    lists._binaries.clear()
-    other = lists.Plans()
-    with counted(made), gpu(new), fresh_cache(), patch.object(lists, "plan", None):  # whoever plans calls it
+    multi_tensor._binaries.clear()
+    other = multi_tensor.Plans()
+    with counted(made), gpu(new), fresh_cache(), patch.object(multi_tensor, "plan", None):  # whoever plans calls it
         other.take(segment, data, torch.device("cuda", new))
         second = build(new)
         taken = other._of(segment)
@@ -292,31 +298,31 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
     tensors = [logits, torch.zeros(4, dtype=torch.int64), torch.tensor(0.25)]
     args = [graph.placeholder(f"arg{number}") for number in range(len(tensors))]
     for node, tensor in zip(args, tensors, strict=True):
-        meta.set_value(node, mode.from_tensor(tensor))
+        node_meta.set_value(node, mode.from_tensor(tensor))
     calls = [graph.call_function(CROSS_ENTROPY, (*args, -100, *classes)) for classes in ([], [3990])]
     made = list[str]()
     with counted(made), gpu(old), fresh_cache():
         sums = "[buf4, buf6] = torch.ops.wholestep.column_sums.default(workspace_0, 2, 512, 768)\n"
         row = "torch.ops.wholestep.sum_rows.default([buf1, buf3], 512, [768, 64], torch.bfloat16, torch.float32)"
         jobs = [
-            *map(cross_entropy.build, calls), *column_sums.builds(sums),
-            *row_sums.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
-            addition.build(torch.float32, torch.float32, size=2, rank=0, averages=True),
+            *map(cross_entropy.build, calls), *column_sum.builds(sums),
+            *row_sum.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
+            add_chunks.build(torch.float32, torch.float32, size=2, rank=0, averages=True),
         ]  # fmt: skip
-        binaries.build_beside(jobs, torch.device("cuda", old))
-        data = binaries.written(binaries.kept())
-    made_by_building, ready = len(made), [one.module is not None for one in binaries.kept()]
-    own = (row_sums._rows_kernel, row_sums._parts_kernel, addition._kernel)
-    for kernel in (cross_entropy._kernel, column_sums._kernel, *own):
+        triton_cache.build_beside(jobs, torch.device("cuda", old))
+        data = triton_cache.written(triton_cache.kept())
+    made_by_building, ready = len(made), [one.module is not None for one in triton_cache.kept()]
+    own = (row_sum._rows_kernel, row_sum._parts_kernel, add_chunks._kernel)
+    for kernel in (cross_entropy._kernel, column_sum._kernel, *own):
         kernel.device_caches.clear()  # as in another process
     with counted(made), gpu(new) as loader, fresh_cache():
-        binaries.take(data)
+        triton_cache.take(data)
         cross_entropy.cross_entropy(*tensors, -100)
         cross_entropy.cross_entropy(*tensors, -100, 3990)
-        column_sums.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
+        column_sum.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
         matrices = [torch.zeros(512, size, dtype=torch.bfloat16) for size in (768, 64)]
-        row_sums.sum_rows(matrices, 512, [768, 64], torch.bfloat16, torch.float32)
-        addition.add_parts(torch.zeros(2, 8192), *torch.zeros(3, 4096), rank=0, averages=True)
+        row_sum.sum_rows(matrices, 512, [768, 64], torch.bfloat16, torch.float32)
+        add_chunks.add_parts(torch.zeros(2, 8192), *torch.zeros(3, 4096), rank=0, averages=True)
     return {"made by building": made_by_building, "made by launching": len(made) - made_by_building,
             "loaded": loader.loaded, "ready": ready}  # fmt: skip
 
@@ -337,8 +343,8 @@ def counted(made: list[str]) -> Iterator[None]:
 def compiled(segment: Segment, number: int, early: bool) -> Any:
     """A segment as Inductor compiles it: with kernels that are launched early, or not."""
     graph, inputs, mode = graph_of(segment, number)
-    ways = compiler.own_ways(torch.device("cuda", number), early_launches=early, own_products=True)
-    settings, context = inductor_config.patch(compiler.settings_for(graph.graph, "cuda")), TracingContext(mode)
+    ways = compile_fx.own_ways(torch.device("cuda", number), early_launches=early, own_products=True)
+    settings, context = inductor_config.patch(compile_fx.settings_for(graph.graph, "cuda")), TracingContext(mode)
     with ways, mode, tracing(context), settings, put_off() as rest:
         found = compile_fx_inner(graph, inputs)
     with tracing(context), mode:
@@ -352,7 +358,7 @@ def described(segment: Any) -> dict[str, Any]:
     found = {name: one for name, one in scope.items() if isinstance(one, CachingAutotuner)}
     return {
         "devices": sorted(segment.device_idxs), "key": segment.cache_key,
-        "text": lightened(segment.source_code, kernels._is_torchs),  # a module that has travelled is that
+        "text": lightened(segment.source_code, segment_cache._is_torchs),  # a module that has travelled is that
         "kernels": {
             name: {
                 "properties": one.device_props._asdict(),

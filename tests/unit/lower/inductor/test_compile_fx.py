@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit import builders
-from wholestep.lower import compiler, inductor
-from wholestep.lower.backend import segments_of
-from wholestep.lower.compiler import _LENIENT, _ROWS_OF_PROGRAM, settings_for
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.segments import form_segments
+from wholestep.lower.inductor import compile_fx, segment_compiler
+from wholestep.lower.inductor.compile_fx import _LENIENT, _ROWS_OF_PROGRAM, settings_for
+from wholestep.lower.inductor_backend import segments_of
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.form_segments import form_segments
 
 aten = torch.ops.aten
 
@@ -43,8 +43,8 @@ def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tens
     """Inductor takes a ``cat`` of one tensor for a ``clone``, which has the strides of its input."""
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(fn, [x]))
-    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
-    run = compiler.begun(segment, early_launches=False, own_products=False).finish()
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
+    run = compile_fx.begun(segment, early_launches=False, own_products=False).finish()
     (found,) = run([x.clone()])
     assert torch.equal(found, fn(x))
 
@@ -54,8 +54,8 @@ def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tens
 def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPatch, when: str, text: str) -> None:
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(beside_nothing, [x]))
-    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
-    inner, seen = compiler.compile_fx_inner, list[bool]()
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
+    inner, seen = compile_fx.compile_fx_inner, list[bool]()
 
     def compile_fx_inner(*args: Any) -> Any:
         seen.append(inductor_config.max_fusion_size > 1)
@@ -69,14 +69,14 @@ def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPa
         waits(workers, scope)
 
     waits = AsyncCompile.wait
-    monkeypatch.setattr(compiler, "compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
     monkeypatch.setattr(AsyncCompile, "wait", wait)
     with fresh_cache():
         if text == "syntax error":
             with pytest.raises(RuntimeError, match=text):
-                compiler.begun(segment, early_launches=False, own_products=False).finish()
+                compile_fx.begun(segment, early_launches=False, own_products=False).finish()
             return
-        run = compiler.begun(segment, early_launches=False, own_products=False).finish()
+        run = compile_fx.begun(segment, early_launches=False, own_products=False).finish()
     assert seen == [True, False]
     assert torch.equal(run([x.clone()])[0], beside_nothing(x))
 
@@ -110,8 +110,8 @@ def test_programs_of_a_norms_gradient_have_few_rows_where_there_are_few(
 
     found = settings_for(traced(norm, shape), "cuda")
     wanted = {} if rows is None else {_LENIENT: True, _ROWS_OF_PROGRAM: rows}
-    assert found == compiler._SETTINGS["cuda"] | wanted
-    assert settings_for(traced(norm, shape), "cpu") == compiler._SETTINGS["cpu"]
+    assert found == compile_fx._SETTINGS["cuda"] | wanted
+    assert settings_for(traced(norm, shape), "cpu") == compile_fx._SETTINGS["cpu"]
 
 
 def test_the_shortest_row_decides_how_few_rows_a_program_may_have() -> None:
@@ -121,7 +121,7 @@ def test_the_shortest_row_decides_how_few_rows_a_program_may_have() -> None:
 
 
 def test_other_sums_and_sums_of_several_sizes_change_nothing() -> None:
-    plain = compiler._SETTINGS["cuda"]
+    plain = compile_fx._SETTINGS["cuda"]
     assert settings_for(traced(along, (1024, 8)), "cuda") == plain
     assert settings_for(traced(lambda x: aten.sum.dim_IntList(x, [0]), (1024, 8, 8)), "cuda") == plain
     assert settings_for(traced(lambda x: aten.sum.dim_IntList(x, None), (1024, 8)), "cuda") == plain
@@ -133,16 +133,16 @@ def test_other_sums_and_sums_of_several_sizes_change_nothing() -> None:
 def test_without_these_options_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = traced(down, (1024, 8))
     assert _LENIENT in settings_for(graph, "cuda")
-    monkeypatch.setattr(compiler, "_ROWS_OF_PROGRAM", "triton.no_such_option")
-    assert settings_for(graph, "cuda") == compiler._SETTINGS["cuda"]
+    monkeypatch.setattr(compile_fx, "_ROWS_OF_PROGRAM", "triton.no_such_option")
+    assert settings_for(graph, "cuda") == compile_fx._SETTINGS["cuda"]
 
 
 def test_what_is_written_can_be_read_before_its_kernels_are_there() -> None:
     """Kernels of ours that it calls are built meanwhile."""
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(beside_nothing, [x]))
-    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=inductor.compiles)]))
-    ours = inductor.Inductor(torch.device("cpu"))
+    (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
+    ours = segment_compiler.Inductor(torch.device("cpu"))
     ours.begin(segment)
     (text,) = ours.texts()
     assert "async_compile.wait" in text

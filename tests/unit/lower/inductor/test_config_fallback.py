@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.runtime import triton_heuristics
 
-from wholestep.lower.patient import patient
+from wholestep.lower.inductor.config_fallback import patient
 
 TUNED: Any = triton_heuristics.CachingAutotuner
 ASKED: Any = async_compile.AsyncCompile

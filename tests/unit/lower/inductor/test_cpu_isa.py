@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch._inductor.cpu_vec_isa import VecISA
 
-from wholestep.lower import instructions
+from wholestep.lower.inductor import cpu_isa
 
 
 class Asked(VecISA):
@@ -26,40 +26,40 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def pick() -> list[bool]:
         return [Asked().check_build(code) for code in ("good", "bad")]
 
-    with instructions._lock:  # a thread that another test has started asks first
-        monkeypatch.setattr(instructions, "_check_build", check_build)
-        monkeypatch.setattr(instructions, "_answers", {})
-    monkeypatch.setattr(instructions, "pick_vec_isa", pick)
+    with cpu_isa._lock:  # a thread that another test has started asks first
+        monkeypatch.setattr(cpu_isa, "_check_build", check_build)
+        monkeypatch.setattr(cpu_isa, "_answers", {})
+    monkeypatch.setattr(cpu_isa, "pick_vec_isa", pick)
     return tried
 
 
 def test_nothing_is_asked_twice(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions.ask()
-    instructions.ask()
+    cpu_isa.ask()
+    cpu_isa.ask()
     assert asked == ["good", "bad"]
-    said = instructions.answers()
-    monkeypatch.setattr(instructions, "_answers", {})  # as in another process
-    instructions.believe(said)
+    said = cpu_isa.answers()
+    monkeypatch.setattr(cpu_isa, "_answers", {})  # as in another process
+    cpu_isa.believe(said)
     assert asked == ["good", "bad"]
-    assert instructions.answers() == said
-    assert sorted(instructions._answers.values()) == [False, True]
+    assert cpu_isa.answers() == said
+    assert sorted(cpu_isa._answers.values()) == [False, True]
 
 
 def test_other_flags_are_another_question(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions.ask()
+    cpu_isa.ask()
     monkeypatch.setattr(Asked, "_arch_flags", "-mmine -mmore")
-    instructions.ask()
+    cpu_isa.ask()
     assert asked == ["good", "bad"] * 2
 
 
 def test_inductor_asks_as_ever_in_the_end(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
-        assert VecISA.check_build is instructions._answered
+        assert VecISA.check_build is cpu_isa._answered
         raise OSError("no room")
 
     before = VecISA.check_build
-    monkeypatch.setattr(instructions, "_check_build", before)
-    monkeypatch.setattr(instructions, "pick_vec_isa", fails)
+    monkeypatch.setattr(cpu_isa, "_check_build", before)
+    monkeypatch.setattr(cpu_isa, "pick_vec_isa", fails)
     with pytest.raises(OSError, match="no room"):
-        instructions.ask()
+        cpu_isa.ask()
     assert VecISA.check_build is before

@@ -20,10 +20,10 @@ from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.utils import fresh_cache
 
 from tests.unit import builders
-from wholestep.lower import inductor, postponed
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.segments import form_segments
-from wholestep.program.segment import Segment
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import deferred_wait, segment_compiler
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.form_segments import form_segments
 
 BEFORE = {"wait": AsyncCompile.wait, "_save_graph": vars(FxGraphCache)["_save_graph"]}
 
@@ -42,12 +42,12 @@ def segment_of(number: int) -> Segment:
         return (x * (number + 2)).sin() + y
 
     program = builders.capture(step, [torch.zeros(4, 8), torch.zeros(4, 8)])
-    program = run_passes(program, [lambda one: form_segments(one, compiles=inductor.compiles)])
+    program = run_passes(program, [lambda one: form_segments(one, compiles=segment_compiler.compiles)])
     (found,) = (node.target for node in program.graph.nodes if isinstance(node.target, Segment))
     return found
 
 
-def check(compiled: inductor.Compiled, number: int) -> None:
+def check(compiled: segment_compiler.Compiled, number: int) -> None:
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     (found,) = compiled([x, y])
     torch.testing.assert_close(found, (x * (number + 2)).sin() + y)
@@ -74,7 +74,7 @@ def test_all_are_written_before_one_is_waited_for(log: list[str]) -> None:
     """And are in Inductor's cache behind it."""
     segments = [segment_of(number) for number in range(3)]
     with fresh_cache():
-        first = inductor.Inductor(torch.device("cpu"))
+        first = segment_compiler.Inductor(torch.device("cpu"))
         for one in segments:
             first.begin(one)
         # Modules of kernels in C++ are loaded by that name, too, when they are waited for.
@@ -87,7 +87,7 @@ def test_all_are_written_before_one_is_waited_for(log: list[str]) -> None:
             check(first.compile(one), number)
         assert log.count("wait") == 3, "what is compiled is not waited for again"
         counters.clear()
-        second = inductor.Inductor(torch.device("cpu"))
+        second = segment_compiler.Inductor(torch.device("cpu"))
         for number, one in enumerate(segments):
             check(second.compile(one), number)
         assert counters["inductor"]["fxgraph_cache_hit"] == 3
@@ -107,7 +107,7 @@ def test_what_fails_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with fresh_cache(), monkeypatch.context() as patched:
         patched.setattr(AsyncCompile, "wait", fails_second)
-        compiler = inductor.Inductor(torch.device("cpu"))
+        compiler = segment_compiler.Inductor(torch.device("cpu"))
         for one in segments:
             compiler.begin(one)
         with pytest.raises(RuntimeError, match="no such instruction"):
@@ -158,7 +158,7 @@ def graph_with(*early: str) -> Any:
 def test_bundles_hold_all_kernels(stand_ins: list[tuple[Any, ...]]) -> None:
     """Those that were there at once, until the workers were up, and those that were waited for."""
     graph = graph_with("early")
-    with postponed.put_off() as rest:
+    with deferred_wait.put_off() as rest:
         AsyncCompile().wait({"late": 1, "later": 2})
         FxGraphCache._save_graph("key", graph, [], True, None)
     assert stand_ins == []
@@ -169,7 +169,7 @@ def test_bundles_hold_all_kernels(stand_ins: list[tuple[Any, ...]]) -> None:
 
 def test_what_is_not_written_has_no_bundle(stand_ins: list[tuple[Any, ...]]) -> None:
     """A graph that was found in the cache, or one of a torch that keeps none."""
-    with postponed.put_off() as rest:
+    with deferred_wait.put_off() as rest:
         AsyncCompile().wait({"found": 1})
     rest()
     assert stand_ins == [("wait", "found")]
@@ -180,7 +180,7 @@ def test_other_threads_wait_as_they_do(stand_ins: list[tuple[Any, ...]]) -> None
         AsyncCompile().wait({"theirs": 1})
         FxGraphCache._save_graph("their key", graph_with("their own"), [])
 
-    with postponed.put_off() as rest:
+    with deferred_wait.put_off() as rest:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -193,8 +193,8 @@ def test_other_threads_wait_as_they_do(stand_ins: list[tuple[Any, ...]]) -> None
 def test_a_torch_of_another_form_waits_at_once(
     stand_ins: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postponed, "_KNOWN", False)
-    with postponed.put_off() as rest:
+    monkeypatch.setattr(deferred_wait, "_KNOWN", False)
+    with deferred_wait.put_off() as rest:
         AsyncCompile().wait({"one": 1})
     assert stand_ins == [("wait", "one")]
     rest()
@@ -202,4 +202,4 @@ def test_a_torch_of_another_form_waits_at_once(
 
 
 def test_these_versions_are_known() -> None:
-    assert postponed._KNOWN
+    assert deferred_wait._KNOWN

@@ -16,11 +16,11 @@ from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit import builders
-from wholestep.lower import compiler, inductor
-from wholestep.lower.backend import segments_of
-from wholestep.lower.behind import Behind, keep_values
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.segments import form_segments
+from wholestep.lower.inductor import compile_fx, segment_compiler
+from wholestep.lower.inductor.post_grad_passes import Behind, keep_values
+from wholestep.lower.inductor_backend import segments_of
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.form_segments import form_segments
 
 aten = torch.ops.aten
 
@@ -147,14 +147,14 @@ def test_inputs_keep_their_values_as_long_as_those_are_wanted(fn: Callable[..., 
     torch.manual_seed(0)
     given = [torch.randn(16, 16), torch.randn(16, 16)]
     program = builders.without_gradients(builders.capture(fn, given))
-    program = run_passes(program, [partial(form_segments, compiles=inductor.compiles)])
+    program = run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)])
     (segment,) = segments_of(program)
     names = [node.name for node in segment.graph.find_nodes(op="placeholder")]
     places = [node.args[1] for node in program.results[0]]
     pairs = ((names.index(f"arg{number}_1"), places[result]) for number, result in stored)
     segment = replace(segment, stored=tuple(pairs))
     with fresh_cache():
-        compiled = compiler.begun(segment, early_launches=False, own_products=False).finish()
+        compiled = compile_fx.begun(segment, early_launches=False, own_products=False).finish()
     (found, ours), (wanted, theirs) = ((run, [one.clone() for one in given]) for run in (compiled, segment))
     found_results = found(list(ours))
     for one, other in zip(found_results, wanted(list(theirs)), strict=True):

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import wholestep as ws
 from tests.unit import builders
-from tests.unit.lower.on_gpu import captured, devices, gpu, host
-from wholestep.lower.backend import forms_segments
-from wholestep.lower.inductor import Inductor, compiles
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import meta
-from wholestep.program.program import InputKind
-from wholestep.program.segment import Segment
+from tests.unit.lower.gpu_programs import captured, devices, gpu, host
+from wholestep.ir import node_meta
+from wholestep.ir.program import InputKind
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor.segment_compiler import Inductor, compiles
+from wholestep.lower.inductor_backend import forms_segments
+from wholestep.passes.pass_manager import run_passes
 
 STEPS = 50
 TOLERANCE = 1e-8
@@ -119,9 +119,9 @@ def test_look_ups_stay_with_aten_on_the_cpu(device):
         values = [torch.empty(5, 3, device=device), torch.empty(4, dtype=torch.int64, device=device)]
     args = [graph.placeholder(name) for name in ("rows", "index")]
     for node, value in zip(args, values, strict=True):
-        meta.set_value(node, value)
+        node_meta.set_value(node, value)
     call = graph.call_function(torch.ops.aten.embedding.default, tuple(args))
-    meta.set_value(call, values[0])
+    node_meta.set_value(call, values[0])
     assert compiles(call) is (device == "cuda")
 
 
@@ -172,7 +172,7 @@ def test_a_segment_of_constants_has_no_input():
     with FakeTensorMode() as mode:
         for node in made.graph.nodes:
             if node.op == "call_function":
-                meta.set_value(node, mode.from_tensor(torch.zeros(3, 3)))
+                node_meta.set_value(node, mode.from_tensor(torch.zeros(3, 3)))
     run = Inductor(torch.device("cpu")).compile(Segment(name="mask", read=lambda: made))
     assert torch.equal(next(iter(run([]))), torch.ones(3, 3).tril() * 2)
 

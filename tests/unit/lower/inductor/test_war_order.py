@@ -11,8 +11,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor import dependencies, scheduler
 from torch.utils._ordered_set import OrderedSet
 
-from tests.random_writes import RandomWrites
-from wholestep.lower.kept_order import kept_order
+from tests.fuzz.random_writes import RandomWrites
+from wholestep.lower.inductor.war_order import kept_order
 
 NODE: Any = scheduler.SchedulerNode
 LOST = 0

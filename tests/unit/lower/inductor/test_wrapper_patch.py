@@ -1,4 +1,4 @@
-"""Lines that Inductor writes around kernels. What it writes on a GPU: `tests/gpu/test_column_sums.py`."""
+"""Lines that Inductor writes around kernels. What it writes on a GPU: `tests/gpu/kernels/test_column_sum.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-from wholestep.lower import wrapper
+from wholestep.lower.inductor import wrapper_patch
 
 BEFORE_213 = """\
 buf{name} = workspace_{space}[{place} * 3 * 4 : ({place} + 1) * 3 * 4].view(3, 4).{kind}(dim=0){rest}"""
@@ -26,7 +26,7 @@ def line(form: str, name: int, place: int, *, space: int = 0, kind: str = "sum",
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    wrapper._tell_once.cache_clear()
+    wrapper_patch._tell_once.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def test_sums_of_one_workspace_are_one_call(form: str) -> None:
         *(line(form, 4 + 2 * place, place) for place in range(3)),
         line(form, 10, 0, space=1), "del workspace_0", other,
     ]  # fmt: skip
-    found = wrapper.joined(lines)
+    found = wrapper_patch.joined(lines)
     assert [one for one in found if "column_sums" in str(one)] == [
         "[buf4, buf6, buf8] = torch.ops.wholestep.column_sums.default(workspace_0, 3, 3, 4)",
         "[buf10] = torch.ops.wholestep.column_sums.default(workspace_1, 1, 3, 4)",
@@ -76,10 +76,10 @@ def test_sums_of_one_workspace_are_one_call(form: str) -> None:
 )
 def test_shapes_and_types_are_kept(rest: str) -> None:
     lines = [line("2.13", 1, 0), line("2.13", 2, 1, rest=rest)]
-    found, wanted = run(wrapper.joined(lines)), run(lines)
+    found, wanted = run(wrapper_patch.joined(lines)), run(lines)
     assert [(one.shape, one.dtype) for one in found.values()] == [(one.shape, one.dtype) for one in wanted.values()]
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert len(wrapper.joined(lines)) == (1 if rest in ("", ".view([4])") else 2)
+    assert len(wrapper_patch.joined(lines)) == (1 if rest in ("", ".view([4])") else 2)
 
 
 SHAPES = {"buf1": [4], "buf2": [1, 1, 4], "buf3": [2, 2]}
@@ -89,9 +89,9 @@ SHAPES = {"buf1": [4], "buf2": [1, 1, 4], "buf3": [2, 2]}
 @pytest.mark.parametrize("cast", ["", ".to(torch.bfloat16)"])
 def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str) -> None:
     lines = [object(), *(line("2.11", number, number - 1, kind=kind, rest=cast) for number in (1, 2, 3)), "del x"]
-    found = wrapper.shaped(lines, SHAPES.__getitem__)
+    found = wrapper_patch.shaped(lines, SHAPES.__getitem__)
     assert (found[0], found[-1]) == (lines[0], lines[-1])
-    flat, shaped = run(lines[1:-1]), run(wrapper.joined(found[1:-1]))
+    flat, shaped = run(lines[1:-1]), run(wrapper_patch.joined(found[1:-1]))
     for name, shape in SHAPES.items():
         assert (list(shaped[name].shape), shaped[name].dtype) == (shape, flat[name].dtype)
         torch.testing.assert_close(shaped[name].flatten(), flat[name], rtol=0, atol=0)
@@ -99,7 +99,7 @@ def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str) -> 
 
 def test_since_213_they_have_it_already() -> None:
     lines = [line("2.13", 1, 0, rest=".view([1, 4])"), line("2.13", 2, 1, rest=".view([4]).to(torch.float64)")]
-    assert wrapper.shaped(lines, lambda name: [9]) == lines
+    assert wrapper_patch.shaped(lines, lambda name: [9]) == lines
 
 
 @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ def test_since_213_they_have_it_already() -> None:
     ],
 )
 def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wrapper.joined(lines) == lines
-    monkeypatch.setattr(wrapper, "shaped", lambda lines, shape_of: lines)
+    assert wrapper_patch.joined(lines) == lines
+    monkeypatch.setattr(wrapper_patch, "shaped", lambda lines, shape_of: lines)
     with caplog.at_level(logging.INFO, logger="wholestep"):
         for _ in range(2):
-            wrapper._join(lines, 0)
+            wrapper_patch._join(lines, 0)
     assert [one.getMessage().endswith("left to ATen") for one in caplog.records] == [True]
 
 
 WAYS: dict[str, tuple[Any, type, str]] = {
-    "sums": (wrapper.own_sums, SIMDScheduling, wrapper._METHOD),
-    "products": (wrapper.own_products, PythonWrapperCodegen, wrapper._HEADER),
+    "sums": (wrapper_patch.own_sums, SIMDScheduling, wrapper_patch._METHOD),
+    "products": (wrapper_patch.own_products, PythonWrapperCodegen, wrapper_patch._HEADER),
 }
 
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.lower import interpret
-from wholestep.lower import binaries, column_sums
+from tests.unit.lower import triton_interpreter
+from wholestep.lower.codecache import triton_cache
+from wholestep.lower.kernels import column_sum
 
 triton = pytest.importorskip("triton")
 
@@ -19,8 +20,8 @@ UNIT = 2.0**-24
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = interpret.prepare(monkeypatch)
-    monkeypatch.setattr(column_sums, "_kernel", interpreter.InterpretedFunction(column_sums._sum_columns))
+    interpreter = triton_interpreter.prepare(monkeypatch)
+    monkeypatch.setattr(column_sum, "_kernel", interpreter.InterpretedFunction(column_sum._sum_columns))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -28,13 +29,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_are_those_of_float64(count: int, rows: int, columns: int, interpreted: None) -> None:
     workspace = torch.randn(count * rows * columns + 5, generator=torch.Generator().manual_seed(0))
     workspace[count * rows * columns :] = torch.nan
-    found = column_sums.column_sums(workspace, count, rows, columns)
+    found = column_sum.column_sums(workspace, count, rows, columns)
     parts = workspace[: count * rows * columns].view(count, rows, columns).double()
     assert [one.shape for one in found] == [(columns,)] * count
     # A sum is rounded once per number at most, whatever the order.
     bound = rows * UNIT * parts.abs().sum(1)
     assert bool(((torch.stack(found).double() - parts.sum(1)).abs() <= bound).all())
-    again = column_sums.column_sums(workspace, count, rows, columns)
+    again = column_sum.column_sums(workspace, count, rows, columns)
     assert all(map(torch.equal, found, again))
 
 
@@ -52,20 +53,20 @@ def test_a_program_reads_vectors_and_another_process_finds_its_binary(
 
     def build() -> SimpleNamespace:
         source = triton.compiler.ASTSource(
-            fn=column_sums._kernel, signature=signature, constexprs={(3,): 2, (4,): column_sums._BLOCK}, attrs=aligned
+            fn=column_sum._kernel, signature=signature, constexprs={(3,): 2, (4,): column_sum._BLOCK}, attrs=aligned
         )
         made: SimpleNamespace = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": column_sums._WARPS}
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": column_sum._WARPS}
         )
         return made
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     made = build()
-    height, width = column_sums._BLOCK
-    vectors = height * width // (32 * column_sums._WARPS * 4)
+    height, width = column_sum._BLOCK
+    vectors = height * width // (32 * column_sum._WARPS * 4)
     assert len(re.findall(r"ld\.global\.v4\.b32", made.asm["ptx"])) == vectors
-    data = binaries.written([made])
+    data = triton_cache.written([made])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    binaries.take(data)
+    triton_cache.take(data)
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
     assert build().asm["cubin"] == made.asm["cubin"]

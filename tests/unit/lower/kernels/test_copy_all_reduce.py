@@ -13,24 +13,24 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import gradient
-from tests.unit.lower.streams import MAIN, Rank, added, memories_of, reduced, run_all
-from wholestep.cost.model import CostModel
-from wholestep.lower import copies
-from wholestep.passes import by_copies
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.by_copies import reduce_by_copies
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import meta, ops
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_
-from wholestep.program.program import Program
+from tests.unit.lower.stream_simulator import MAIN, Rank, added, memories_of, reduced, run_all
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_
+from wholestep.ir.program import Program
+from wholestep.lower.kernels import copy_all_reduce
+from wholestep.passes.comm import use_copy_engine
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.use_copy_engine import reduce_by_copies
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 
 CPU = torch.device("cpu")
 
 
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 8192)
-    monkeypatch.setattr(copies, "SPLIT_BYTES", 2048)
+    monkeypatch.setattr(copy_all_reduce, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(copy_all_reduce, "SPLIT_BYTES", 2048)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -82,10 +82,10 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
 def test_no_part_is_longer_than_its_slot(count: int, itemsize: int, split: bool, monkeypatch):
     """Whatever the length is, and also where a slot holds no whole number of aligned parts of a smaller type."""
     small_pieces(monkeypatch)
-    slot = copies.part_length(count, torch.int64)
+    slot = copy_all_reduce.part_length(count, torch.int64)
     for length in range(1, 3 * count * slot, 37):
         result = torch.arange(length)
-        parts = [part for parts in copies._cut(result, count, itemsize, split=split) for part in parts]
+        parts = [part for parts in copy_all_reduce._cut(result, count, itemsize, split=split) for part in parts]
         assert all(part.stop - part.start <= slot for part in parts)
         assert torch.equal(torch.cat([result[part] for part in parts]), result)
 
@@ -95,12 +95,12 @@ def test_no_part_is_longer_than_its_slot(count: int, itemsize: int, split: bool,
 @pytest.mark.parametrize("length", [1, 31, 255, 256, 1000, 4096, 10_001])
 def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: int, split: bool, monkeypatch):
     small_pieces(monkeypatch)
-    result, most = torch.arange(length), copies.part_length(4, torch.int64)
-    pieces = [[result[part] for part in parts] for parts in copies._cut(result, 4, itemsize, split=split)]
+    result, most = torch.arange(length), copy_all_reduce.part_length(4, torch.int64)
+    pieces = [[result[part] for part in parts] for parts in copy_all_reduce._cut(result, 4, itemsize, split=split)]
     assert len(pieces) == (2 * -(-length // (8 * most)) if split and length >= 256 else -(-length // (4 * most)))
     assert torch.equal(torch.cat([part for parts in pieces for part in parts]), result)
     starts = [part.storage_offset() for parts in pieces for part in parts if part.numel()]
-    assert all(start * itemsize % copies._ALIGNED_BYTES == 0 for start in starts)
+    assert all(start * itemsize % copy_all_reduce._ALIGNED_BYTES == 0 for start in starts)
     assert max(part.numel() for parts in pieces for part in parts) <= most
 
 
@@ -125,7 +125,7 @@ def steps_of_messages(
             for number, message in enumerate(messages):
                 rank.run(MAIN, partial(message.copy_, values(rank.rank, step, number)))
                 rank.reduce(message, partial(added, rank=rank.rank, averages=False), split=split)
-            rank.wait(MAIN, copies.WIRE)
+            rank.wait(MAIN, copy_all_reduce.WIRE)
             for message in messages:
                 rank.run(MAIN, partial(note, found, message))
             rank.end_of_graph()
@@ -152,8 +152,8 @@ def all_have_the_sums(seen: list[list[Tensor]]) -> bool:
 
 
 def tiny_pieces(monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(copies, "SPLIT_BYTES", 512)
+    monkeypatch.setattr(copy_all_reduce, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(copy_all_reduce, "SPLIT_BYTES", 512)
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
@@ -193,7 +193,7 @@ def test_pieces_are_there_behind_their_events(length: int, monkeypatch):
 def test_additions_fork_off_the_wire_where_somebody_waits_for_pieces(length: int, monkeypatch):
     """And nowhere else: a message is one chain then, for which a CUDA graph needs one queue."""
     tiny_pieces(monkeypatch)
-    for split, wanted in [(False, {copies.WIRE}), (True, {copies.WIRE, copies.ADD})]:
+    for split, wanted in [(False, {copy_all_reduce.WIRE}), (True, {copy_all_reduce.WIRE, copy_all_reduce.ADD})]:
         rank = Rank(0, memories_of(3))
         rank.reduce(torch.zeros(length), partial(added, rank=0, averages=False), split=split)
         assert {given.stream for given in rank.given} == wanted
@@ -202,9 +202,9 @@ def test_additions_fork_off_the_wire_where_somebody_waits_for_pieces(length: int
 
 
 WAITS = [
-    [(copies.ADD, copies.WIRE)],
-    [(copies.WIRE, copies.ADD)],
-    [(stream, MAIN) for stream in range(copies.NUM_STREAMS)],
+    [(copy_all_reduce.ADD, copy_all_reduce.WIRE)],
+    [(copy_all_reduce.WIRE, copy_all_reduce.ADD)],
+    [(stream, MAIN) for stream in range(copy_all_reduce.NUM_STREAMS)],
 ]
 
 
@@ -225,7 +225,7 @@ def test_every_wait_is_needed(without: Sequence[tuple[int, int]], monkeypatch):
 def test_a_piece_is_pushed_before_the_one_in_front_of_it_is_pulled(num_pieces: int, wanted: str):
     phases = [
         "-" if pushed is pulled is None else f"p{pushed}" if pulled is None else f"l{pulled}"
-        for pushed, pulled in copies._phases(num_pieces)
+        for pushed, pulled in copy_all_reduce._phases(num_pieces)
     ]
     assert " ".join(phases) == wanted
 
@@ -236,8 +236,8 @@ def test_meetings_on_two_streams_could_stand_still(monkeypatch):
     def stands_still(seed: int) -> bool:
         ranks = [Rank(rank, memories_of(2)) for rank in range(2)]
         for rank in ranks:
-            rank.meet(copies.ADD)
-            rank.meet(copies.WIRE)
+            rank.meet(copy_all_reduce.ADD)
+            rank.meet(copy_all_reduce.WIRE)
         try:
             run_all(ranks, random.Random(seed), one_queue=True)
         except AssertionError:
@@ -262,9 +262,9 @@ def planned(reason: str, bucket_bytes: int = 1 << 20) -> Program:
 
 
 def test_a_large_bucket_is_reduced_by_copies_in_place(monkeypatch):
-    monkeypatch.setattr(by_copies, "MIN_BYTES", 1000)
+    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", 1000)
     program = planned("")
-    (start,) = (node for node in program.graph.nodes if ops.is_collective(node))
+    (start,) = (node for node in program.graph.nodes if op_info.is_collective(node))
     assert start.target is ALL_REDUCE_BY_COPIES_
     assert start.args[1] == "avg"
     assert [note for record in program.history for note in record.notes if "copy engines" in note] == [
@@ -273,8 +273,8 @@ def test_a_large_bucket_is_reduced_by_copies_in_place(monkeypatch):
 
 
 def test_small_ones_and_those_of_other_groups_stay(monkeypatch):
-    monkeypatch.setattr(by_copies, "MIN_BYTES", 1000)
-    starts = [node for node in planned("", bucket_bytes=1).graph.nodes if ops.is_collective(node)]
+    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", 1000)
+    starts = [node for node in planned("", bucket_bytes=1).graph.nodes if op_info.is_collective(node)]
     assert sorted(node.target is ALL_REDUCE_BY_COPIES_ for node in starts) == [False, True]
     program = planned("ranks are on several hosts")
     assert not any(node.target is ALL_REDUCE_BY_COPIES_ for node in program.graph.nodes)
@@ -282,7 +282,7 @@ def test_small_ones_and_those_of_other_groups_stay(monkeypatch):
 
 
 def test_gloo_does_not_reduce_by_copies():
-    assert copies.why_not("0", CPU) == "the group does not use NCCL"
+    assert copy_all_reduce.why_not("0", CPU) == "the group does not use NCCL"
 
 
 def test_memory_is_that_of_the_group_which_has_the_name_now(monkeypatch):
@@ -294,27 +294,27 @@ def test_memory_is_that_of_the_group_which_has_the_name_now(monkeypatch):
             self.group = group
             made.append(group)
 
-    monkeypatch.setattr(copies, "group_named", groups.__getitem__)
-    monkeypatch.setattr(copies, "_Group", Group)
-    monkeypatch.setattr(copies, "_groups", {})
-    first = copies.group_of("0", CPU)
-    assert copies.group_of("0", CPU) is first
+    monkeypatch.setattr(copy_all_reduce, "group_named", groups.__getitem__)
+    monkeypatch.setattr(copy_all_reduce, "_Group", Group)
+    monkeypatch.setattr(copy_all_reduce, "_groups", {})
+    first = copy_all_reduce.group_of("0", CPU)
+    assert copy_all_reduce.group_of("0", CPU) is first
     groups["0"] = object()  # the process group was destroyed, and another one made
-    assert copies.group_of("0", CPU) is not first
+    assert copy_all_reduce.group_of("0", CPU) is not first
     assert len(made) == 2
 
 
 def test_the_addition_of_equal_messages_is_built_once(monkeypatch):
     """As it is launched for them: for this rank among so many, and for sums or means."""
-    monkeypatch.setattr(by_copies, "MIN_BYTES", 1000)
+    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", 1000)
     program = planned("", bucket_bytes=1)
     (start,) = program.graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES_)
     with program.graph.inserting_after(start):
         again = program.graph.node_copy(start, lambda node: node)
-    meta.set_value(again, meta.tensor(start))
+    node_meta.set_value(again, node_meta.tensor(start))
     asked = []
-    monkeypatch.setattr(copies, "group_named", lambda name: SimpleNamespace(size=lambda: 4, rank=lambda: 3))
-    monkeypatch.setattr(copies.addition, "build", lambda *dtypes, **how: asked.append((dtypes, how)))
-    assert len(list(copies.builds(program))) == 1
+    monkeypatch.setattr(copy_all_reduce, "group_named", lambda name: SimpleNamespace(size=lambda: 4, rank=lambda: 3))
+    monkeypatch.setattr(copy_all_reduce.addition, "build", lambda *dtypes, **how: asked.append((dtypes, how)))
+    assert len(list(copy_all_reduce.builds(program))) == 1
     assert asked == [((torch.float32, torch.float32), {"size": 4, "rank": 3, "averages": True})]
-    assert list(copies.builds(planned("ranks are on several hosts"))) == []
+    assert list(copy_all_reduce.builds(planned("ranks are on several hosts"))) == []

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.unit import builders
-from tests.unit.lower import interpret
-from wholestep.lower import cross_entropy
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
-from wholestep.passes.pipeline import run_passes
+from tests.unit.lower import triton_interpreter
+from wholestep.lower.kernels import cross_entropy
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, lean_cross_entropy
 
 pytest.importorskip("triton")
 
@@ -26,7 +26,7 @@ UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, so that rows are several of them."""
-    interpreter = interpret.prepare(monkeypatch)
+    interpreter = triton_interpreter.prepare(monkeypatch)
     monkeypatch.setattr(cross_entropy, "_kernel", interpreter.InterpretedFunction(cross_entropy._cross_entropy))
     monkeypatch.setattr(cross_entropy, "_BLOCK", (4, 4))
 

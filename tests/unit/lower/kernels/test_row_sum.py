@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.unit.lower import interpret
-from wholestep.lower import row_sums
+from tests.unit.lower import triton_interpreter
+from wholestep.lower.kernels import row_sum
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -23,10 +23,10 @@ HALF = torch.bfloat16
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = interpret.prepare(monkeypatch)
+    interpreter = triton_interpreter.prepare(monkeypatch)
     for name in ("_add_rows", "_add_parts"):
-        kernel = interpreter.InterpretedFunction(getattr(row_sums, name))
-        monkeypatch.setattr(row_sums, f"{name.replace('_add', '')}_kernel", kernel)
+        kernel = interpreter.InterpretedFunction(getattr(row_sum, name))
+        monkeypatch.setattr(row_sum, f"{name.replace('_add', '')}_kernel", kernel)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_sums_are_exact_where_they_can_be(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randint(-3, 4, (rows, size), generator=generator).to(dtype) for size in columns]
-    found = row_sums.sum_rows(matrices, rows, columns, dtype, result)
+    found = row_sum.sum_rows(matrices, rows, columns, dtype, result)
     for matrix, one in zip(matrices, found, strict=True):
         assert one.dtype is result
         assert torch.equal(one, matrix.double().sum(0).to(dtype).to(result))
@@ -46,14 +46,14 @@ def test_sums_are_exact_where_they_can_be(
 
 def test_a_sum_is_rounded_to_the_type_of_the_matrix(interpreted: None) -> None:
     matrix = torch.ones(4097, 1).half()  # above 2,048 there are even numbers alone in that type
-    assert row_sums.sum_rows([matrix], 4097, [1], torch.float16, torch.float32)[0].item() == 4096
+    assert row_sum.sum_rows([matrix], 4097, [1], torch.float16, torch.float32)[0].item() == 4096
 
 
 @pytest.mark.parametrize("rows", [256, 1000, 1024, 4095, 4096, 8192, 100_000, 1 << 24])
 @pytest.mark.parametrize("columns", [(1,), (768, 3072), (50304,), (64,) * 8])
 def test_parts_hold_every_row_once(rows: int, columns: tuple[int, ...]) -> None:
-    layout = row_sums._Layout(rows, columns)
-    assert layout.num_parts <= row_sums._MOST_PARTS
+    layout = row_sum._Layout(rows, columns)
+    assert layout.num_parts <= row_sum._MOST_PARTS
     assert (layout.num_parts - 1) * layout.share < rows <= layout.num_parts * layout.share
     assert layout.share % layout.cut.block[0] == 0
 
@@ -67,12 +67,12 @@ def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype 
 
 @pytest.fixture(autouse=True)
 def taken_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    if row_sums.triton is None:
-        monkeypatch.setattr(row_sums, "triton", operator)
+    if row_sum.triton is None:
+        monkeypatch.setattr(row_sum, "triton", operator)
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
-    return graph.find_nodes(op="call_function", target=row_sums.SUM_ROWS)
+    return graph.find_nodes(op="call_function", target=row_sum.SUM_ROWS)
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_one_call_makes_all_sums_of_a_kind() -> None:
         return aten.mm(grad, w), bias_gradient(a), bias_gradient(grad), aten.sum.dim_IntList(b, [0], True)
 
     made = traced(backward, (512, 64), (512, 64), (64, 64))
-    assert row_sums.gather_sums(made.graph) == 3
+    assert row_sum.gather_sums(made.graph) == 3
     made.graph.lint()
     assert sorted(str(call.args[4]) for call in calls(made.graph)) == ["torch.bfloat16", "torch.float32"]
     (of_two,) = [call for call in calls(made.graph) if call.args[4] is torch.float32]
@@ -138,9 +138,9 @@ def of_a_transposed_matrix(a: Tensor) -> Tensor:
 def test_other_sums_are_left_to_inductor(fn: Callable[[Tensor], Tensor], rows: int) -> None:
     made = traced(fn, (rows, 512))
     before = str(made.graph)
-    assert row_sums.gather_sums(made.graph) == 0
+    assert row_sum.gather_sums(made.graph) == 0
     assert str(made.graph) == before
-    assert row_sums.gather_sums(traced(rows_that_are_few, (512, 512)).graph) == 1
+    assert row_sum.gather_sums(traced(rows_that_are_few, (512, 512)).graph) == 1
 
 
 def test_many_sums_are_several_calls_each_behind_the_last_of_its_own() -> None:
@@ -151,7 +151,7 @@ def test_many_sums_are_several_calls_each_behind_the_last_of_its_own() -> None:
         return [one for grad in doubled for one in (aten.mm(grad, grad), bias_gradient(grad))]
 
     made = traced(backward, *[(512, 512)] * 11)
-    assert row_sums.gather_sums(made.graph) == 11
+    assert row_sum.gather_sums(made.graph) == 11
     made.graph.lint()
     first, second = calls(made.graph)
     assert [len(call.args[0]) for call in (first, second)] == [8, 3]
@@ -160,9 +160,9 @@ def test_many_sums_are_several_calls_each_behind_the_last_of_its_own() -> None:
 
 
 def test_whole_numbers_and_cpus_are_left() -> None:
-    assert row_sums.gather_sums(traced(rows_that_are_few, (512, 8), dtype=torch.float64).graph) == 0
+    assert row_sum.gather_sums(traced(rows_that_are_few, (512, 8), dtype=torch.float64).graph) == 0
     made = make_fx(rows_that_are_few, tracing_mode="fake")(torch.zeros(512, 8, dtype=HALF))
-    assert row_sums.gather_sums(made.graph) == 0
+    assert row_sum.gather_sums(made.graph) == 0
 
 
 def test_what_inductor_writes_is_found() -> None:
@@ -170,7 +170,7 @@ def test_what_inductor_writes_is_found() -> None:
         "buf2 = torch.ops.wholestep.sum_rows.default([reinterpret_tensor(arg0_1, (1024, 768), (768, 1), 0), buf1], "
         "1024, [768, 3072], torch.bfloat16, torch.float32)"
     )
-    assert row_sums._CALL.findall(text) == [("1024", "768, 3072", "torch.bfloat16", "torch.float32")]
+    assert row_sum._CALL.findall(text) == [("1024", "768, 3072", "torch.bfloat16", "torch.float32")]
 
 
 def test_a_program_reads_vectors() -> None:
@@ -179,9 +179,9 @@ def test_a_program_reads_vectors() -> None:
     from triton.backends.compiler import GPUTarget
 
     places = [(0, 0), (0, 1), (1,), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]
-    for cut in (row_sums._FEW_ROWS, row_sums._MANY_ROWS):
+    for cut in (row_sum._FEW_ROWS, row_sum._MANY_ROWS):
         source = triton.compiler.ASTSource(
-            fn=row_sums._rows_kernel,
+            fn=row_sum._rows_kernel,
             signature={
                 "matrices": ("*bf16",) * 2, "parts": "*fp32", "size": ("i32",) * 3, "columns": ("i32",) * 2,
                 "block": "constexpr",

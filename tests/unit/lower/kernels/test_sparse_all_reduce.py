@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.lower import interpret
-from tests.unit.lower.streams import MAIN, Rank, added, memories_of, run_all
-from wholestep.lower import copies, table_rows
-from wholestep.lower.table_rows import WHOLE, Layout, OnGPU, all_reduce_rows, most_rows
+from tests.unit.lower import triton_interpreter
+from tests.unit.lower.stream_simulator import MAIN, Rank, added, memories_of, run_all
+from wholestep.lower.kernels import copy_all_reduce, sparse_all_reduce
+from wholestep.lower.kernels.sparse_all_reduce import WHOLE, Layout, OnGPU, all_reduce_rows, most_rows
 
 ROWS, WIDTH = 40, 8
 """Of the tables; with `small_memory` a slot of 3 ranks has room for 14 of their rows."""
@@ -22,7 +22,7 @@ ROWS, WIDTH = 40, 8
 
 @pytest.fixture(autouse=True)
 def small_memory(monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(copy_all_reduce, "PIECE_BYTES", 2048)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def batches(counts: Sequence[int | None], seed: int) -> tuple[list[Tensor | None
 
 
 def start(rank: Rank, table: Tensor, indices: Tensor | None) -> None:
-    rank.wait(copies.WIRE, MAIN)
+    rank.wait(copy_all_reduce.WIRE, MAIN)
     all_reduce_rows(table, indices, rank, OnCPU(rank.rank, averages=False))
-    rank.wait(MAIN, copies.WIRE)
+    rank.wait(MAIN, copy_all_reduce.WIRE)
 
 
 COUNTS = [(5, 9, 3), (0, 1, 14), (0, 0, 0), (4, 15, 2), (None, 6, 7), (25, None, 30)]
@@ -97,7 +97,7 @@ def test_every_rank_has_the_sum_in_every_order_that_streams_allow(counts, one_qu
                 rank.run(MAIN, partial(note, seen, table, sums[0]))
                 rank.run(MAIN, partial(table.fill_, torch.nan))  # whoever reads it still has wrong sums
                 rank.reduce(message, partial(added, rank=rank.rank, averages=False))
-                rank.wait(MAIN, copies.WIRE)
+                rank.wait(MAIN, copy_all_reduce.WIRE)
                 rank.run(MAIN, partial(note, seen, message, 3 * sums[1]))
                 rank.end_of_graph()
         run_all(ranks, random.Random(seed), one_queue=one_queue)
@@ -120,7 +120,7 @@ def test_every_meeting_is_needed(left_out: int, monkeypatch):
             total, messages = sum(tables), [torch.randint(-99, 99, (500,)).float() for _ in ranks]
             for rank, table, index, message in zip(ranks, tables, indices, messages, strict=True):
                 rank.reduce(message, partial(added, rank=rank.rank, averages=False))
-                rank.run(copies.WIRE, partial(note, wrong, message, sum(messages)))
+                rank.run(copy_all_reduce.WIRE, partial(note, wrong, message, sum(messages)))
                 before = len(rank.given)
                 start(rank, table, index)
                 del_meeting(rank, before, left_out)
@@ -145,8 +145,10 @@ def del_meeting(rank: Rank, before: int, number: int) -> None:
 
 def test_what_is_sent_is_what_was_looked_up(monkeypatch):
     sent: list[int] = []
-    copy = copies.copy
-    monkeypatch.setattr(copies, "copy", lambda target, source: (sent.append(source.nbytes), copy(target, source)))
+    copy = copy_all_reduce.copy
+    monkeypatch.setattr(
+        copy_all_reduce, "copy", lambda target, source: (sent.append(source.nbytes), copy(target, source))
+    )
     for counts, wanted in [((5, 5, 5), 5 * WIDTH * 4), ((0, 0, 0), 0)]:
         indices, tables = batches(counts, 1)
         memories, layout = memories_of(3), Layout.of((ROWS, WIDTH), torch.float32, 3)
@@ -161,9 +163,9 @@ def test_what_is_sent_is_what_was_looked_up(monkeypatch):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_slots_neither_meet_nor_end_behind_the_memory(ranks: int, dtype: torch.dtype, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 160 << 20)
+    monkeypatch.setattr(copy_all_reduce, "PIECE_BYTES", 160 << 20)
     layout = Layout.of((50_304, 768), dtype, ranks)
-    memory = torch.empty(copies.memory_bytes(ranks), dtype=torch.uint8, device="meta")
+    memory = torch.empty(copy_all_reduce.memory_bytes(ranks), dtype=torch.uint8, device="meta")
     assert layout.capacity > 0
     assert layout.whole(memory).nbytes <= layout.slots_start
     for rank in range(ranks):
@@ -177,7 +179,7 @@ def test_slots_neither_meet_nor_end_behind_the_memory(ranks: int, dtype: torch.d
 
 
 def test_rows_pay_where_they_are_few_of_a_large_table(monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 160 << 20)
+    monkeypatch.setattr(copy_all_reduce, "PIECE_BYTES", 160 << 20)
     assert most_rows((50_304, 768), torch.float32, 4) == 50_304 // 4
     assert most_rows((50_304, 768), torch.float32, 2) == 50_304 // 2
     assert 0 < most_rows((50_304, 768), torch.float32, 8) <= 50_304 // 8
@@ -190,12 +192,12 @@ def test_rows_pay_where_they_are_few_of_a_large_table(monkeypatch):
 @pytest.mark.parametrize("counts", [(5, 9, 3), (1, 0, 18), (4, None, 2), (None, 6, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_kernels_do_what_operators_of_torch_do(counts, dtype: torch.dtype, averages: bool, monkeypatch):
-    interpreter = interpret.prepare(monkeypatch)
+    interpreter = triton_interpreter.prepare(monkeypatch)
     for name in ("_pack", "_place", "_add"):
-        kernel = interpreter.InterpretedFunction(getattr(table_rows, name))
-        monkeypatch.setattr(table_rows, f"{name}_kernel", kernel)
-    monkeypatch.setattr(table_rows, "_BLOCK", 4)  # two a row
-    monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
+        kernel = interpreter.InterpretedFunction(getattr(sparse_all_reduce, name))
+        monkeypatch.setattr(sparse_all_reduce, f"{name}_kernel", kernel)
+    monkeypatch.setattr(sparse_all_reduce, "_BLOCK", 4)  # two a row
+    monkeypatch.setattr(copy_all_reduce, "PIECE_BYTES", 4096)
     indices, tables = batches(counts, 3)
     tables = [table.to(dtype) / 8 for table in tables]
     layout, results = Layout.of((ROWS, WIDTH), dtype, 3), list[list[Tensor]]()

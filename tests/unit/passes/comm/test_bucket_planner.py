@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
-from wholestep.cost.timeline import Sharing
-from wholestep.passes.assignment import (
+from wholestep.cost.simulator import Sharing
+from wholestep.passes.comm.bucket_planner import (
     DEPENDS,
     END,
     FULL,

@@ -10,13 +10,13 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import aten, c10d, gradient
-from wholestep.cost.model import CostModel
-from wholestep.passes.assignment import DEPENDS, END, FULL
-from wholestep.passes.bucket import bucket
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.program import meta, ops
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import Program
+from wholestep.passes.comm.bucket_planner import DEPENDS, END, FULL
+from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
 
 COST = CostModel.default("cpu+gloo")
 
@@ -34,8 +34,8 @@ def bucketed(fn, tensors: list[torch.Tensor], bucket_bytes: int = 1 << 20, *, me
     return after
 
 
-def starts(program: Program) -> list[meta.Bucket | None]:
-    return [meta.bucket(node) for node in program.graph.nodes if ops.is_collective(node)]
+def starts(program: Program) -> list[node_meta.Bucket | None]:
+    return [node_meta.bucket(node) for node in program.graph.nodes if op_info.is_collective(node)]
 
 
 def three(a, b, c):
@@ -48,7 +48,7 @@ THREE = [torch.randn(4, 3), torch.randn(5), torch.randn(())]
 @pytest.mark.parametrize("mean", [True, False])
 def test_one_reduction_for_all(mean):
     after = bucketed(three, THREE, mean=mean)
-    assert starts(after) == [meta.Bucket(0, ("a", "b", "c"), 4 * (12 + 5 + 1), END)]
+    assert starts(after) == [node_meta.Bucket(0, ("a", "b", "c"), 4 * (12 + 5 + 1), END)]
     called = builders.calls(after)
     assert called.count("aten.cat.default") == 1
     assert called.count("aten.mul.Tensor") == 3 + mean
@@ -66,7 +66,7 @@ def test_gradients_lie_as_aligned_as_sizes_allow():
     after = bucketed(fn, [torch.randn(5), torch.randn(6), torch.randn(4, 3), torch.randn(3)])
     assert [one.members for one in starts(after)] == [("c", "b", "a", "d")]
     (cat,) = after.graph.find_nodes(op="call_function", target=aten.cat.default)
-    assert [meta.tensor(one).numel() for one in cat.args[0]] == [12, 6, 5, 3]
+    assert [node_meta.tensor(one).numel() for one in cat.args[0]] == [12, 6, 5, 3]
     called = builders.calls(after)
     assert called.index("aten.cat.default") > max(i for i, one in enumerate(called) if one == "aten.reshape.default")
     assert called.index("_c10d_functional.all_reduce.default") < called.index("aten.sin.default")
@@ -110,7 +110,7 @@ def test_a_single_gradient_is_reduced_as_it_is():
         "_c10d_functional.all_reduce.default",
         "_c10d_functional.wait_tensor.default",
     ]
-    assert starts(after) == [meta.Bucket(0, ("a",), 48, END)]
+    assert starts(after) == [node_meta.Bucket(0, ("a",), 48, END)]
 
 
 def test_types_do_not_mix():
@@ -140,12 +140,12 @@ def test_gradients_that_are_not_contiguous(layout, alone):
 
     after = bucketed(fn, [torch.randn(4, 6), torch.randn(3)])
     (collective,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    assert meta.tensor(collective).is_contiguous()
+    assert node_meta.tensor(collective).is_contiguous()
 
 
 def test_a_dense_gradient_keeps_its_strides_and_is_not_copied():
     after = bucketed(lambda x: gradient((x * 2).t(), "x"), [torch.randn(4, 6)])
-    assert meta.tensor(after.results[0]).stride() == (1, 6)
+    assert node_meta.tensor(after.results[0]).stride() == (1, 6)
     assert builders.count(after, aten.clone.default, aten.contiguous.default) == 0
 
 
@@ -217,7 +217,7 @@ def test_random_operators_keep_their_order():
 
 def test_other_collectives_are_left_alone():
     def fn(a, b):
-        loss = ops.WAIT(c10d.all_reduce.default(a.sum(), "sum", builders.world_group()))
+        loss = op_info.WAIT(c10d.all_reduce.default(a.sum(), "sum", builders.world_group()))
         return loss, gradient(a * 2, "a"), gradient(b * 2, "b")
 
     after = bucketed(fn, [torch.randn(3), torch.randn(3)])

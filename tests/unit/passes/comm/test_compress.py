@@ -13,13 +13,13 @@ import wholestep as ws
 from tests.unit import builders
 from tests.unit.builders import aten, c10d, gradient
 from wholestep.config import Compress
-from wholestep.cost.model import CostModel
-from wholestep.passes.bucket import bucket
-from wholestep.passes.compress import compress
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.program import meta, ops
-from wholestep.program.program import InputKind, OutputKind, Program, Stage
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import InputKind, OutputKind, Program, Stage
+from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.compress import compress
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
 
 COST = CostModel.default("cpu+gloo")
 HALF = ws.CastCompress(torch.bfloat16)
@@ -63,8 +63,8 @@ def run(program: Program, memory: list[Tensor] | None = None) -> tuple[list, lis
 
 
 def sent(program: Program) -> list[tuple[str, torch.dtype, int, tuple[str, ...]]]:
-    starts = [node for node in program.graph.nodes if ops.is_collective(node)]
-    found = [(meta.bucket(node), meta.tensor(node)) for node in starts]
+    starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
+    found = [(node_meta.bucket(node), node_meta.tensor(node)) for node in starts]
     return [(record.reason.split(";")[0], one.dtype, record.num_bytes, record.members) for record, one in found]
 
 

@@ -9,13 +9,13 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import gradient
-from wholestep.cost.model import CostModel
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import ops
-from wholestep.program.collectives import averages
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import op_info
+from wholestep.ir.ops.collectives import averages
+from wholestep.ir.program import Program
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 
 COST = CostModel.default("cpu+gloo")
 X, Y = torch.randn(6, 4), torch.randn(6, 3)
@@ -26,7 +26,7 @@ def linear(x, y):
 
 
 def reductions(program: Program) -> list[tuple[object, ...]]:
-    return [node.args[1:] for node in program.graph.nodes if ops.is_collective(node)]
+    return [node.args[1:] for node in program.graph.nodes if op_info.is_collective(node)]
 
 
 def planned(dtype: torch.dtype = torch.float32, *, averages: bool = True, **options: object) -> Program:

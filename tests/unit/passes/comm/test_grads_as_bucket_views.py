@@ -9,15 +9,15 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import aten, gradient
-from wholestep.cost.model import CostModel
-from wholestep.lower import eager
-from wholestep.passes import fill
-from wholestep.passes.bucket import bucket
-from wholestep.passes.fill import fill_buckets
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.tasks import live_bytes
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir.program import Program
+from wholestep.lower.base import eager_backend
+from wholestep.passes.analysis.task_graph import live_bytes
+from wholestep.passes.comm import grads_as_bucket_views
+from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.grads_as_bucket_views import fill_buckets
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
 
 COST = CostModel.default("cpu+gloo")
 X, Y = torch.randn(6, 4), torch.randn(6, 3)
@@ -49,7 +49,7 @@ def test_less_memory_is_alive():
     peaks = []
     x, y = torch.randn(8, 512), torch.randn(8, 256)
     for program in filled(linear, [x, y]):
-        run = eager.lower(program)
+        run = eager_backend.lower(program)
         with torch.no_grad(), builders.live_bytes() as live:
             live.know([x, y])
             run([x, y])
@@ -96,7 +96,7 @@ def many(x):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_many_small_parts_are_copied_by_a_list_on_a_gpu(on_gpu: bool, monkeypatch):
-    monkeypatch.setattr(fill, "_on_gpu", lambda node: on_gpu)
+    monkeypatch.setattr(grads_as_bucket_views, "_on_gpu", lambda node: on_gpu)
     x = torch.randn(3, 20)
     _, after = filled(many, [x])
     assert builders.count(after, aten.cat.default) == (not on_gpu)

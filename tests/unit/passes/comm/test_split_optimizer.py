@@ -11,14 +11,14 @@ from torch.optim.sgd import sgd
 
 from tests.unit import builders
 from tests.unit.builders import aten, gradient
-from wholestep.cost.model import CostModel
-from wholestep.passes.bucket import bucket
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.update import split_updates
-from wholestep.program import meta, ops
-from wholestep.program.program import Program
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.program import Program
+from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.split_optimizer import split_updates
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
 
 COST = CostModel.default("cpu+gloo")
 SIZES = [(4, 3), (5,), (6,), (2, 7), (1,)]
@@ -76,7 +76,7 @@ def split(kind: str, *, clip: bool = False) -> tuple[Program, Program]:
 
 
 def num_buckets(program: Program) -> int:
-    return sum(meta.bucket(node) is not None for node in program.graph.nodes)
+    return sum(node_meta.bucket(node) is not None for node in program.graph.nodes)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -103,7 +103,7 @@ def test_an_update_reads_one_bucket_and_no_more():
     """Without clipping nothing but its own bucket stands before an update: it can run while others are under way."""
     _, after = split("fused")
     for node in after.graph.nodes:
-        if ops.is_indexwise(node.target) and "_fused_" in str(node.target):
+        if op_info.is_indexwise(node.target) and "_fused_" in str(node.target):
             assert len(waits_before(node)) == 1
 
 
@@ -114,7 +114,7 @@ def waits_before(node: torch.fx.Node) -> set[torch.fx.Node]:
             if arg not in found:
                 found.add(arg)
                 stack.append(arg)
-    return {one for one in found if one.target is ops.WAIT}
+    return {one for one in found if one.target is op_info.WAIT}
 
 
 def test_one_bucket_is_left_alone():

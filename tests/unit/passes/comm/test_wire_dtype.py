@@ -11,28 +11,28 @@ import torch.fx as fx
 from torch import nn
 
 from tests.unit.capture.steps import captured
-from tests.unit.passes.test_wide import AVERAGE, AXIS, COST, FORM, calls, run, step
-from wholestep.cli.suite.silent import _Silent, without_communication
+from tests.unit.passes.rewrites.test_matmul_out_dtype import AVERAGE, AXIS, COST, FORM, calls, run, step
+from wholestep.cli.suite.no_comm_bound import _Silent, without_communication
 from wholestep.config import DDP
 from wholestep.config import Inductor as InductorOptions
-from wholestep.cost import links
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.lower.auto import Auto
-from wholestep.lower.backend import Eager, Inductor
-from wholestep.passes import tasks
-from wholestep.passes.alias import Memory
-from wholestep.passes.by_copies import reduce_by_copies
-from wholestep.passes.default import passes_of
-from wholestep.passes.narrow import narrow_messages, narrow_type
-from wholestep.passes.pipeline import Pass, pass_name, run_passes
-from wholestep.passes.rows import Way, as_it_is
-from wholestep.passes.wide import widen_products
+from wholestep.cost import link_model
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
+from wholestep.ir.program import Program
+from wholestep.lower.auto_backend import Auto
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import Eager, Inductor
+from wholestep.passes.analysis import task_graph
+from wholestep.passes.analysis.alias_analysis import Memory
+from wholestep.passes.comm.use_copy_engine import reduce_by_copies
+from wholestep.passes.comm.wire_dtype import narrow_messages, narrow_type
+from wholestep.passes.comm.wire_format import Way, as_it_is
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, pass_name, run_passes
+from wholestep.passes.rewrites.matmul_out_dtype import widen_products
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
-from wholestep.program.program import Program
-from wholestep.run.virtual_ranks import across
+from wholestep.runtime.verify import collective_semantics
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ NARROW_ELEMENTS = 16 * 64 + 64 * 40
 
 @pytest.fixture
 def training(monkeypatch) -> tuple[Any, ...]:
-    monkeypatch.setattr("wholestep.passes.by_copies.MIN_BYTES", 0)
+    monkeypatch.setattr("wholestep.passes.comm.use_copy_engine.MIN_BYTES", 0)
     torch.manual_seed(0)
     model = Net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(40)
@@ -83,13 +83,13 @@ def planned(training: tuple[Any, ...], *lowering: Pass, until: int = 0, **option
 def test_products_travel_as_they_are_made_and_the_rest_in_float32(training):
     program = planned(training, AVERAGE, COPIES, NARROW, WIDEN, FORM)
     (wide,), (plain,) = calls(program, ALL_REDUCE_WIDE), calls(program, ALL_REDUCE_BY_COPIES_)
-    assert meta.tensor(wide.args[0]).dtype is torch.bfloat16
-    assert meta.tensor(wide).dtype is torch.float32
-    assert meta.tensor(wide).numel() == NARROW_ELEMENTS
+    assert node_meta.tensor(wide.args[0]).dtype is torch.bfloat16
+    assert node_meta.tensor(wide).dtype is torch.float32
+    assert node_meta.tensor(wide).numel() == NARROW_ELEMENTS
     assert wide.args[1:] == ("avg", torch.float32, "0")
-    assert meta.bucket(wide).members == ("body.3.weight", "body.1.weight")
-    assert meta.tensor(plain).dtype is torch.float32
-    assert len(meta.bucket(plain).members) == 5
+    assert node_meta.bucket(wide).members == ("body.3.weight", "body.1.weight")
+    assert node_meta.tensor(plain).dtype is torch.float32
+    assert len(node_meta.bucket(plain).members) == 5
     notes = [note for record in program.history for note in record.notes]
     assert any(note.startswith("1 buckets travel as their products are: 7.0 KiB") for note in notes)
 
@@ -100,7 +100,7 @@ def test_products_write_half_as_many_bytes_to_their_slice_of_the_bucket(training
     made = calls(program, aten.mm.dtype_out)
     assert [node.kwargs["out"].args[0] for node in made] == [wide.args[0]] * 2
     assert [node.args[2] for node in made] == [torch.bfloat16] * 2
-    assert meta.tensor(wide.args[0]).nbytes == 2 * NARROW_ELEMENTS
+    assert node_meta.tensor(wide.args[0]).nbytes == 2 * NARROW_ELEMENTS
 
 
 def test_a_message_is_read_until_it_has_arrived(training):
@@ -110,7 +110,7 @@ def test_a_message_is_read_until_it_has_arrived(training):
     memory = Memory(program.graph)
     for node in program.graph.nodes:
         memory.enter(node)
-    (wait,) = ops.waits(wide)
+    (wait,) = op_info.waits(wide)
     assert memory.read_later(wide.args[0], memory.position[wide]) is not None
     assert memory.read_later(wide.args[0], memory.position[wait]) is None
 
@@ -125,7 +125,7 @@ def test_numbers_are_those_of_casts_in_front_of_the_journey(training):
 
 def test_ranks_add_in_float32():
     values = [torch.randn(1000).bfloat16() for _ in range(3)]
-    found = across.RULES[ALL_REDUCE_WIDE]([(one, "avg", torch.float32, "0") for one in values])
+    found = collective_semantics.RULES[ALL_REDUCE_WIDE]([(one, "avg", torch.float32, "0") for one in values])
     assert all(torch.equal(one, (values[0].float() + values[1].float() + values[2].float()) / 3) for one in found)
 
 
@@ -137,17 +137,17 @@ def test_other_buckets_stay_in_float32(training, change: str):
     elif change == "no copies":
         program = planned(training, AVERAGE, NARROW)
     else:
-        program = planned(training, AVERAGE, COPIES, partial(narrow_messages, makes=inductor.widens))
+        program = planned(training, AVERAGE, COPIES, partial(narrow_messages, makes=segment_compiler.widens))
     assert not calls(program, ALL_REDUCE_WIDE)
-    starts = [node for node in program.graph.nodes if ops.is_collective(node)]
+    starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
     assert starts
-    assert all(meta.tensor(node).dtype is torch.float32 for node in starts)
+    assert all(node_meta.tensor(node).dtype is torch.float32 for node in starts)
 
 
 def test_a_gradient_that_somebody_reads_is_of_no_type(training):
     """Before it is reduced, that is: behind, it is in float32 like all."""
     placed = place(captured(step, *training).program, DDP(), AXIS)
-    starts = calls(placed, ops.c10d.all_reduce.default)
+    starts = calls(placed, op_info.c10d.all_reduce.default)
     types = [narrow_type(start.args[0].args[0], makes=yes) for start in starts]
     assert sorted(map(str, types)) == ["None"] * 5 + ["torch.bfloat16"] * 2
     grads = [start.args[0].args[0] for start, one in zip(starts, types, strict=True) if one is not None]
@@ -157,10 +157,10 @@ def test_a_gradient_that_somebody_reads_is_of_no_type(training):
 
 
 def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
-    monkeypatch.setattr("wholestep.lower.backend.copies.why_not", lambda group, device: "")
-    monkeypatch.setattr("wholestep.lower.inductor.widens", yes)
+    monkeypatch.setattr("wholestep.lower.inductor_backend.copies.why_not", lambda group, device: "")
+    monkeypatch.setattr("wholestep.lower.inductor.segment_compiler.widens", yes)
     placed = place(captured(step, *training).program, DDP(), AXIS)
-    grads = [start.args[0].args[0] for start in calls(placed, ops.c10d.all_reduce.default)]
+    grads = [start.args[0].args[0] for start in calls(placed, op_info.c10d.all_reduce.default)]
 
     def types(backend: Any, group: str = "0") -> list[torch.dtype]:
         return sorted((backend.travels_as(grad, group).dtype for grad in grads), key=str)
@@ -176,7 +176,7 @@ def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
     backend.passes(placed)
     assert types(backend) == [torch.bfloat16] * 2 + [torch.float32] * 5
     assert types(backend, "1") == plain
-    assert backend.costs(COST).links.compute_slowdown == links.COPIES_COMPUTE_SLOWDOWN
+    assert backend.costs(COST).links.compute_slowdown == link_model.COPIES_COMPUTE_SLOWDOWN
     auto._chosen = backend
     assert types(auto) == types(backend)
 
@@ -188,7 +188,7 @@ def test_the_step_without_communication_makes_its_gradients_in_float32(training)
     assert "narrow_messages" not in names
     assert len(names) == len(Inductor(InductorOptions(), torch.device("cpu")).passes(placed)) - 1
     program = without_communication(planned(training, AVERAGE, COPIES, WIDEN, FORM))
-    assert not any(ops.is_collective(node) for node in program.graph.nodes)
+    assert not any(op_info.is_collective(node) for node in program.graph.nodes)
     assert len(calls(program, aten.mm.dtype_out)) == 2
 
 
@@ -207,5 +207,5 @@ def test_a_bucket_is_planned_by_what_travels(training):
     assert 3 * NARROW_ELEMENTS in asked
     asked.clear()
     ranks = {axis.group: axis.size for axis in program.mesh}
-    tasks.comm_us(wide, cost, ranks)
+    task_graph.comm_us(wide, cost, ranks)
     assert asked == [3 * NARROW_ELEMENTS]

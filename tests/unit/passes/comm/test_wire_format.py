@@ -12,25 +12,26 @@ import torch.fx as fx
 from torch import nn
 
 from tests.unit.capture.steps import captured
-from tests.unit.passes.test_wide import AVERAGE, AXIS, COST, FORM, calls, run
-from wholestep.cli.suite.silent import without_communication
+from tests.unit.passes.rewrites.test_matmul_out_dtype import AVERAGE, AXIS, COST, FORM, calls, run
+from wholestep.cli.suite.no_comm_bound import without_communication
 from wholestep.config import DDP, CastCompress
 from wholestep.config import Inductor as InductorOptions
-from wholestep.cost.model import CostModel
-from wholestep.lower import table_rows
-from wholestep.lower.backend import Inductor
-from wholestep.passes import rows, tasks
-from wholestep.passes.by_copies import reduce_by_copies
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.compress import compress
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.rows import Way, looked_up
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
+from wholestep.ir.program import Program
+from wholestep.lower.inductor_backend import Inductor
+from wholestep.lower.kernels import sparse_all_reduce
+from wholestep.passes.analysis import task_graph
+from wholestep.passes.comm import wire_format
+from wholestep.passes.comm.compress import compress
+from wholestep.passes.comm.use_copy_engine import reduce_by_copies
+from wholestep.passes.comm.wire_format import Way, looked_up
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops, show
-from wholestep.program.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
-from wholestep.program.program import Program
-from wholestep.run.virtual_ranks import across
+from wholestep.runtime.verify import collective_semantics
 
 aten = torch.ops.aten
 COPIES: Pass = partial(reduce_by_copies, why_not=lambda group, device: "")
@@ -72,12 +73,12 @@ def training(count: int = 12, net: Callable[[], nn.Module] = Net) -> tuple[Any, 
 
 def tables(grad: fx.Node, group: str, most_rows: int = 20) -> Way:
     """Gradients of two dimensions of which the first is long may go as rows."""
-    return Way(dtype=torch.float32, most_rows=most_rows if meta.tensor(grad).shape[0] >= WORDS else 0)
+    return Way(dtype=torch.float32, most_rows=most_rows if node_meta.tensor(grad).shape[0] >= WORDS else 0)
 
 
 @pytest.fixture(autouse=True)
 def all_by_copies(monkeypatch):
-    monkeypatch.setattr("wholestep.passes.by_copies.MIN_BYTES", 0)
+    monkeypatch.setattr("wholestep.passes.comm.use_copy_engine.MIN_BYTES", 0)
 
 
 def placed(*training: Any) -> Program:
@@ -91,8 +92,8 @@ def planned(*training: Any, lowering: tuple[Pass, ...] = (AVERAGE, COPIES), unti
 
 
 def table_grad(program: Program) -> fx.Node:
-    starts = calls(program, ops.c10d.all_reduce.default)
-    (start,) = (one for one in starts if meta.bucket(one).members == ("words.weight",))
+    starts = calls(program, op_info.c10d.all_reduce.default)
+    (start,) = (one for one in starts if node_meta.bucket(one).members == ("words.weight",))
     return start.args[0]
 
 
@@ -101,7 +102,7 @@ def test_indices_of_a_look_up_are_found():
     grad = table_grad(program)
     assert grad.target is aten.mul.Tensor
     indices = looked_up(grad)
-    assert meta.tensor(indices).shape == (12,)
+    assert node_meta.tensor(indices).shape == (12,)
     assert looked_up(grad.args[0]) is indices
     grad.args = (grad.args[0], float("inf"))  # of which the product with zero is none
     assert looked_up(grad) is None
@@ -111,24 +112,24 @@ def test_indices_of_a_look_up_are_found():
 def test_a_table_has_a_bucket_of_its_own_and_goes_with_its_indices():
     program = planned(*training(), lowering=(AVERAGE, COPIES, FORM))
     (table,), (other,) = calls(program, ALL_REDUCE_ROWS_), calls(program, ALL_REDUCE_BY_COPIES_)
-    assert meta.bucket(table).members == ("words.weight",)
-    assert meta.bucket(table).as_rows
-    assert meta.bucket(table).reason == "rows: a batch of rank 0 looks up 12 of 200"
-    assert meta.bucket(other).members == ("head.weight", "head.bias")
-    assert not meta.bucket(other).as_rows
+    assert node_meta.bucket(table).members == ("words.weight",)
+    assert node_meta.bucket(table).as_rows
+    assert node_meta.bucket(table).reason == "rows: a batch of rank 0 looks up 12 of 200"
+    assert node_meta.bucket(other).members == ("head.weight", "head.bias")
+    assert not node_meta.bucket(other).as_rows
     assert table.args[1:] == ("avg", "0")
-    assert meta.tensor(table.args[0]).shape == (WORDS, WIDTH)
-    assert meta.tensor(table.kwargs["indices"]).dtype is torch.int64
+    assert node_meta.tensor(table.args[0]).shape == (WORDS, WIDTH)
+    assert node_meta.tensor(table.kwargs["indices"]).dtype is torch.int64
     notes = [note for record in program.history for note in record.notes]
     assert "bucket 1: 1 gradients, 12.5 KiB; rows: a batch of rank 0 looks up 12 of 200" in notes
 
 
 def test_numbers_are_those_of_the_table_as_a_whole():
-    whole = planned(*training(), until=2, travels_as=rows.as_it_is)
+    whole = planned(*training(), until=2, travels_as=wire_format.as_it_is)
     as_rows = planned(*training(), until=2)
     assert all(map(torch.equal, run(whole, training()), run(as_rows, training())))
     values = [torch.randn(8, 3) for _ in range(3)]
-    found = across.RULES[ops.ALL_REDUCE_ROWS]([(one, "avg", "0") for one in values])
+    found = collective_semantics.RULES[op_info.ALL_REDUCE_ROWS]([(one, "avg", "0") for one in values])
     assert all(torch.equal(one, (values[0] + values[1] + values[2]) / 3) for one in found)
 
 
@@ -158,14 +159,14 @@ def test_ranks_with_other_batches_do_as_rank_0_said(other: tuple[Any, ...]):
     first = planned(*training(), bucket_bytes=None, choose=choose_as_rank_0(asked, True))
     program = planned(*other, bucket_bytes=None, choose=choose_as_rank_0(asked, True))
     (start,) = calls(program, ALL_REDUCE_ROWS_)
-    assert meta.bucket(start).as_rows
+    assert node_meta.bucket(start).as_rows
     assert ("indices" in start.kwargs) == (not isinstance(other[0], Twice))
-    assert show.plan_text(program) == show.plan_text(first)
+    assert printer.plan_text(program) == printer.plan_text(first)
     assert asked[0] == asked[2]
     assert asked[0].startswith("as rows")
     whole = planned(*training(), bucket_bytes=None, choose=choose_as_rank_0(asked, False))
     assert not calls(whole, ALL_REDUCE_ROWS_)
-    assert show.plan_text(whole) != show.plan_text(first)
+    assert printer.plan_text(whole) != printer.plan_text(first)
 
 
 def test_nothing_is_asked_where_no_table_can_go_as_rows():
@@ -177,7 +178,7 @@ def test_nothing_is_asked_where_no_table_can_go_as_rows():
 def test_what_is_compressed_goes_as_a_whole():
     program = planned(*training(), compress=partial(compress, how=CastCompress(torch.bfloat16)))
     assert not calls(program, ALL_REDUCE_ROWS_)
-    assert any(meta.tensor(node).dtype is torch.bfloat16 for node in calls(program, ALL_REDUCE_BY_COPIES_))
+    assert any(node_meta.tensor(node).dtype is torch.bfloat16 for node in calls(program, ALL_REDUCE_BY_COPIES_))
 
 
 def test_buckets_and_schedule_know_what_rows_take():
@@ -193,9 +194,9 @@ def test_buckets_and_schedule_know_what_rows_take():
     program = planned(*training(), cost=cost, until=2)
     table_bytes = WORDS * WIDTH * 4
     share = 12 * 2 / (2 * WORDS)
-    (start,) = calls(program, ops.ALL_REDUCE_ROWS)
+    (start,) = calls(program, op_info.ALL_REDUCE_ROWS)
     asked.clear()
-    tasks.comm_us(start, cost, {"0": 2})
+    task_graph.comm_us(start, cost, {"0": 2})
     assert asked == [int(table_bytes * share)] == [768]
     asked.clear()
     planned(*training(), cost=cost, bucket_bytes=None)
@@ -205,19 +206,19 @@ def test_buckets_and_schedule_know_what_rows_take():
 
 def test_the_step_without_communication_has_its_own_table():
     program = without_communication(planned(*training(), lowering=(AVERAGE, COPIES, FORM)))
-    assert not any(ops.is_collective(node) for node in program.graph.nodes)
+    assert not any(op_info.is_collective(node) for node in program.graph.nodes)
 
 
 def test_backends_say_how_many_rows_where_copies_reduce(monkeypatch):
-    monkeypatch.setattr("wholestep.lower.backend.copies.why_not", lambda group, device: "")
-    monkeypatch.setattr(table_rows, "LEAST_TABLE_BYTES", WORDS * WIDTH * 4)
+    monkeypatch.setattr("wholestep.lower.inductor_backend.copies.why_not", lambda group, device: "")
+    monkeypatch.setattr(sparse_all_reduce, "LEAST_TABLE_BYTES", WORDS * WIDTH * 4)
     program = placed(*training())
-    grads = [start.args[0] for start in calls(program, ops.c10d.all_reduce.default)]
+    grads = [start.args[0] for start in calls(program, op_info.c10d.all_reduce.default)]
     backend = Inductor(InductorOptions(), torch.device("cpu"))
     backend.passes(program)
     assert {backend.travels_as(grad, "0").most_rows for grad in grads} == {0}
     backend._by_copies = True  # as on a GPU
     backend.passes(program)
-    found = {meta.tensor(grad).shape[0]: backend.travels_as(grad, "0").most_rows for grad in grads}
+    found = {node_meta.tensor(grad).shape[0]: backend.travels_as(grad, "0").most_rows for grad in grads}
     assert found == {WORDS: WORDS // 2, 5: 0}
     assert {backend.travels_as(grad, "1").most_rows for grad in grads} == {0}

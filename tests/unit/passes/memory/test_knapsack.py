@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wholestep.passes import knapsack
-from wholestep.passes.knapsack import Item, cheapest
+from wholestep.passes.memory import knapsack
+from wholestep.passes.memory.knapsack import Item, cheapest
 
 ITEMS = st.lists(st.builds(Item, num_bytes=st.integers(1, 40), us=st.integers(0, 30).map(float)), max_size=10)
 

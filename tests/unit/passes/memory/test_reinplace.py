@@ -14,12 +14,12 @@ from torch.optim.sgd import sgd
 
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
-from wholestep.lower import eager
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import InputKind, OutputKind, Program, Stage
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import InputKind, OutputKind, Program, Stage
+from wholestep.lower.base import eager_backend
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
 
 
 def scheduled(program: Program) -> Program:
@@ -76,7 +76,7 @@ def test_adamw_writes_into_the_tensors_it_is_given(variant):
     step(*expected)
     pointers = [tensor.data_ptr() for tensor in tensors]
     with torch.no_grad():
-        eager.lower(after)(list(tensors))
+        eager_backend.lower(after)(list(tensors))
     assert builders.same(tensors, expected)
     assert pointers == [tensor.data_ptr() for tensor in tensors]
 
@@ -90,7 +90,7 @@ def test_an_adamw_update_allocates_less_than_twice_the_parameters():
     peaks = []
     for one in (program, scheduled(program)):
         inputs = [tensor.clone() for tensor in tensors]
-        run = eager.lower(one)
+        run = eager_backend.lower(one)
         with torch.no_grad(), builders.live_bytes() as live:
             live.know(inputs)
             run(inputs)
@@ -162,14 +162,14 @@ def freeing(kind: InputKind) -> Program:
     program = builders.capture(lambda x: (x.sin(), x.mul_(2))[0], [torch.ones(3)], kinds=[kind])
     (mul,) = program.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     with program.graph.inserting_before(mul):
-        edit.replace_node(mul, edit.emit(program.graph, ops.RESIZE_STORAGE, mul.args[0], 0))
+        graph_edit.replace_node(mul, graph_edit.emit(program.graph, op_info.RESIZE_STORAGE, mul.args[0], 0))
     return program
 
 
 def test_memory_is_given_up_where_the_step_does_it():
     program = scheduled(freeing(InputKind.USER))
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert targets == [aten.sin.default, ops.RESIZE_STORAGE_]
+    assert targets == [aten.sin.default, op_info.RESIZE_STORAGE_]
 
 
 def test_memory_is_not_given_up_before_its_last_reader():
@@ -177,9 +177,9 @@ def test_memory_is_not_given_up_before_its_last_reader():
     sin, free = [node for node in program.graph.nodes if node.op == "call_function"]
     free.append(sin)  # as a pass may have ordered them
     program = scheduled(program)
-    assert [node.target for node in program.graph.nodes if node.op == "call_function"][-1] is ops.RESIZE_STORAGE_
+    assert [node.target for node in program.graph.nodes if node.op == "call_function"][-1] is op_info.RESIZE_STORAGE_
     x = torch.ones(3)
-    (result,) = eager.lower(program)([x])  # the write is done and left out
+    (result,) = eager_backend.lower(program)([x])  # the write is done and left out
     assert torch.equal(result, torch.ones(3).sin())
     assert x.untyped_storage().size() == 0
 
@@ -376,7 +376,7 @@ def test_foreach_with_lists_that_cross():
 
 
 def reduce(tensor: torch.Tensor) -> torch.Tensor:
-    return ops.WAIT(c10d.all_reduce.default(tensor, "sum", builders.world_group()))
+    return op_info.WAIT(c10d.all_reduce.default(tensor, "sum", builders.world_group()))
 
 
 def with_mesh(program: Program) -> Program:
@@ -410,19 +410,19 @@ class FailAtWait(torch.utils._python_dispatch.TorchDispatchMode):
         self.started: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is ops.WAIT:
+        if func is op_info.WAIT:
             self.left -= 1
             if not self.left:
                 raise RuntimeError("a peer is gone")
         result = func(*args, **(kwargs or {}))
-        if func in ops.COLLECTIVES:
+        if func in op_info.COLLECTIVES:
             self.started.append(result)
         return result
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
         for tensor in self.started:  # work that nobody waits for makes torch complain at the end of the process
-            ops.WAIT(tensor)
+            op_info.WAIT(tensor)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -436,7 +436,7 @@ def test_a_collective_that_fails_leaves_every_input_as_it_was(number):
     after = run_passes(with_mesh(builders.capture(fn, tensors)), [reinplace])
     before = [tensor.clone() for tensor in tensors]
     with torch.no_grad(), FailAtWait(number), pytest.raises(RuntimeError, match="peer"):
-        eager.lower(after)(tensors)
+        eager_backend.lower(after)(tensors)
     assert builders.same(tensors, before)
 
 
@@ -499,7 +499,7 @@ def test_a_collective_that_nobody_reads_stays_as_a_whole():
     """Other ranks take part in it, and one of them may read it."""
     program = with_mesh(builders.capture(lambda x: (reduce(x * 2), x + 1)[1], [torch.randn(3)]))
     after = run_passes(program, [reinplace])
-    assert [builders.count(after, *ops.COLLECTIVES), builders.count(after, ops.WAIT)] == [1, 1]
+    assert [builders.count(after, *op_info.COLLECTIVES), builders.count(after, op_info.WAIT)] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
@@ -508,7 +508,7 @@ def test_a_collective_of_what_is_not_contiguous_makes_its_own_copy(name):
         value = (x * 2).t()
         if name == "all_reduce":
             return reduce(value) + 1
-        return ops.WAIT(c10d.broadcast.default(value, 0, builders.world_group())) + 1
+        return op_info.WAIT(c10d.broadcast.default(value, 0, builders.world_group())) + 1
 
     tensors = [torch.randn(3, 4)]
     program = with_mesh(builders.capture(fn, tensors))
@@ -522,7 +522,7 @@ def test_the_input_of_an_all_gather_is_not_overwritten_while_it_is_under_way():
         shard = x * 2
         gathered = c10d.all_gather_into_tensor.default(shard, 1, builders.world_group())
         meanwhile = shard.add(1)
-        return ops.WAIT(gathered), meanwhile
+        return op_info.WAIT(gathered), meanwhile
 
     tensors = [torch.randn(3)]
     program = with_mesh(builders.capture(fn, tensors))
@@ -533,7 +533,7 @@ def test_buckets_keep_what_is_known_about_them():
     program = builders.place(builders.capture(lambda g: builders.gradient(g * 2, "w"), [torch.randn(3)]))
     after = run_passes(program, [reinplace])
     (node,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce_.default)
-    assert meta.bucket(node) == meta.Bucket(0, ("w",), 12, meta.UNBUCKETED)
+    assert node_meta.bucket(node) == node_meta.Bucket(0, ("w",), 12, node_meta.UNBUCKETED)
 
 
 @dataclass(frozen=True)
@@ -623,7 +623,7 @@ def test_any_program_gives_the_same_bits(program, kept, num_inputs):
 def assert_results_last(program: Program, tensors: list[torch.Tensor]) -> None:
     """What one call returns is not changed by the next."""
     with torch.no_grad():
-        returned = [one for one in eager.lower(program)(tensors) if one is not None]
+        returned = [one for one in eager_backend.lower(program)(tensors) if one is not None]
         kept = [one.clone() for one in returned]
-        eager.lower(program)(tensors)
+        eager_backend.lower(program)(tensors)
     assert builders.same(returned, kept)

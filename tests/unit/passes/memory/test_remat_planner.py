@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholestep.cost.memory import Make, Usage, peak_bytes
-from wholestep.passes import recompute
-from wholestep.passes.recompute import Call, Planner, Problem
+from wholestep.cost.liveness import Make, Usage, peak_bytes
+from wholestep.passes.memory import remat_planner
+from wholestep.passes.memory.remat_planner import Call, Planner, Problem
 
 
 class Step:
@@ -211,7 +211,7 @@ def test_of_few_values_no_other_choice_is_better(problem, share):
     plan = planner.plan(budget_bytes)
     everything = [done(problem, one) for one in choices(planner)]
     within = [us for us, peak in everything if peak <= budget_bytes]
-    if len(planner.candidates) <= recompute.FEW:
+    if len(planner.candidates) <= remat_planner.FEW:
         assert (plan.peak_bytes <= budget_bytes) == bool(within)
         assert plan.us == min(within) if within else plan.peak_bytes == min(peak for _, peak in everything)
     assert (plan.us, plan.peak_bytes) == done(problem, plan.dropped)
@@ -236,7 +236,7 @@ def test_of_many_values_the_plan_holds_what_it_says(problem, share):
 
 def test_the_search_is_nearly_as_good_as_every_choice(monkeypatch):
     """Without trying all: of 150 steps 9 of 10 find the best there is, and none costs three times that."""
-    monkeypatch.setattr(recompute, "FEW", -1)
+    monkeypatch.setattr(remat_planner, "FEW", -1)
     ratios, missed = [], 0
     for seed in range(150):
         problem = random_step(random.Random(seed))

@@ -16,22 +16,22 @@ from torch.utils.checkpoint import checkpoint
 import wholestep as ws
 from tests.unit import builders
 from tests.unit.capture.steps import Block, train
-from wholestep.capture import random
 from wholestep.capture.capture import capture
 from wholestep.config import DDP
-from wholestep.cost.memory import peak_bytes
-from wholestep.cost.model import CostModel
-from wholestep.lower.eager import lower
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.dedupe import dedupe
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import pass_name, run_passes
-from wholestep.passes.remat import remat
-from wholestep.passes.tasks import tasks_of
+from wholestep.cost.cost_model import CostModel
+from wholestep.cost.liveness import peak_bytes
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.node_meta import Region
+from wholestep.ir.ops import rng_state
+from wholestep.ir.program import InputKind, MeshAxis, Program
+from wholestep.lower.base.eager_backend import lower
+from wholestep.passes.analysis.task_graph import tasks_of
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.rematerialize import remat
+from wholestep.passes.pass_manager import pass_name, run_passes
+from wholestep.passes.rewrites.cse import dedupe
+from wholestep.passes.rewrites.dead_code import cleanup
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops, show
-from wholestep.program.meta import Region
-from wholestep.program.program import InputKind, MeshAxis, Program
 
 COST = CostModel.default("cpu+gloo")
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def planned(program: Program, budget: float | None) -> Program:
 
 def again(program: Program) -> list[Any]:
     """The calls that are done again."""
-    return [node for node in program.graph.nodes if meta.repeats(node) is not None]
+    return [node for node in program.graph.nodes if node_meta.repeats(node) is not None]
 
 
 def predicted_bytes(program: Program) -> int:
@@ -148,9 +148,9 @@ def test_random_numbers_are_drawn_again_and_others_do_not_notice():
         torch.manual_seed(seed)
         assert builders.same(wrapped(x), eager)
         assert torch.equal(torch.get_rng_state(), state)
-    random_calls = [node.target for node in wrapped.graph.graph.nodes if ops.is_random(node.target)]
+    random_calls = [node.target for node in wrapped.graph.graph.nodes if op_info.is_random(node.target)]
     draw = aten.rand_like.default
-    replay = [random.GET, random.SET, draw, random.SET]
+    replay = [rng_state.GET, rng_state.SET, draw, rng_state.SET]
     assert random_calls[-5:-1] == replay
     assert random_calls.count(draw) > 2
 
@@ -166,37 +166,37 @@ def test_on_virtual_ranks():
 def test_collectives_are_as_before_and_none_is_done_again(two_layers):
     plain, tight = planned(two_layers, None), planned(two_layers, 0.05)
     assert again(tight)
-    assert builders.count(tight, *ops.COLLECTIVES) == builders.count(plain, *ops.COLLECTIVES) > 1
-    assert [builders.count(tight, node.target) for node in again(tight) if ops.needs_peers(node.target)] == []
-    assert show.plan_text(tight) == show.plan_text(plain)
+    assert builders.count(tight, *op_info.COLLECTIVES) == builders.count(plain, *op_info.COLLECTIVES) > 1
+    assert [builders.count(tight, node.target) for node in again(tight) if op_info.needs_peers(node.target)] == []
+    assert printer.plan_text(tight) == printer.plan_text(plain)
 
 
 def test_what_is_done_again_stands_before_its_first_reader_in_the_backward(two_layers):
     program = planned(two_layers, 0.5)
     nodes = list(program.graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
-    first_backward = next(node for node in nodes if meta.origin(node).region is Region.BACKWARD)
+    first_backward = next(node for node in nodes if node_meta.origin(node).region is Region.BACKWARD)
     for node in again(program):
-        assert meta.origin(node).region is Region.RECOMPUTE
+        assert node_meta.origin(node).region is Region.RECOMPUTE
         assert node.users
         assert place[node] > place[first_backward]
     copies = set(again(program))
     for node in copies:
         reader = min(node.users, key=place.__getitem__)
-        assert all(meta.origin(other).region is Region.RECOMPUTE for other in nodes[place[node] : place[reader]])
+        assert all(node_meta.origin(other).region is Region.RECOMPUTE for other in nodes[place[node] : place[reader]])
 
 
 def test_no_pass_undoes_it(two_layers):
     passes = passes_of(ws.default_passes(memory_budget=0.5), cost=COST)
     program = run_passes(two_layers, [one for one in passes if pass_name(one) != "reinplace"])
-    once = [meta.repeats(node) for node in again(program)]
+    once = [node_meta.repeats(node) for node in again(program)]
     after = run_passes(program, [cleanup, dedupe, partial(remat, cost=COST, budget=0.5)])
-    assert [meta.repeats(node) for node in again(after)] == once != []
-    assert show.diff(run_passes(program, [partial(remat, cost=COST, budget=0.2)]), program) == ""
+    assert [node_meta.repeats(node) for node in again(after)] == once != []
+    assert printer.diff(run_passes(program, [partial(remat, cost=COST, budget=0.2)]), program) == ""
 
 
 def test_every_rank_finds_the_same(two_layers):
-    texts = [show.source(planned(two_layers, 0.4)) for _ in range(2)]
+    texts = [printer.source(planned(two_layers, 0.4)) for _ in range(2)]
     assert texts[0] == texts[1]
 
 
@@ -214,12 +214,12 @@ class Checkpointed(nn.Module):
 def test_what_checkpointing_asked_for_stays():
     program = placed(Checkpointed(), ROWS)
     plain, tight = (planned(program, budget) for budget in (None, 0.05))
-    asked = [node for node in plain.graph.nodes if meta.origin(node).region is Region.RECOMPUTE]
+    asked = [node for node in plain.graph.nodes if node_meta.origin(node).region is Region.RECOMPUTE]
     assert asked
     assert [node.name for node in tight.graph.nodes if node.name in {one.name for one in asked}] == [
         node.name for node in asked
     ]
-    modules = {meta.origin(node).module.split(".")[0] for node in again(tight)}
+    modules = {node_meta.origin(node).module.split(".")[0] for node in again(tight)}
     assert modules == {"plain"}
     assert builders.same(outcome(plain), outcome(tight))
 
@@ -261,7 +261,7 @@ def test_what_was_kept_on_purpose_stays():
     axis = MeshAxis(name="data", size=2, group=builders.world_group())
     program = place(capture(step, (ROWS,), {}).program, DDP(), axis)
     plain, tight = planned(program, None), planned(program, 0.05)
-    names = [str(meta.repeats(node)) for node in again(tight)]
+    names = [str(node_meta.repeats(node)) for node in again(tight)]
     assert any(name.startswith("gelu") for name in names)
     assert not any(name.startswith("tanh") for name in names)  # what the gate is given, and what it keeps
     assert builders.same(outcome(plain), outcome(tight))
@@ -313,7 +313,7 @@ def test_two_batches_whose_gradients_are_added():
         capture(step, (ROWS,), {}).program, DDP(), MeshAxis(name="data", size=2, group=builders.world_group())
     )
     plain, tight = planned(program, None), planned(program, 0.6)
-    copies = [meta.origin(node).region for node in tight.graph.nodes if node.op == "call_function"]
+    copies = [node_meta.origin(node).region for node in tight.graph.nodes if node.op == "call_function"]
     last_forward = max(index for index, region in enumerate(copies) if region is Region.FORWARD)
     assert {Region.RECOMPUTE} <= {*copies[:last_forward]} & {*copies[last_forward:]}
     assert predicted_bytes(tight) <= 0.6 * predicted_bytes(planned(program, 1.0))
@@ -339,5 +339,5 @@ def test_any_model(names, budget):
     plain, tight = planned(program, None), planned(program, budget)
     assert builders.same(outcome(plain), outcome(tight))
     assert predicted_bytes(tight) <= predicted_bytes(plain)
-    assert builders.count(tight, *ops.COLLECTIVES) == builders.count(plain, *ops.COLLECTIVES)
-    assert show.diff(tight, run_passes(tight, [partial(remat, cost=COST, budget=budget)])) == ""
+    assert builders.count(tight, *op_info.COLLECTIVES) == builders.count(plain, *op_info.COLLECTIVES)
+    assert printer.diff(tight, run_passes(tight, [partial(remat, cost=COST, budget=budget)])) == ""

@@ -6,21 +6,21 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import c10d
-from wholestep.passes.dedupe import dedupe
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import meta, ops
+from wholestep.ir import node_meta, op_info
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.cse import dedupe
 
 
 def reduce(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
-    return ops.WAIT(c10d.all_reduce.default(x, how, builders.world_group()))
+    return op_info.WAIT(c10d.all_reduce.default(x, how, builders.world_group()))
 
 
 def deduped(fn, tensors, num_collectives):
     program = builders.place(builders.capture(fn, tensors))
     after = run_passes(program, [dedupe])
     assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
-    assert builders.count(after, *ops.COLLECTIVES) == num_collectives
-    assert builders.count(after, ops.WAIT) == num_collectives
+    assert builders.count(after, *op_info.COLLECTIVES) == num_collectives
+    assert builders.count(after, op_info.WAIT) == num_collectives
     return after
 
 
@@ -33,7 +33,7 @@ def test_also_where_the_second_starts_before_the_first_is_waited_for():
     def fn(x):
         group = builders.world_group()
         one, two = (c10d.all_gather_into_tensor.default(x, 1, group) for _ in range(2))
-        return ops.WAIT(two) + 1, ops.WAIT(one) * 2
+        return op_info.WAIT(two) + 1, op_info.WAIT(one) * 2
 
     deduped(fn, [torch.randn(3)], 1)
 
@@ -54,4 +54,4 @@ def test_a_gradient_of_two_parameters_is_one_member_for_both():
     program = builders.place(builders.capture(fn, [torch.randn(3)]), mean=False)
     after = run_passes(program, [dedupe])
     (start,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    assert meta.bucket(start).members == ("a", "b")
+    assert node_meta.bucket(start).members == ("a", "b")

@@ -10,10 +10,10 @@ import torch
 
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import edit, ops
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, op_info
+from wholestep.ir.program import Program
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
 
 
 def check(program: Program, tensors: list[torch.Tensor]) -> Program:
@@ -154,14 +154,14 @@ def test_marks_that_survived_tracing_go():
         mark = program.graph.call_function(enter, ("Optimizer.step", None))
     with program.graph.inserting_after(mul):
         program.graph.call_function(leave._RecordFunction, (mark,))
-    assert builders.calls(cleanup(edit.copy(program))) == ["aten.mul.Tensor"]
+    assert builders.calls(cleanup(graph_edit.copy(program))) == ["aten.mul.Tensor"]
 
 
 def test_items_of_literal_lists_are_folded():
     program = builders.without_gradients(builders.capture(lambda x: x + 1, [torch.ones(3)]))
     (add,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     with program.graph.inserting_before(add):
-        item = edit.emit(program.graph, operator.getitem, [add.args[0], None], 0)
+        item = graph_edit.emit(program.graph, operator.getitem, [add.args[0], None], 0)
     add.replace_input_with(add.args[0], item)
     item.args = ([program.placeholders[0], None], 0)
     after = run_passes(program, [cleanup])
@@ -170,10 +170,10 @@ def test_items_of_literal_lists_are_folded():
 
 def test_collectives_that_are_read_stay():
     def fn(x):
-        return ops.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group()))
+        return op_info.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group()))
 
     program = builders.place(builders.capture(fn, [torch.ones(3)]))
-    assert builders.count(run_passes(program, [cleanup]), c10d.all_reduce.default, ops.WAIT) == 2
+    assert builders.count(run_passes(program, [cleanup]), c10d.all_reduce.default, op_info.WAIT) == 2
 
 
 def test_notes_say_what_went():

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 import wholestep as ws
 from tests.unit import builders
 from tests.unit.builders import aten
-from wholestep.capture.functional import functional_twin
-from wholestep.passes.batch_norm import plain_batch_norms
-from wholestep.passes.pipeline import run_passes
-from wholestep.program.program import Program, Stage
+from wholestep.capture.functionalize.functionalize import functional_twin
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.decompose_batch_norm import plain_batch_norms
 
 PLAIN = aten._native_batch_norm_legit_functional.default
 ATEN, CUDNN = (functional_twin(op.default, (3, 4)) for op in (aten.native_batch_norm, aten.cudnn_batch_norm))

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from tests.unit import builders
 from tests.unit.builders import aten
 from tests.unit.capture.steps import captured
-from wholestep.lower import eager
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.cross_entropy import CROSS_ENTROPY, lean_cross_entropy
-from wholestep.passes.pad_products import Rates, pad_products
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.whole_rows import write_whole_rows
-from wholestep.program import edit, meta, ops, show
-from wholestep.program.program import Program
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.program import Program
+from wholestep.lower.base import eager_backend
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.rewrites.pad_matmul import Rates, pad_products
+from wholestep.passes.rewrites.padded_cross_entropy import write_whole_rows
 
 ROWS, CLASSES = 6, 11
 IGNORED = 3
@@ -199,7 +199,7 @@ UNTOUCHED = {
 def test_what_is_not_matched_stays_as_it_is(name):
     before, after = lean(UNTOUCHED[name], tensors())
     assert not rewritten(after)
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 def test_a_loss_with_weights_stays_as_it_is():
@@ -207,21 +207,21 @@ def test_a_loss_with_weights_stays_as_it_is():
         return loss_and_gradient(weight=weight)(logits, target)
 
     before, after = lean(fn, [*tensors(), torch.rand(CLASSES)])
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 def test_a_loss_of_images_stays_as_it_is():
     """One answer per pixel: four dimensions, ``nll_loss2d``."""
     given = [torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))]
     before, after = lean(loss_and_gradient(), given)
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 def test_a_second_time_changes_nothing_and_a_scheduled_program_stays():
     before, once = lean(loss_and_gradient(), tensors())
-    assert show.diff(run_passes(once, [lean_cross_entropy]), once) == ""
+    assert printer.diff(run_passes(once, [lean_cross_entropy]), once) == ""
     scheduled = run_passes(before, [reinplace])
-    assert show.diff(run_passes(scheduled, [lean_cross_entropy]), scheduled) == ""
+    assert printer.diff(run_passes(scheduled, [lean_cross_entropy]), scheduled) == ""
 
 
 def language_model() -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
@@ -273,29 +273,34 @@ def kept(program: Program) -> list[fx.Node]:
     """What the forward computes and the backward reads, behind views and casts, which are made again for nothing."""
     found: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
-        if node.op == "call_function" and meta.origin(node).region is meta.Region.BACKWARD and not is_free(node):
+        if (
+            node.op == "call_function"
+            and node_meta.origin(node).region is node_meta.Region.BACKWARD
+            and not is_free(node)
+        ):
             for arg in node.all_input_nodes:
                 while is_free(arg):
                     (arg,) = arg.all_input_nodes
-                if arg.op == "call_function" and meta.origin(arg).region is meta.Region.FORWARD:
+                if arg.op == "call_function" and node_meta.origin(arg).region is node_meta.Region.FORWARD:
                     found[arg] = None
     return list(found)
 
 
 def is_free(node: fx.Node) -> bool:
-    return node.op == "call_function" and (ops.is_view(node) or node.target is aten._to_copy.default)
+    return node.op == "call_function" and (op_info.is_view(node) or node.target is aten._to_copy.default)
 
 
 def test_the_backward_reads_the_logits_as_the_product_gave_them():
     before, after, _ = whole_step()
     large = [
-        [node for node in kept(program) if meta.tensor(node).shape == (ROWS, CLASSES)] for program in (before, after)
+        [node for node in kept(program) if node_meta.tensor(node).shape == (ROWS, CLASSES)]
+        for program in (before, after)
     ]
     assert [str(node.target) for node in large[0]] == ["aten._log_softmax.default"]
     assert [str(node.target) for node in large[1]] == ["aten.mm.default"]
-    assert [meta.num_bytes(node) for (node,) in large] == [4 * ROWS * CLASSES, 2 * ROWS * CLASSES]
+    assert [node_meta.num_bytes(node) for (node,) in large] == [4 * ROWS * CLASSES, 2 * ROWS * CLASSES]
     # What else is kept are numbers per row.
-    rest = [meta.tensor(node).numel() for node in kept(after) if node not in large[1]]
+    rest = [node_meta.tensor(node).numel() for node in kept(after) if node not in large[1]]
     assert max(rest) <= max(ROWS, 8 * ROWS)
     (note,) = after.history[-1].notes
     assert note == f"1 cross-entropies without {4 * ROWS * CLASSES:,} B of logarithms for their backward"
@@ -304,7 +309,7 @@ def test_the_backward_reads_the_logits_as_the_product_gave_them():
 @pytest.mark.parametrize("wrong", [CLASSES, -1])
 def test_an_answer_out_of_range_raises_and_leaves_state_as_it_was(wrong):
     _, after, inputs = whole_step()
-    run = eager.lower(run_passes(after, [reinplace]))
+    run = eager_backend.lower(run_passes(after, [reinplace]))
     own = [one.detach().clone() if isinstance(one, Tensor) else one for one in inputs]
     own[-1][2] = wrong
     before = [one.clone() if isinstance(one, Tensor) else one for one in own]
@@ -315,7 +320,7 @@ def test_an_answer_out_of_range_raises_and_leaves_state_as_it_was(wrong):
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[None]:
-    """`CROSS_ENTROPY` in the words of ATen; the kernel itself: `tests/unit/lower/test_cross_entropy.py`."""
+    """`CROSS_ENTROPY` in the words of ATen; the kernel itself: `tests/unit/lower/kernels/test_cross_entropy.py`."""
     library = torch.library.Library("wholestep", "IMPL")
     library.impl("cross_entropy", in_words_of_aten, "CPU")
     yield
@@ -357,16 +362,16 @@ def in_float32(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def with_casts_inside(program: Program) -> Program:
     """The same as a GPU has it under autocast: logarithms in float32 of logits in half precision. No CPU runs that."""
-    program = edit.copy(program)
+    program = graph_edit.copy(program)
     (logs,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     (grad,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default)
     wide, (narrow,) = logs.args[0], grad.users
     assert (wide.target, narrow.target) == (aten._to_copy.default, aten._to_copy.default)
     logs.args = (wide.args[0], logs.args[1], True)
     grad.args = (*grad.args[:3], torch.bfloat16)
-    meta.set_value(grad, meta.value(narrow))
-    edit.replace_node(narrow, grad)
-    edit.remove_dead_code(program.graph)
+    node_meta.set_value(grad, node_meta.value(narrow))
+    graph_edit.replace_node(narrow, grad)
+    graph_edit.remove_dead_code(program.graph)
     return program
 
 
@@ -377,11 +382,11 @@ def with_rounded_logs(program: Program) -> Program:
     (grad,) = program.graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default)
     half = {"dtype": torch.bfloat16}
     with program.graph.inserting_before(logs):
-        rounded = edit.emit(program.graph, logs.target, *logs.args[:2], False, like=logs)
-        wide = edit.emit(program.graph, aten._to_copy.default, rounded, dtype=torch.float32, like=logs)
-    edit.replace_node(logs, wide)
+        rounded = graph_edit.emit(program.graph, logs.target, *logs.args[:2], False, like=logs)
+        wide = graph_edit.emit(program.graph, aten._to_copy.default, rounded, dtype=torch.float32, like=logs)
+    graph_edit.replace_node(logs, wide)
     with program.graph.inserting_before(grad):
-        narrow = edit.emit(program.graph, aten._to_copy.default, grad.args[0], like=grad, **half)
+        narrow = graph_edit.emit(program.graph, aten._to_copy.default, grad.args[0], like=grad, **half)
     grad.args = (narrow, rounded, *grad.args[2:])
     return program
 
@@ -468,9 +473,9 @@ def test_the_kernel_reads_and_writes_what_products_give_and_take(loss_of, kernel
     before, inputs = autocast_step(loss_of)
     after = fused(before)
     (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
-    assert meta.tensor(node.args[0]).dtype is torch.bfloat16
+    assert node_meta.tensor(node.args[0]).dtype is torch.bfloat16
     large = [
-        one for node in after.graph.nodes if node.target is not CROSS_ENTROPY for one in meta.tensors(node)
+        one for node in after.graph.nodes if node.target is not CROSS_ENTROPY for one in node_meta.tensors(node)
         if one.numel() == ROWS * CLASSES and one.dtype is torch.float32
     ]  # fmt: skip
     assert not large
@@ -500,7 +505,7 @@ def test_where_the_kernel_would_not_do(fn, dtype):
     before, lean_alone = lean(fn, tensors(dtype))
     after = run_passes(before, [FUSE])
     assert rewritten(after)
-    assert show.diff(after, lean_alone) == ""
+    assert printer.diff(after, lean_alone) == ""
 
 
 def test_logits_that_a_kernel_does_not_read(kernel):
@@ -516,7 +521,7 @@ def test_logits_that_a_kernel_does_not_read(kernel):
 def test_a_kernel_is_put_in_once(kernel):
     before, _ = lean(loss_and_gradient(), tensors())
     once = fused(before)
-    assert show.diff(run_passes(once, [FUSE]), once) == ""
+    assert printer.diff(run_passes(once, [FUSE]), once) == ""
 
 
 # ---- whole rows ----------------------------------------------------------------------------------------------------
@@ -565,11 +570,11 @@ def test_a_vocabulary_of_an_odd_size_is_read_in_whole_rows(bias, turned, kernel)
     before, _ = lean(of_a_head(bias=bias, turned=turned, classes=classes), given)
     after = in_whole_rows(before)
     (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
-    assert (tuple(meta.tensor(node.args[0]).shape), node.args[4]) == ((8, wide), classes)
+    assert (tuple(node_meta.tensor(node.args[0]).shape), node.args[4]) == ((8, wide), classes)
     assert node.args[0].target in (aten.mm.default, aten.addmm.default)
     assert builders.count(after, aten.constant_pad_nd.default) == 1 + bias  # the weight, for both of its products
     products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
-    sizes = sorted((*meta.tensor(one.args[0]).shape, meta.tensor(one).shape[1]) for one in products)
+    sizes = sorted((*node_meta.tensor(one.args[0]).shape, node_meta.tensor(one).shape[1]) for one in products)
     # The gradients of x, for which all of a row is added up, and of the weight, of which the rest is cut off.
     of_weight = (16, 8, wide) if turned else (wide, 8, 16)
     assert sizes == sorted([(8, wide, 16), of_weight] + ([] if bias else [(8, 16, wide)]))
@@ -585,7 +590,7 @@ def test_a_vocabulary_of_an_odd_size_is_read_in_whole_rows(bias, turned, kernel)
 def test_rows_that_are_whole_or_wide_stay_as_they_are(classes, dtype, kernel):
     given = [one.to(dtype) if one.is_floating_point() else one for one in head_tensors(classes, turned=False)]
     before, _ = lean(of_a_head(bias=False, turned=False, classes=classes), given)
-    assert show.diff(in_whole_rows(before), fused(before)) == ""
+    assert printer.diff(in_whole_rows(before), fused(before)) == ""
 
 
 def test_logits_that_somebody_else_reads_are_read_in_whole_rows_as_well(kernel):
@@ -617,13 +622,15 @@ def test_zeros_that_the_kernel_writes_cost_nothing(kernel):
     pad = partial(pad_products, pads=lambda product: True, rates=Rates(launch_s=0.0))
     after = run_passes(fused(before), [pad, write_whole_rows])
     products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert (512, 576) in [tuple(meta.tensor(one.args[0]).shape) for one in products]
+    assert (512, 576) in [tuple(node_meta.tensor(one.args[0]).shape) for one in products]
     assert builders.count(after, aten.constant_pad_nd.default) == 1
-    alone = partial(pad, pads=lambda product: meta.tensor(product.args[0]).shape[1] == 517)  # logits stay as they are
-    assert show.diff(run_passes(fused(before), [alone, write_whole_rows]), fused(before)) == ""
+    alone = partial(
+        pad, pads=lambda product: node_meta.tensor(product.args[0]).shape[1] == 517
+    )  # logits stay as they are
+    assert printer.diff(run_passes(fused(before), [alone, write_whole_rows]), fused(before)) == ""
     apart = run_passes(lean_alone, [pad, write_whole_rows])
     products = apart.graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert (512, 576) not in [tuple(meta.tensor(one.args[0]).shape) for one in products]
+    assert (512, 576) not in [tuple(node_meta.tensor(one.args[0]).shape) for one in products]
     assert builders.count(apart, aten.constant_pad_nd.default) == 1
 
 
@@ -640,7 +647,7 @@ def test_a_gradient_that_no_product_wants_padded_has_no_zeros(kernel):
     after = in_whole_rows(before)
     (node,) = after.graph.find_nodes(op="call_function", target=CROSS_ENTROPY)
     assert len(node.args) == 4
-    assert meta.tensor(node.args[0]).stride() == (576, 1)
+    assert node_meta.tensor(node.args[0]).stride() == (576, 1)
     builders.Layouts(after.module).run(*given)
     wanted, found = (builders.execute(one, given)[0] for one in (before, after))
     torch.testing.assert_close(found, wanted, rtol=2.0**-6, atol=2.0**-7)

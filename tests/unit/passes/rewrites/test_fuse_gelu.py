@@ -15,28 +15,28 @@ from torch.nn import functional as F
 from tests.unit import builders
 from tests.unit.builders import aten
 from tests.unit.capture.steps import captured
-from wholestep.cli.models import LanguageModelSize, build
-from wholestep.cli.suite.trainings import autocast_step
+from wholestep.cli.suite.workloads import autocast_step
+from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.lower.backend import forms_segments
-from wholestep.passes.activations import PRODUCT_GELU, PRODUCT_GELU_BACKWARD, fuse_activations
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.cross_entropy import lean_cross_entropy
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.segments import form_segments
-from wholestep.passes.wide import widen_products
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import segment_compiler
+from wholestep.lower.inductor_backend import forms_segments
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.fuse_cross_entropy import lean_cross_entropy
+from wholestep.passes.rewrites.fuse_gelu import PRODUCT_GELU, PRODUCT_GELU_BACKWARD, fuse_activations
+from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops, show
-from wholestep.program.program import MeshAxis, Program
-from wholestep.program.segment import Segment
 
 FUSE: Pass = partial(fuse_activations, fuses=lambda product: True)
-FORM: Pass = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
+FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows)
 LAYERS = 3
 GELUS = (aten.gelu.default, aten.gelu_backward.default)
 
@@ -114,16 +114,16 @@ def test_readers_see_the_same_layouts_in_memory_that_is_theirs():
     given = drawn(ROWS["in three"], *REST)
     before, after = both(layers, given)
     for one, other in zip(before.results, after.results, strict=True):
-        assert (meta.tensor(one).shape, meta.tensor(one).stride()) == (
-            meta.tensor(other).shape, meta.tensor(other).stride()
+        assert (node_meta.tensor(one).shape, node_meta.tensor(one).stride()) == (
+            node_meta.tensor(other).shape, node_meta.tensor(other).stride()
         )  # fmt: skip
-    views = [node for node in after.graph.nodes if ops.is_view(node)]
+    views = [node for node in after.graph.nodes if op_info.is_view(node)]
     assert len(views) > 4
     for view in views:
-        storages = {meta.tensor(one).untyped_storage()._cdata for one in (view, *view.all_input_nodes)}
+        storages = {node_meta.tensor(one).untyped_storage()._cdata for one in (view, *view.all_input_nodes)}
         assert len(storages) == 1
     products = after.graph.find_nodes(op="call_function", target=PRODUCT_GELU_BACKWARD)
-    found = [value for node in products for value in meta.tensors(node)]
+    found = [value for node in products for value in node_meta.tensors(node)]
     assert [(tuple(value.shape), value.is_contiguous()) for value in found] == [((6, 12), True)]
 
 
@@ -137,17 +137,17 @@ def test_where_nodes_come_from():
     before, _, _ = language_model(size)
     after = run_passes(before, [FUSE])
 
-    def origin(program: Program, target: Any) -> meta.Origin:
+    def origin(program: Program, target: Any) -> node_meta.Origin:
         (node,) = program.graph.find_nodes(op="call_function", target=target)
-        return meta.origin(node)
+        return node_meta.origin(node)
 
     (call,) = after.graph.find_nodes(op="call_function", target=PRODUCT_GELU)
     hidden, pre = call.users
-    assert {meta.origin(one).module for one in (call, pre)} == {"blocks.0.up"}
-    assert meta.origin(hidden) == origin(before, aten.gelu.default)
+    assert {node_meta.origin(one).module for one in (call, pre)} == {"blocks.0.up"}
+    assert node_meta.origin(hidden) == origin(before, aten.gelu.default)
     assert origin(after, PRODUCT_GELU_BACKWARD) == origin(before, aten.gelu_backward.default)
-    assert meta.origin(call).region is meta.Region.FORWARD
-    assert origin(after, PRODUCT_GELU_BACKWARD).region is meta.Region.BACKWARD
+    assert node_meta.origin(call).region is node_meta.Region.FORWARD
+    assert origin(after, PRODUCT_GELU_BACKWARD).region is node_meta.Region.BACKWARD
 
 
 def language_model(size: LanguageModelSize) -> tuple[Program, list[Any], Program]:
@@ -183,7 +183,7 @@ def planned(program: Program, *lowering: Pass) -> Program:
         *lowering,
         partial(average_on_the_way, averages=lambda group, device: True),
         partial(widen_products, widens=lambda node: True),
-        partial(forms_segments("cuda"), compiles=inductor.compiles),
+        partial(forms_segments("cuda"), compiles=segment_compiler.compiles),
     ]
     return run_passes(placed, passes_of(cost=CostModel.default("h200+nvlink"), lowering=passes))
 
@@ -294,14 +294,14 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
 def test_activations_that_stay(name):
     before, after = both(FORWARD[name], drawn((7,), (6, 4), (4, 7)))
     assert counts(after) == (0, 0)
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_that_stay(name):
     before, after = both(BACKWARD[name], drawn((6, 7), (7,), (6, 4), (4, 7)))
     assert counts(after) == (0, 0)
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 def test_what_would_be_taken_of_them():
@@ -331,12 +331,12 @@ def test_sizes_that_are_data_stay(fn):
     before, after = both(fn, drawn((6, 8), (12, 8), (12,)))
     assert builders.count(before, *GELUS) == 1
     assert builders.count(before, aten.addmm.default, aten.mm.default) == 1
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 def test_a_second_time_changes_nothing_and_a_scheduled_program_stays():
     before, once = both(layers, drawn(ROWS["in three"], *REST))
-    assert show.diff(run_passes(once, [FUSE]), once) == ""
+    assert printer.diff(run_passes(once, [FUSE]), once) == ""
     scheduled = run_passes(before, [reinplace])
     assert builders.count(scheduled, aten.gelu.default) == 1
-    assert show.diff(run_passes(scheduled, [FUSE]), scheduled) == ""
+    assert printer.diff(run_passes(scheduled, [FUSE]), scheduled) == ""

@@ -12,25 +12,25 @@ from torch import nn
 
 from tests.unit.capture.steps import captured
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.segments import form_segments
-from wholestep.passes.wide import WIDE, widen_products
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import op_info
+from wholestep.ir.ops.collectives import ALL_REDUCE_WIDE
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.matmul_out_dtype import WIDE, widen_products
+from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
-from wholestep.program import ops
-from wholestep.program.collectives import ALL_REDUCE_WIDE
-from wholestep.program.program import MeshAxis, Program
-from wholestep.program.segment import Segment
 
 aten = torch.ops.aten
 AXIS = MeshAxis(name="data", size=2, group="0")
 COST = CostModel.default("cpu+gloo")
 WIDEN: Pass = partial(widen_products, widens=lambda node: True)
 AVERAGE: Pass = partial(average_on_the_way, averages=lambda group, device: True)
-FORM: Pass = partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows)
+FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows)
 
 
 class Net(nn.Module):
@@ -74,7 +74,7 @@ def calls(program: Program, target: Any) -> list[fx.Node]:
 def test_products_write_to_their_slice_of_the_bucket(training):
     program = planned(training, AVERAGE, WIDEN, FORM)
     wide = calls(program, aten.mm.dtype_out)
-    (start,) = (node for node in program.graph.nodes if ops.is_collective(node))
+    (start,) = (node for node in program.graph.nodes if op_info.is_collective(node))
     (bucket,) = {node.kwargs["out"].args[0] for node in wide}
     assert len(wide) == 2
     assert start.args == (bucket, "avg", "0")
@@ -88,7 +88,7 @@ def test_segments_are_not_cut_by_products(training):
         return sum(isinstance(node.target, Segment) for node in planned(training, *lowering).graph.nodes)
 
     assert segments(AVERAGE, WIDEN, FORM) == segments(AVERAGE, FORM)
-    cut = partial(form_segments, compiles=inductor.compiles)
+    cut = partial(form_segments, compiles=segment_compiler.compiles)
     assert segments(AVERAGE, WIDEN, cut) > segments(AVERAGE, FORM)
 
 
@@ -100,9 +100,9 @@ class Alone(fx.Interpreter):
             return (args[0].float() @ args[1].float()).to(args[2])
         if target is ALL_REDUCE_WIDE:
             return args[0].to(args[2]) / 2
-        if target in ops.COLLECTIVES:
+        if target in op_info.COLLECTIVES:
             return args[0] / 2 if args[1] == "avg" else args[0]
-        return args[0] if target is ops.WAIT else super().call_function(target, args, kwargs)
+        return args[0] if target is op_info.WAIT else super().call_function(target, args, kwargs)
 
 
 def run(program: Program, training: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -136,6 +136,6 @@ def test_what_is_no_gradient_of_a_bucket_stays_narrow(training):
 
 
 def test_a_device_that_cannot_keeps_its_casts(training):
-    program = planned(training, AVERAGE, partial(widen_products, widens=inductor.widens), FORM)
+    program = planned(training, AVERAGE, partial(widen_products, widens=segment_compiler.widens), FORM)
     assert not calls(program, WIDE)
     assert not calls(program, aten.mm.dtype_out)

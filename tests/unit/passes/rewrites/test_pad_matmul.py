@@ -16,20 +16,20 @@ from tests.unit import builders
 from tests.unit.builders import aten
 from tests.unit.capture.steps import captured
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.lower import inductor
-from wholestep.passes.activations import fuse_activations
-from wholestep.passes.average import average_on_the_way
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.default import passes_of
-from wholestep.passes.pad_products import Rates, pad_products
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.segments import form_segments
-from wholestep.passes.wide import widen_products
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.fuse_gelu import fuse_activations
+from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.rewrites.pad_matmul import Rates, pad_products
+from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops, show
-from wholestep.program.program import MeshAxis, Program
 
 FOR_NOTHING = Rates(num_bytes=1e30, launch_s=0.0)
 """Of a device to which zeros are no work, so that small products are padded, too."""
@@ -54,7 +54,7 @@ def padded(fn: Callable[..., Any], given: list[Tensor]) -> tuple[Program, Progra
 def sizes(program: Program) -> list[tuple[int, int, int]]:
     """M, K and N of all products."""
     products = [node for node in program.graph.nodes if node.target in PRODUCTS]
-    shapes = [[meta.tensor(arg).shape for arg in node.args[-2:]] for node in products]
+    shapes = [[node_meta.tensor(arg).shape for arg in node.args[-2:]] for node in products]
     return sorted((a[0], a[1], b[1]) for a, b in shapes)
 
 
@@ -128,8 +128,8 @@ def test_zeros_are_put_behind_a_tensor_as_it_is_written():
 def test_zeros_are_not_held_from_the_forward_to_the_backward():
     program = cleaned(lambda x, w: (x.sin() @ w.t(), x.cos()), whole_numbers((8, 13), (16, 13)))
     for node in program.graph.nodes:
-        region = meta.Region.BACKWARD if node.target is aten.mm.default else meta.Region.FORWARD
-        meta.set_origin(node, meta.Origin(region))
+        region = node_meta.Region.BACKWARD if node.target is aten.mm.default else node_meta.Region.FORWARD
+        node_meta.set_origin(node, node_meta.Origin(region))
     after = run_passes(program, [ALWAYS])
     (product,) = after.graph.find_nodes(op="call_function", target=aten.mm.default)
     assert [product.prev.prev.prev.target, product.prev.prev.target] == [aten.constant_pad_nd.default] * 2
@@ -264,10 +264,10 @@ def test_values_of_views_share_the_memory_of_what_they_view():
     """`reinplace` sees by them whose memory may be overwritten."""
     given = whole_numbers((8, 16), (13, 16))
     _, after = padded(readers(lambda out: (out.view(2, 4, 13).sin(), out.view(-1).sin())), given)
-    views = [node for node in after.graph.nodes if ops.is_view(node)]
+    views = [node for node in after.graph.nodes if op_info.is_view(node)]
     assert {view.target for view in views} >= {aten.slice.Tensor, aten.view.default}
     for view in views:
-        own, seen = (meta.tensor(one).untyped_storage()._cdata for one in (view, view.all_input_nodes[0]))
+        own, seen = (node_meta.tensor(one).untyped_storage()._cdata for one in (view, view.all_input_nodes[0]))
         assert own == seen, view.format_node()
 
 
@@ -344,14 +344,14 @@ def test_sizes(rows, inner, columns, more):
     given = whole_numbers((rows, inner), (columns, inner))
     before, after = padded(readers(lambda out: out.sin()), given)
     assert sizes(after) == [more or (rows, inner, columns)]
-    assert (show.diff(before, after) == "") == (more is None)
+    assert (printer.diff(before, after) == "") == (more is None)
 
 
 def test_a_size_that_is_no_row_in_memory_stays():
     """The gradient of a weight adds up over the rows of a batch, and rows of both factors are other sizes."""
     given = whole_numbers((9, 16), (9, 24))
     before, after = padded(lambda x, grad: (grad.t() @ x).sin(), given)
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 OTHERS = {
@@ -368,7 +368,7 @@ def test_what_is_no_such_product_stays(name):
     if name == "columns that stand apart":
         given[0] = given[0][:, :8].contiguous()
     before, after = padded(OTHERS[name], given)
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
 
 
 def test_a_device_that_does_not_mind_is_asked_about_odd_products_alone():
@@ -376,7 +376,7 @@ def test_a_device_that_does_not_mind_is_asked_about_odd_products_alone():
     given = layers()
     before = cleaned(two_layers(bias=False), given)
     after = run_passes(before, [partial(pad_products, pads=lambda node: asked.append(node), rates=FOR_NOTHING)])
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
     assert len(asked) == 6
     before = cleaned(readers(torch.sin), whole_numbers((8, 16), (24, 16)))
     run_passes(before, [partial(pad_products, pads=lambda node: pytest.fail("it is even"))])
@@ -395,7 +395,7 @@ def test_it_pays_where_a_product_is_large_against_its_tensors(rows, inner, colum
     before = cleaned(readers(torch.sin), given)
     after = run_passes(before, [DEFAULT])
     assert (num_pads(after) > 0) == pays
-    assert (show.diff(before, after) == "") == (not pays)
+    assert (printer.diff(before, after) == "") == (not pays)
 
 
 def test_a_copy_costs_what_it_moves():
@@ -422,9 +422,9 @@ def test_what_is_padded_already_costs_nothing():
 
 def test_a_second_time_changes_nothing_and_a_scheduled_program_stays():
     before, once = padded(two_layers(bias=True), layers())
-    assert show.diff(run_passes(once, [ALWAYS]), once) == ""
+    assert printer.diff(run_passes(once, [ALWAYS]), once) == ""
     scheduled = run_passes(before, [reinplace])
-    assert show.diff(run_passes(scheduled, [ALWAYS]), scheduled) == ""
+    assert printer.diff(run_passes(scheduled, [ALWAYS]), scheduled) == ""
 
 
 def test_what_is_computed_again_is_padded_as_it_was():
@@ -438,7 +438,7 @@ def test_what_is_computed_again_is_padded_as_it_was():
     products = before.graph.find_nodes(op="call_function", target=aten.mm.default)
     assert len(products) == 4
     assert sizes(run_passes(before, [DEFAULT])).count((256, 1024, 1024)) == 1
-    meta.set_repeats(products[3], products[0].name)
+    node_meta.set_repeats(products[3], products[0].name)
     assert sizes(run_passes(before, [DEFAULT])).count((256, 1022, 1024)) == 2
 
 
@@ -461,7 +461,7 @@ def reduced(given: list[Tensor], *, forward: Callable[[Tensor, Tensor], Tensor])
 
 def of_weight(program: Program) -> fx.Node:
     """The product that is reduced."""
-    (start,) = (node for node in program.graph.nodes if ops.is_collective(node))
+    (start,) = (node for node in program.graph.nodes if op_info.is_collective(node))
     node = start
     while node.target not in PRODUCTS:
         node = node.all_input_nodes[0]
@@ -474,8 +474,8 @@ def test_a_gradient_that_is_reduced_keeps_its_size(inner):
     given = whole_numbers((8, inner), (517, inner))
     before, after = reduced(given, forward=lambda x, weight: x @ weight.t())
     product = of_weight(after)
-    assert meta.tensor(product).shape == (517, inner)
-    assert meta.tensor(product.args[0]).stride() == ((1, 576) if inner == 16 else (1, 517))
+    assert node_meta.tensor(product).shape == (517, inner)
+    assert node_meta.tensor(product.args[0]).stride() == ((1, 576) if inner == 16 else (1, 517))
     assert sizes(after) == sorted([(8, 16, 576), (517, 8, inner), (8, 576, 16)])
     assert after.history[-1].notes[1:] == (
         ("1 gradients to be reduced are products of rows that stand apart",) if inner == 16 else ()
@@ -491,7 +491,7 @@ def test_zeros_that_come_later_are_not_read():
     before = run_passes(builders.place(builders.capture(step, given)), [cleanup])
     after = run_passes(before, [ALWAYS])
     assert sizes(after) == [(8, 576, 16), (517, 8, 16)]
-    assert meta.tensor(of_weight(after).args[0]).stride() == (1, 517)
+    assert node_meta.tensor(of_weight(after).args[0]).stride() == (1, 517)
     assert_same(before, after, given)
 
 
@@ -501,7 +501,7 @@ def test_a_gradient_that_is_reduced_may_add_up_zeros():
     before, after = reduced(given, forward=lambda x, weight: weight @ x)
     assert sizes(before) == sorted([(24, 16, 13), (24, 13, 16), (16, 24, 13)])
     assert sizes(after) == sorted([(24, 16, 16), (24, 16, 16), (16, 24, 16)])
-    assert meta.tensor(of_weight(after)).shape == (24, 16)
+    assert node_meta.tensor(of_weight(after)).shape == (24, 16)
     assert_same(before, after, given)
 
 
@@ -536,7 +536,7 @@ def planned(*first: Pass) -> Program:
         partial(fuse_activations, fuses=lambda product: True),
         partial(average_on_the_way, averages=lambda group, device: True),
         partial(widen_products, widens=lambda product: True),
-        partial(form_segments, compiles=inductor.compiles, postpones=inductor.follows),
+        partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows),
     ]
     placed = place(found.program, DDP(), MeshAxis(name="data", size=2, group="0"))
     return run_passes(placed, passes_of(cost=COST, bucket_bytes=1 << 20, lowering=lowering))

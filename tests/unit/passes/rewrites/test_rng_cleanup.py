@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
 from tests.unit import builders
-from wholestep.capture.random import GET, SET
-from wholestep.passes.generators import settle_generators
-from wholestep.passes.pipeline import run_passes
-from wholestep.program import edit
-from wholestep.program.program import Program, Stage
+from wholestep.ir import graph_edit
+from wholestep.ir.ops.rng_state import GET, SET
+from wholestep.ir.program import Program, Stage
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.rng_cleanup import settle_generators
 
 STEPS, WIDTH = 4, 8
 
@@ -88,19 +88,19 @@ def test_states_are_saved_and_set_for_blocks_that_draw(case: str) -> None:
 
 def program_of(text: str) -> Program:
     """A program whose calls are the words of `text`: get, set N (the state that the Nth get gave), draw, unknown."""
-    program = edit.copy(builders.capture(lambda x: x * 2, [torch.ones(3)]))
+    program = graph_edit.copy(builders.capture(lambda x: x * 2, [torch.ones(3)]))
     graph, (x,) = program.graph, program.placeholders
     gets = []
     with graph.inserting_before(graph.output_node()):
         for word in text.split():
             if word == "get":
-                gets.append(edit.emit(graph, GET, "cpu", like=x))
+                gets.append(graph_edit.emit(graph, GET, "cpu", like=x))
             elif word.startswith("set"):
-                edit.emit(graph, SET, gets[int(word[3:])], "cpu", like=x)
+                graph_edit.emit(graph, SET, gets[int(word[3:])], "cpu", like=x)
             elif word == "draw":
-                edit.emit(graph, torch.ops.aten.bernoulli.default, x, like=x)
+                graph_edit.emit(graph, torch.ops.aten.bernoulli.default, x, like=x)
             else:
-                edit.emit(graph, torch.ops.test_generators.noise.default, x, like=x)
+                graph_edit.emit(graph, torch.ops.test_generators.noise.default, x, like=x)
     return builders.without_gradients(program)
 
 

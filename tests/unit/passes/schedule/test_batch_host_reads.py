@@ -11,17 +11,18 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import aten
-from tests.unit.lower.on_gpu import Spec, captured, gpu, host
-from wholestep.lower import eager, inductor
-from wholestep.lower.pieces import Parts, split
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.rounds import FEWEST_READS, read_in_rounds
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.program import ops
-from wholestep.program.numbers import element, pack
-from wholestep.program.program import InputKind, Program
+from tests.unit.lower.gpu_programs import Spec, captured, gpu, host
+from wholestep.ir import op_info
+from wholestep.ir.ops.packed_scalars import element, pack
+from wholestep.ir.program import InputKind, Program
+from wholestep.lower.base import eager_backend
+from wholestep.lower.cudagraph.partition import Parts, split
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.batch_host_reads import FEWEST_READS, read_in_rounds
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 ITEM, COPY, MM = aten._local_scalar_dense.default, aten._to_copy.default, aten.mm.default
 PARAM = InputKind.PARAM
@@ -48,7 +49,7 @@ def calls(program: Program) -> list[Any]:
     return [node.target for node in program.graph.nodes if node.op == "call_function"]
 
 
-PACK = partial(pack_scalars, reads=inductor.reads_packed)
+PACK = partial(pack_scalars, reads=segment_compiler.reads_packed)
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> list[Any]:
@@ -56,7 +57,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> list[Any]:
     for node in program.graph.find_nodes(op="call_function", target=pack):
         node.args = (node.args[0], torch.device("cpu"))
     with torch.no_grad():
-        return list(eager.lower(program)([one.clone() for one in inputs]))
+        return list(eager_backend.lower(program)([one.clone() for one in inputs]))
 
 
 def inputs(count: int) -> list[Tensor]:
@@ -84,7 +85,7 @@ def test_numbers_travel_back_together():
     assert len(packed.args[0]) == 6
     assert calls(program).count(element) == 6
     assert builders.same(run(adapting(6), inputs(6)), run(program, inputs(6)))
-    formed = [partial(form_segments, compiles=inductor.compiles), reinplace]
+    formed = [partial(form_segments, compiles=segment_compiler.compiles), reinplace]
     parts = split(run_passes(program, formed))
     assert isinstance(parts, Parts)
     assert [piece.captured for piece in parts.pieces] == [True, False, True]
@@ -133,7 +134,7 @@ def test_draws_keep_their_order():
 
     before = program_of(step, *[gpu(3, 3)] * 5)
     after = run_passes(before, [read_in_rounds])
-    drawn = [[one for one in calls(program) if ops.is_random(one)] for program in (before, after)]
+    drawn = [[one for one in calls(program) if op_info.is_random(one)] for program in (before, after)]
     assert drawn[0] == drawn[1]
     states = []
     for program in before, after:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import aten
-from tests.unit.lower.on_gpu import Spec, captured, gpu, host
-from wholestep.passes.host_reads import MOST_BYTES, delay_host_reads
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.program.program import InputKind, Program
+from tests.unit.lower.gpu_programs import Spec, captured, gpu, host
+from wholestep.ir.program import InputKind, Program
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.defer_host_reads import MOST_BYTES, delay_host_reads
 
 ITEM, COPY = aten._local_scalar_dense.default, aten._to_copy.default
 CPU = torch.device("cpu")

@@ -19,27 +19,28 @@ from tests.unit import builders
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import captured
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.lower import eager, inductor
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import Pass, run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.ops.packed_scalars import element
+from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.base import eager_backend
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 from wholestep.place.strategies import place
-from wholestep.program import meta, ops, show
-from wholestep.program.numbers import element
-from wholestep.program.program import InputKind, MeshAxis, Output, OutputKind, Program
-from wholestep.program.segment import Segment
 
 COST = CostModel.default("cpu+gloo")
 
 
 def compiles(node: fx.Node) -> bool:
     """A compiler that has every operator of ATen which neither writes nor draws; numbers it does not take."""
-    tensors = all(isinstance(meta.value(arg), (Tensor, list, tuple)) for arg in node.all_input_nodes)
-    known = ops.is_op(node) and node.target.namespace == "aten" and any(True for _ in meta.tensors(node))
-    return known and tensors and not ops.is_random(node.target) and not ops.mutated_args(node.target)
+    tensors = all(isinstance(node_meta.value(arg), (Tensor, list, tuple)) for arg in node.all_input_nodes)
+    known = op_info.is_op(node) and node.target.namespace == "aten" and any(True for _ in node_meta.tensors(node))
+    return known and tensors and not op_info.is_random(node.target) and not op_info.mutated_args(node.target)
 
 
 FORM: Pass = partial(form_segments, compiles=compiles)
@@ -59,29 +60,29 @@ def segments(program: Program) -> list[fx.Node]:
 
 def inside(node: fx.Node) -> list[str]:
     """The operators in a segment, views left out."""
-    calls = (call for call in node.target.calls if not ops.is_view(call) and call.target is not operator.getitem)
+    calls = (call for call in node.target.calls if not op_info.is_view(call) and call.target is not operator.getitem)
     return [call.target._schema.name.split("::")[1] for call in calls]
 
 
 def outside(program: Program) -> list[str]:
     """What runs on its own, in order: operators, functions of the host, and segments by their names."""
     return [
-        node.target._schema.name.split("::")[1] if ops.is_op(node) else node.target.__name__
+        node.target._schema.name.split("::")[1] if op_info.is_op(node) else node.target.__name__
         for node in program.graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem and not ops.is_view(node)
+        if node.op == "call_function" and node.target is not operator.getitem and not op_info.is_view(node)
     ]
 
 
 def assert_well_formed(program: Program) -> None:
     """No view crosses a border, no memory is an argument twice, and results are tensors that somebody reads."""
     for node in segments(program):
-        assert not any(ops.is_view(arg) for arg in node.args)
-        storages = [one.untyped_storage()._cdata for arg in node.args for one in meta.tensors(arg)]
+        assert not any(op_info.is_view(arg) for arg in node.args)
+        storages = [one.untyped_storage()._cdata for arg in node.args for one in node_meta.tensors(arg)]
         assert len(set(storages)) == len(storages)
         results = node.target.graph.output_node().args[0]
         assert results
-        assert not any(ops.is_view(one) for one in results)
-        assert all(isinstance(meta.value(one), Tensor) for one in results)
+        assert not any(op_info.is_view(one) for one in results)
+        assert all(isinstance(node_meta.value(one), Tensor) for one in results)
         assert [item.args[1] for item in node.users] == list(range(len(results)))
         assert all(item.users for item in node.users)
 
@@ -155,7 +156,9 @@ def step(request: pytest.FixtureRequest) -> tuple[Program, list[Any]]:
 
 def communication(program: Program) -> list[str]:
     return [
-        str(node.target) for node in program.graph.nodes if node.op == "call_function" and ops.needs_peers(node.target)
+        str(node.target)
+        for node in program.graph.nodes
+        if node.op == "call_function" and op_info.needs_peers(node.target)
     ]
 
 
@@ -164,7 +167,7 @@ def test_a_training_step_keeps_its_bits_and_the_order_of_communication(step):
     after = check(program, inputs)
     assert communication(after) == communication(program)
     assert len(communication(program)) >= 6
-    assert show.plan_text(after) == show.plan_text(program)
+    assert printer.plan_text(after) == printer.plan_text(program)
     assert len(segments(after)) >= 4
     assert {"mm", "addmm", "embedding", "nll_loss_forward"}.isdisjoint(outside(after))
 
@@ -177,7 +180,7 @@ def test_nothing_moves_across_communication(step):
         for node in program.graph.nodes:
             if node.op != "call_function":
                 continue
-            if ops.needs_peers(node.target):
+            if op_info.needs_peers(node.target):
                 found.append([])
             elif isinstance(node.target, Segment):
                 found[-1] += [f"{call.target}" for call in node.target.calls if not free(call)]
@@ -186,7 +189,7 @@ def test_nothing_moves_across_communication(step):
         return [sorted(names) for names in found]
 
     def free(node: fx.Node) -> bool:
-        return ops.is_view(node) or node.target is operator.getitem
+        return op_info.is_view(node) or node.target is operator.getitem
 
     program, _ = step
     assert spans(formed(program)) == spans(program)
@@ -194,24 +197,24 @@ def test_nothing_moves_across_communication(step):
 
 def test_a_second_time_changes_nothing(step):
     once = formed(step[0])
-    assert show.diff(formed(once), once) == ""
+    assert printer.diff(formed(once), once) == ""
 
 
 def test_the_program_that_went_in_is_not_touched(step):
-    text = show.source(step[0])
+    text = printer.source(step[0])
     formed(step[0])
-    assert show.source(step[0]) == text
+    assert printer.source(step[0]) == text
 
 
 def test_a_scheduled_program_stays_as_it_is(step):
     program = run_passes(step[0], [reinplace])
-    assert show.diff(formed(program), program) == ""
+    assert printer.diff(formed(program), program) == ""
 
 
 def test_the_note_counts_what_is_inside_and_lists_what_is_not():
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.relu(x @ x) * 2
-        reduced = ops.WAIT(c10d.all_reduce.default(y, "sum", builders.world_group()))
+        reduced = op_info.WAIT(c10d.all_reduce.default(y, "sum", builders.world_group()))
         return reduced, (torch.rand(3, 3) + 1).exp()
 
     after = check(placed(fn, [torch.rand(3, 3)]), [torch.rand(3, 3)])
@@ -292,7 +295,7 @@ def test_views_are_taken_inside_and_never_given_back():
         a = (x @ w).exp()
         view = a.t()[1:]  # read in the first segment, in the second, and returned
         b = view.contiguous().sin()
-        reduced = ops.WAIT(c10d.all_reduce.default(b, "sum", builders.world_group()))
+        reduced = op_info.WAIT(c10d.all_reduce.default(b, "sum", builders.world_group()))
         return view.cos() + w[1:, :2], view, reduced.view(-1)
 
     tensors = [torch.rand(2, 4), torch.rand(4, 4)]
@@ -301,9 +304,9 @@ def test_views_are_taken_inside_and_never_given_back():
     assert inside(first)[:2] == ["mm", "exp"]
     assert first.args == tuple(after.placeholders)
     # The second one gets what is viewed, `exp` and `w`, and views it itself.
-    assert [meta.tensor(arg).ndim for arg in second.args] == [2, 2]
+    assert [node_meta.tensor(arg).ndim for arg in second.args] == [2, 2]
     assert after.placeholders[1] in second.args
-    assert any(ops.is_view(call) for call in second.target.calls)
+    assert any(op_info.is_view(call) for call in second.target.calls)
 
 
 def test_a_view_of_an_argument_alone_is_not_copied():
@@ -326,12 +329,14 @@ def test_calls_that_give_several_tensors_stay_whole():
         values, places = x.exp().max(dim=1)
         sums = torch._foreach_mul([values, values.sin()], 2.0)
         mean = torch.var_mean(x * sums[0])
-        reduced = ops.WAIT(c10d.all_reduce.default(sums[1], "sum", builders.world_group()))
+        reduced = op_info.WAIT(c10d.all_reduce.default(sums[1], "sum", builders.world_group()))
         return places, mean[1], reduced * 1.5 + sums[0]
 
     after = check(placed(fn, [torch.rand(4, 4)]), [torch.rand(4, 4)])
     assert [name for node in segments(after) for name in inside(node)].count("_foreach_mul") == 1
-    lists = [node for node in after.graph.nodes if ops.is_op(node) and not isinstance(meta.value(node), Tensor)]
+    lists = [
+        node for node in after.graph.nodes if op_info.is_op(node) and not isinstance(node_meta.value(node), Tensor)
+    ]
     assert lists == []  # none of them is outside
 
 
@@ -339,7 +344,7 @@ def test_several_tensors_made_of_what_has_arrived_stay_whole():
     """The norms of clipping: their call reads what has arrived, the items that are taken from it do not."""
 
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        reduced = [ops.WAIT(c10d.all_reduce.default(one, "sum", builders.world_group())) for one in (x, y)]
+        reduced = [op_info.WAIT(c10d.all_reduce.default(one, "sum", builders.world_group())) for one in (x, y)]
         scaled = [one * 0.5 for one in reduced]
         norms = torch._foreach_norm([scaled[0], reduced[1]])
         return torch.stack(norms).norm(), *scaled
@@ -351,7 +356,7 @@ def test_several_tensors_made_of_what_has_arrived_stay_whole():
 
 def test_what_has_arrived_starts_a_segment_of_its_own():
     def fn(x: Tensor) -> tuple[Tensor, ...]:
-        arrived = ops.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group())).view(-1)
+        arrived = op_info.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group())).view(-1)
         a = (x * 2).exp()
         return arrived * 3, arrived.sin(), a.tanh(), (a + 1).cos()
 
@@ -363,21 +368,23 @@ def test_what_a_segment_has_kept_apart_stays_apart():
     """Two calls with a segment between them: a second run of the pass does not join them."""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
-        arrived = ops.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group()))
+        arrived = op_info.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group()))
         a = x.exp()
         return a, arrived * 3, arrived.sin(), x.cos()
 
     once = check(placed(fn, [torch.rand(3)]), [torch.rand(3)])
     assert outside(once)[2:] == ["exp", "run_segment_0", "cos"]
-    assert show.diff(formed(once), once) == ""
+    assert printer.diff(formed(once), once) == ""
 
 
 def is_kept_apart(call: fx.Node) -> bool:
     """Whether a call belongs to an optimizer or reads what has arrived."""
     reads = list(call.all_input_nodes)
-    while any(ops.is_view(arg) for arg in reads):
-        reads = [one for arg in reads for one in (arg.all_input_nodes if ops.is_view(arg) else [arg])]
-    return meta.origin(call).region is meta.Region.OPTIMIZER or any(arg.target is ops.WAIT for arg in reads)
+    while any(op_info.is_view(arg) for arg in reads):
+        reads = [one for arg in reads for one in (arg.all_input_nodes if op_info.is_view(arg) else [arg])]
+    return node_meta.origin(call).region is node_meta.Region.OPTIMIZER or any(
+        arg.target is op_info.WAIT for arg in reads
+    )
 
 
 def test_updates_are_segments_of_their_own(step):
@@ -389,7 +396,7 @@ def test_updates_are_segments_of_their_own(step):
         behind = {call for call in inside if call.name in apart}
         kinds.add(bool(behind))
         for call in inside:  # a norm of what has arrived has items, which are added up
-            if behind and not ops.is_view(call) and not any(arg in behind for arg in call.all_input_nodes):
+            if behind and not op_info.is_view(call) and not any(arg in behind for arg in call.all_input_nodes):
                 assert call.name in apart
             elif any(arg in behind for arg in call.all_input_nodes):
                 behind.add(call)
@@ -427,15 +434,15 @@ def test_a_look_up_that_fails_leaves_inputs_as_they_were():
     tensors[1] = torch.tensor([1, 5, 2])
     before = [one.clone() for one in tensors]
     with torch.no_grad(), pytest.raises(IndexError):
-        eager.lower(scheduled)(list(tensors))
+        eager_backend.lower(scheduled)(list(tensors))
     assert builders.same(tensors, before)
 
 
 @pytest.mark.parametrize("optimizer", ["foreach", "single", "sgd"])
 def test_every_parameter_and_state_is_written_by_the_segment_that_makes_it(optimizer):
     program, inputs = training(OPTIMIZERS[optimizer], ranks=1)
-    pack = partial(pack_scalars, reads=inductor.reads_packed)
-    form = partial(form_segments, compiles=inductor.compiles)
+    pack = partial(pack_scalars, reads=segment_compiler.reads_packed)
+    form = partial(form_segments, compiles=segment_compiler.compiles)
     scheduled = run_passes(program, [pack, form, partial(reinplace, hold_updates=False)])
     stored = [node.args[at].name for node in segments(scheduled) for at, _ in node.target.stored]
     pairs = zip(scheduled.placeholders, scheduled.inputs, strict=True)
@@ -452,7 +459,7 @@ def test_every_parameter_and_state_is_written_by_the_segment_that_makes_it(optim
 
 
 def on_lists(node: fx.Node) -> bool:
-    return ops.is_indexwise(node.target) and "norm" not in str(node.target)
+    return op_info.is_indexwise(node.target) and "norm" not in str(node.target)
 
 
 def lists_of(graph: fx.Graph) -> list[fx.Node]:
@@ -463,13 +470,15 @@ def lists_of(graph: fx.Graph) -> list[fx.Node]:
 def test_calls_apart_are_among_themselves(optimizer, ranks):
     """Each segment is of one kind; the calls of a kind keep their order, communication its own, and all its bits."""
     program, inputs = training(OPTIMIZERS[optimizer], ranks=ranks)
-    program = run_passes(program, [partial(pack_scalars, reads=inductor.reads_packed)])
-    form = partial(form_segments, compiles=inductor.compiles, apart=lists_of)
+    program = run_passes(program, [partial(pack_scalars, reads=segment_compiler.reads_packed)])
+    form = partial(form_segments, compiles=segment_compiler.compiles, apart=lists_of)
     after = run_passes(program, [form])
     assert_well_formed(after)
     found: list[str] = []
     for node in segments(after):
-        calls = [call for call in node.target.calls if not ops.is_view(call) and call.target is not operator.getitem]
+        calls = [
+            call for call in node.target.calls if not op_info.is_view(call) and call.target is not operator.getitem
+        ]
         assert len({on_lists(call) for call in calls}) == 1
         found += [call.name for call in calls if on_lists(call)]
     lists = {node.name: node for node in program.graph.nodes if node.op == "call_function" and on_lists(node)}
@@ -478,7 +487,7 @@ def test_calls_apart_are_among_themselves(optimizer, ranks):
     left = {str(node.target) for name, node in lists.items() if name not in found}
     assert left <= {"aten._foreach_add.Tensor", "aten._foreach_mul.Tensor"}
     assert len(found) >= 4
-    assert show.plan_text(after) == show.plan_text(program)
+    assert printer.plan_text(after) == printer.plan_text(program)
     assert same_bits(after, program, inputs)
     assert same_bits(run_passes(after, [partial(reinplace, hold_updates=False)]), program, inputs)
 
@@ -486,8 +495,8 @@ def test_calls_apart_are_among_themselves(optimizer, ranks):
 def test_the_clipping_of_gradients_is_in_the_segment_of_their_update():
     """Elsewhere what is outside of an optimizer and inside are two segments."""
     program, _ = training(OPTIMIZERS["sgd"], ranks=1)
-    pack = partial(pack_scalars, reads=inductor.reads_packed)
-    after = run_passes(program, [pack, partial(form_segments, compiles=inductor.compiles, apart=lists_of)])
+    pack = partial(pack_scalars, reads=segment_compiler.reads_packed)
+    after = run_passes(program, [pack, partial(form_segments, compiles=segment_compiler.compiles, apart=lists_of)])
     updating = [inside(node) for node in segments(after) if any(map(on_lists, node.target.calls))]
     assert [calls[0] for calls in updating] == ["_foreach_mul"]
     assert "_foreach_add" in updating[0]
@@ -496,7 +505,7 @@ def test_the_clipping_of_gradients_is_in_the_segment_of_their_update():
 def test_a_segment_does_not_write_to_what_is_read_later():
     def fn(w: Tensor) -> tuple[Tensor, ...]:
         new = (w * 2).exp()
-        reduced = ops.WAIT(c10d.all_reduce.default(new, "sum", builders.world_group()))
+        reduced = op_info.WAIT(c10d.all_reduce.default(new, "sum", builders.world_group()))
         return new, reduced, w.sin().cos()
 
     tensors = [torch.rand(3)]
@@ -567,7 +576,7 @@ def test_the_text_lets_go_of_what_dies_in_a_segment():
         return (a.sin() * drawn).cos()
 
     after = formed(placed(fn, [torch.rand(3, 3)]))
-    text = show.source(after, comments=False)
+    text = printer.source(after, comments=False)
     last = segments(after)[-1]
     lines = text.splitlines()
     at = next(index for index, line in enumerate(lines) if f"= {last.target.name}(boxed)" in line)
@@ -582,8 +591,8 @@ def test_packed_numbers_are_read_inside():
         return x * rate.item()
 
     tensors = [torch.rand(3), torch.tensor(0.5, dtype=torch.float64)]
-    program = run_passes(placed(fn, tensors), [partial(pack_scalars, reads=inductor.reads_packed)])
-    after = run_passes(program, [partial(form_segments, compiles=inductor.compiles)])
+    program = run_passes(placed(fn, tensors), [partial(pack_scalars, reads=segment_compiler.reads_packed)])
+    after = run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)])
     (node,) = segments(after)
     assert {arg.name for arg in node.args} == {"arg0_1", "packed"}
     assert not after.graph.find_nodes(op="call_function", target=element)
@@ -593,7 +602,7 @@ def test_packed_numbers_are_read_inside():
 def test_a_function_never_has_the_name_of_a_node():
     """``element = element(packed, 0)`` would read what it is about to define."""
     program = placed(lambda x, rate: x * rate.item(), [torch.rand(3), torch.tensor(0.5, dtype=torch.float64)])
-    program = run_passes(program, [partial(pack_scalars, reads=inductor.reads_packed)])
+    program = run_passes(program, [partial(pack_scalars, reads=segment_compiler.reads_packed)])
     (read,) = program.graph.find_nodes(op="call_function", target=element)
     assert read.name == "element"
     tensors = [torch.rand(3), torch.tensor(0.5, dtype=torch.float64)]

@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholestep.cost.memory import Make, Usage, peak_bytes
-from wholestep.cost.timeline import ALONE, Sharing, Task, simulate
-from wholestep.passes.order import ABOUT_AS_FAST, Order, Problem, reachable_bytes, schedule
-from wholestep.passes.order import given as given_order
+from wholestep.cost.liveness import Make, Usage, peak_bytes
+from wholestep.cost.simulator import ALONE, Sharing, Task, simulate
+from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, Order, Problem, reachable_bytes, schedule
+from wholestep.passes.schedule.list_scheduler import given as given_order
 
 NO_BOUND = 1 << 60
 

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import captured
-from wholestep.capture.ties import Captured
-from wholestep.lower import inductor
-from wholestep.passes.cleanup import cleanup
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.reinplace import reinplace
-from wholestep.passes.scalars import is_number, known_at_the_start, pack_scalars
-from wholestep.program import meta, ops, show
-from wholestep.program.numbers import element, pack
-from wholestep.program.program import Program
+from wholestep.capture.bind.captured import Captured
+from wholestep.ir import node_meta, op_info, printer
+from wholestep.ir.ops.packed_scalars import element, pack
+from wholestep.ir.program import Program
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.schedule.pack_scalars import is_number, known_at_the_start, pack_scalars
 
-PACK = partial(pack_scalars, reads=inductor.reads_packed)
+PACK = partial(pack_scalars, reads=segment_compiler.reads_packed)
 
 
 def packs(program: Program) -> list[fx.Node]:
@@ -110,7 +110,7 @@ def test_moving_numbers_of_an_optimizer_travel_once_and_change_no_bit(name):
     (node,) = packs(after)
     assert_in_front(after, node)
     numbers = list(node.args[0])
-    assert len(set(numbers)) == len(numbers) == meta.tensor(node).numel() > 0
+    assert len(set(numbers)) == len(numbers) == node_meta.tensor(node).numel() > 0
     assert {read.args for read in elements(after)} == {(node, place) for place in range(len(numbers))}
     calls = {user for read in elements(after) for user in read.users}
     note = f"{len(numbers)} numbers of the host travel packed, for {len(calls)} calls"
@@ -181,9 +181,9 @@ def test_what_can_read_packed_numbers_reads_no_other():
         after = run_passes(without_communication(training(make)[2].program), [PACK])
         early = known_at_the_start(after.graph)
         for node in after.graph.nodes:
-            if node.op == "call_function" and node not in early and inductor.reads_packed(node):
+            if node.op == "call_function" and node not in early and segment_compiler.reads_packed(node):
                 assert all(arg.target is element for arg in node.all_input_nodes if is_number(arg))
-                assert inductor.compiles(node)
+                assert segment_compiler.compiles(node)
 
 
 def rate_of(tensors: list[Tensor]) -> list[Tensor]:
@@ -213,13 +213,13 @@ def test_numbers_that_depend_on_data_stay():
     (node,) = packs(after)
     assert len(node.args[0]) == len(elements(after)) == 1
     assert_in_front(after, node)
-    kept = [node for node in after.graph.nodes if ops.is_op(node) and any(map(is_number, node.all_input_nodes))]
+    kept = [node for node in after.graph.nodes if op_info.is_op(node) and any(map(is_number, node.all_input_nodes))]
     assert sum(any(arg.target is not element for arg in node.all_input_nodes if is_number(arg)) for node in kept) == 3
 
 
 def test_numbers_that_come_from_peers_stay():
     def fn(x: Tensor, count: Tensor) -> Tensor:
-        total = ops.WAIT(c10d.all_reduce.default(count, "sum", builders.world_group()))
+        total = op_info.WAIT(c10d.all_reduce.default(count, "sum", builders.world_group()))
         return x * total.item()
 
     program = builders.place(builders.capture(fn, [torch.rand(3), torch.tensor(2.0)]))
@@ -263,18 +263,18 @@ def test_numbers_made_of_constants_and_shapes_are_there_from_the_start():
 def test_a_second_time_changes_nothing():
     for make in OPTIMIZERS.values():
         once = run_passes(without_communication(training(make)[2].program), [PACK])
-        assert show.diff(run_passes(once, [PACK]), once) == ""
+        assert printer.diff(run_passes(once, [PACK]), once) == ""
 
 
 def test_nothing_to_pack_changes_nothing():
     before, after = packed(lambda x: (x * 2).exp(), [torch.rand(3)])
-    assert show.diff(before, after) == ""
+    assert printer.diff(before, after) == ""
     assert after.history[-1].notes == ()
 
 
 def test_a_scheduled_program_stays_as_it_is():
     before = run_passes(without_communication(training(OPTIMIZERS["adamw"])[2].program), [reinplace])
-    assert show.diff(run_passes(before, [PACK]), before) == ""
+    assert printer.diff(run_passes(before, [PACK]), before) == ""
 
 
 def test_packed_numbers_keep_every_bit():

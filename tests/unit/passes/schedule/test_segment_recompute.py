@@ -13,26 +13,26 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.random_steps import random_step
+from tests.fuzz.random_steps import random_step
 from tests.unit import builders
 from tests.unit.builders import aten
 from tests.unit.capture.steps import captured
-from wholestep.lower import inductor
-from wholestep.passes import traffic
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.scalars import pack_scalars
-from wholestep.passes.segments import form_segments
-from wholestep.program import meta, ops
-from wholestep.program.meta import Region
-from wholestep.program.program import Program
-from wholestep.program.segment import Segment
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import Region
+from wholestep.ir.program import Program
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor import segment_compiler
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule import segment_recompute
+from wholestep.passes.schedule.form_segments import form_segments
+from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 ROWS, WIDTH = 64, 96
 
 
 @pytest.fixture(autouse=True)
 def _little_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "LEAST_BYTES", 1)
+    monkeypatch.setattr(segment_recompute, "LEAST_BYTES", 1)
 
 
 class Gated(nn.Module):
@@ -90,9 +90,15 @@ def stack(block: Callable[[], nn.Module], layers: int = 4) -> Program:
 
 
 def formed(program: Program, *, again: bool) -> Program:
-    says = {"goes_by_number": inductor.goes_by_number} if again else {}
-    form = partial(form_segments, compiles=inductor.compiles, by_library=inductor.by_library, cuts_repeats=True, **says)
-    return run_passes(program, [partial(pack_scalars, reads=inductor.reads_packed), form])
+    says = {"goes_by_number": segment_compiler.goes_by_number} if again else {}
+    form = partial(
+        form_segments,
+        compiles=segment_compiler.compiles,
+        by_library=segment_compiler.by_library,
+        cuts_repeats=True,
+        **says,
+    )
+    return run_passes(program, [partial(pack_scalars, reads=segment_compiler.reads_packed), form])
 
 
 def segments(program: Program) -> list[fx.Node]:
@@ -100,13 +106,13 @@ def segments(program: Program) -> list[fx.Node]:
 
 
 def region(node: fx.Node) -> set[Region]:
-    return {meta.origin(call).region for call in node.target.calls if not ops.is_view(call)}
+    return {node_meta.origin(call).region for call in node.target.calls if not op_info.is_view(call)}
 
 
 def readers(node: fx.Node) -> set[fx.Node]:
     found = set()
     for user in node.users:
-        found |= readers(user) if ops.is_view(user) else {user}
+        found |= readers(user) if op_info.is_view(user) else {user}
     return found
 
 
@@ -123,11 +129,11 @@ def handed_on(program: Program) -> list[fx.Node]:
 
 def large(program: Program) -> list[list[int]]:
     """Shapes of activations that forward segments give to backward ones."""
-    return [list(meta.tensor(item).shape) for item in handed_on(program)]
+    return [list(node_meta.tensor(item).shape) for item in handed_on(program)]
 
 
 def num_bytes(program: Program) -> int:
-    return sum(map(meta.num_bytes, handed_on(program)))
+    return sum(map(node_meta.num_bytes, handed_on(program)))
 
 
 def again(program: Program) -> list[str]:
@@ -136,7 +142,7 @@ def again(program: Program) -> list[str]:
     return sorted(
         call.target._schema.name.split("::")[1]
         for call in calls
-        if meta.origin(call).region is Region.RECOMPUTE and not ops.is_view(call)
+        if node_meta.origin(call).region is Region.RECOMPUTE and not op_info.is_view(call)
     )
 
 
@@ -151,7 +157,7 @@ def ran(program: Program) -> Any:
             return torch.randint(3, value.shape, generator=draw)
         return torch.rand(value.shape, generator=draw).to(value.dtype)
 
-    inputs = [made(meta.value(node)) for node in program.placeholders]
+    inputs = [made(node_meta.value(node)) for node in program.placeholders]
     torch.manual_seed(0)
     return builders.execute(program, inputs)
 
@@ -200,15 +206,15 @@ def test_what_is_equal_stays_so() -> None:
 def test_random_numbers_are_drawn_once() -> None:
     less = formed(stack(Dropped), again=True)
     assert "sin" in again(less) or "tanh" in again(less)
-    drawn = [node for node in less.graph.nodes if ops.is_op(node) and ops.is_random(node.target)]
+    drawn = [node for node in less.graph.nodes if op_info.is_op(node) and op_info.is_random(node.target)]
     assert len(drawn) == 4
-    assert not any(ops.is_random(call.target) for node in segments(less) for call in node.target.calls)
+    assert not any(op_info.is_random(call.target) for node in segments(less) for call in node.target.calls)
 
 
 def test_a_segment_that_computes_again_is_of_the_backward() -> None:
     late = [node for node in segments(formed(stack(ByHand), again=True)) if Region.RECOMPUTE in region(node)]
     assert len(late) == 4
-    assert {meta.origin(node).region for node in late} == {Region.BACKWARD}
+    assert {node_meta.origin(node).region for node in late} == {Region.BACKWARD}
 
 
 def test_the_note_says_how_many_bytes_that_is() -> None:
@@ -232,19 +238,19 @@ def in_two(fn: Callable[..., Any], *tensors: Tensor) -> tuple[list[str], list[st
     part = Region.FORWARD
     for node in program.graph.nodes:
         part = Region.BACKWARD if node.target is aten.ones_like.default else part
-        meta.set_origin(node, meta.Origin(part))
+        node_meta.set_origin(node, node_meta.Origin(part))
     form: Any = partial(
-        form_segments, by_library=inductor.by_library,
-        compiles=lambda node: inductor.compiles(node) and node.target is not aten.ones_like.default,
+        form_segments, by_library=segment_compiler.by_library,
+        compiles=lambda node: segment_compiler.compiles(node) and node.target is not aten.ones_like.default,
     )  # fmt: skip
-    less = run_passes(program, [partial(form, goes_by_number=inductor.goes_by_number)])
+    less = run_passes(program, [partial(form, goes_by_number=segment_compiler.goes_by_number)])
     assert builders.same(ran(run_passes(program, [form])), ran(less))
     early, late = segments(less)
     return calls(early), calls(late)
 
 
 def calls(segment: fx.Node) -> list[str]:
-    return [call.target._schema.name.split("::")[1] for call in segment.target.calls if not ops.is_view(call)]
+    return [call.target._schema.name.split("::")[1] for call in segment.target.calls if not op_info.is_view(call)]
 
 
 SQUARE = 40
@@ -323,7 +329,7 @@ def test_what_one_kernel_takes_is_there_for_the_next() -> None:
 
 def test_little_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     program = stack(ByHand)
-    monkeypatch.setattr(traffic, "LEAST_BYTES", 1 << 30)
+    monkeypatch.setattr(segment_recompute, "LEAST_BYTES", 1 << 30)
     assert not again(formed(program, again=True))
 
 

@@ -10,13 +10,13 @@ from tests.unit import builders
 from tests.unit.builders import gradient
 from tests.unit.capture.steps import captured
 from wholestep.config import DDP
-from wholestep.cost.model import CostModel
-from wholestep.passes.default import passes_of
-from wholestep.passes.pipeline import run_passes
-from wholestep.passes.waits import delay_waits
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import op_info
+from wholestep.ir.program import MeshAxis, Program
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
+from wholestep.passes.schedule.sink_waits import delay_waits
 from wholestep.place.strategies import place
-from wholestep.program import ops
-from wholestep.program.program import MeshAxis, Program
 
 COST = CostModel.default("cpu+gloo")
 
@@ -25,10 +25,10 @@ def needless(program: Program) -> list[fx.Node]:
     """Waits behind which something stands that does not read what has arrived."""
     found = []
     for node in program.graph.nodes:
-        if node.target is not ops.WAIT:
+        if node.target is not op_info.WAIT:
             continue
         behind, reader = {node}, node.next
-        while ops.is_view(reader) and behind.intersection(reader.all_input_nodes):
+        while op_info.is_view(reader) and behind.intersection(reader.all_input_nodes):
             behind.add(reader)
             reader = reader.next
         if not behind.intersection(reader.all_input_nodes):

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from wholestep.run import shelf
-from wholestep.run.shelf import Shelf
+from wholestep.runtime.distributed import blob_store
+from wholestep.runtime.distributed.blob_store import Shelf
 
 
 def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = None) -> list[Shelf]:
@@ -18,7 +18,7 @@ def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = No
 
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 2500])
 def test_the_others_find_what_rank_0_puts_there(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_PART_BYTES", 1000)
+    monkeypatch.setattr(blob_store, "_PART_BYTES", 1000)
     first, *rest = shelves(3)
     data = os.urandom(length)  # which nothing makes shorter
     assert [one.take("kernels") for one in rest] == [None, None]

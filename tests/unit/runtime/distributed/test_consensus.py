@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from wholestep.errors import InternalError, RankMismatchError, RankMissingError
-from wholestep.run import agree as module
-from wholestep.run.agree import abandon, agree
+from wholestep.runtime.distributed import consensus as module
+from wholestep.runtime.distributed.consensus import abandon, agree
 
 
 def hash_stores(size):

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from wholestep.run import pulse as module
-from wholestep.run.pulse import Pulse
+from wholestep.runtime.distributed import heartbeat as module
+from wholestep.runtime.distributed.heartbeat import Pulse
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from wholestep.program.program import MeshAxis
-from wholestep.run import connect
+from wholestep.ir.program import MeshAxis
+from wholestep.runtime.distributed import nccl_connect
 
 GPU = torch.device("cuda", 1)
 AXIS = MeshAxis(name="data", size=2, group="ranks")
@@ -59,14 +59,14 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
 
 def of(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     group = SimpleNamespace(_get_backend={GPU: backend, torch.device("cpu"): backend}.__getitem__)
-    monkeypatch.setattr(connect, "group_named", {"ranks": group}.__getitem__)
+    monkeypatch.setattr(nccl_connect, "group_named", {"ranks": group}.__getitem__)
 
 
 def test_it_connects_beside_other_work(nccl: Nccl) -> None:
-    connect.begin(AXIS, GPU)
+    nccl_connect.begin(AXIS, GPU)
     assert not nccl.connected, "nobody has waited"
     threading.Timer(0.05, nccl.may_end.set).start()
-    connect.wait()
+    nccl_connect.wait()
     assert nccl.connected
     assert nccl.asked == [(GPU, GPU, True)]
 
@@ -74,8 +74,8 @@ def test_it_connects_beside_other_work(nccl: Nccl) -> None:
 def test_what_is_connected_is_left_alone(nccl: Nccl) -> None:
     nccl.may_end.set()
     for _ in range(2):
-        connect.begin(AXIS, GPU)
-        connect.wait()
+        nccl_connect.begin(AXIS, GPU)
+        nccl_connect.wait()
     assert len(nccl.asked) == 1
 
 
@@ -86,8 +86,8 @@ def test_what_is_connected_is_left_alone(nccl: Nccl) -> None:
 )
 def test_where_nothing_is_to_be_connected(nccl: Nccl, axis: MeshAxis | None, device: torch.device) -> None:
     nccl.may_end.set()
-    connect.begin(axis, device)
-    connect.wait()
+    nccl_connect.begin(axis, device)
+    nccl_connect.wait()
     assert nccl.asked == []
 
 
@@ -97,8 +97,8 @@ def test_others_connect_as_they_do(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) 
     methods = {"_is_initialized": nccl._is_initialized, "eager_connect_single_device": nccl.eager_connect_single_device}
     for backend in (other, *(SimpleNamespace(name=nccl.name, **{one: held}) for one, held in methods.items())):
         of(monkeypatch, backend)
-        connect.begin(AXIS, GPU)
-        assert connect._underway == []
+        nccl_connect.begin(AXIS, GPU)
+        assert nccl_connect._underway == []
     assert nccl.asked == other.asked == []
 
 
@@ -110,6 +110,6 @@ def test_what_fails_is_left_to_the_first_collective(nccl: Nccl, monkeypatch: pyt
         raise RuntimeError("no wire")
 
     monkeypatch.setattr(nccl, "eager_connect_single_device", fail)
-    connect.begin(AXIS, GPU)
-    connect.wait()
+    nccl_connect.begin(AXIS, GPU)
+    nccl_connect.wait()
     assert tried == [GPU]

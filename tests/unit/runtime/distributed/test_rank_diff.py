@@ -2,8 +2,8 @@
 
 import pytest
 
-from wholestep.run import difference as module
-from wholestep.run.difference import difference, misfit, ranks_text
+from wholestep.runtime.distributed import rank_diff as module
+from wholestep.runtime.distributed.rank_diff import difference, misfit, ranks_text
 
 PLAN = [f"#{i} all_reduce float32[{64 * i}] mean" for i in range(40)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import destroy_process_group  # as users import it, before anything of ours runs
 
-from wholestep.run import teardown
+from wholestep.runtime.distributed import teardown
 
 
 class Graph:

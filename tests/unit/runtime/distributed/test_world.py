@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import forks
+from tests.harness import fork_server
 from wholestep.errors import ConfigError, InternalError, RankMissingError
-from wholestep.run.agree import default_store
-from wholestep.run.world import VARIABLES, close_current, init, run
+from wholestep.runtime.distributed.consensus import default_store
+from wholestep.runtime.distributed.world import VARIABLES, close_current, init, run
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -136,7 +136,7 @@ def test_run_wants_a_number_of_processes(nproc):
 
 def test_run_leaves_the_environment_as_it_was(monkeypatch):
     monkeypatch.setenv("RANK", "kept")
-    with forks.instead_of_spawning():
+    with fork_server.instead_of_spawning():
         assert run(int, 1, "3", backend="gloo") == [3]
     assert os.environ["RANK"] == "kept"
     assert "MASTER_PORT" not in os.environ

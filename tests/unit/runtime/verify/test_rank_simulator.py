@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.unit import builders
 from tests.unit.builders import aten, c10d
 from wholestep.errors import ConfigError, VerificationError
-from wholestep.passes.reinplace import reinplace
-from wholestep.program import edit, meta, ops
-from wholestep.program.collectives import EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
-from wholestep.program.program import InputKind, MeshAxis, Program
-from wholestep.run.virtual_ranks.across import RULES
-from wholestep.run.virtual_ranks.execute import Streams, blocks_of, run
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.ops.collectives import EXCHANGE, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from wholestep.ir.program import InputKind, MeshAxis, Program
+from wholestep.passes.memory.reinplace import reinplace
+from wholestep.runtime.verify.collective_semantics import RULES
+from wholestep.runtime.verify.rank_simulator import Streams, blocks_of, run
 
 GROUP = "virtual"
 CPU = torch.device("cpu")
@@ -42,14 +42,14 @@ def stepped(fn: Callable[..., Any], inputs: list[list[Any]], blocks: list[list[i
 
 
 def waited(started: Any) -> Any:
-    return [ops.WAIT(one) for one in started] if isinstance(started, (list, tuple)) else ops.WAIT(started)
+    return [op_info.WAIT(one) for one in started] if isinstance(started, (list, tuple)) else op_info.WAIT(started)
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 
 
 def test_every_collective_has_its_arithmetic() -> None:
-    assert set(RULES) == ops.COLLECTIVES
+    assert set(RULES) == op_info.COLLECTIVES
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def many_collectives(x: Tensor, y: Tensor, group: str = GROUP) -> list[Tensor]:
         SCATTER([x, y, x + 1, y + 1], x, 1, group),
     ]
     flat = [one for result in results for one in (result if isinstance(result, (list, tuple)) else [result])]
-    return [ops.WAIT(one) for one in flat]
+    return [op_info.WAIT(one) for one in flat]
 
 
 def at_the_root(x: Tensor, group: str = GROUP) -> list[Tensor]:
@@ -142,13 +142,13 @@ def test_a_receive_without_a_send_is_named() -> None:
 
 
 def summed(x: Tensor) -> Tensor:
-    return ops.WAIT(c10d.all_reduce.default(x * 2, "sum", GROUP)).exp() + 1
+    return op_info.WAIT(c10d.all_reduce.default(x * 2, "sum", GROUP)).exp() + 1
 
 
 def in_place() -> Program:
     """``y = x * 2; all_reduce_(y); wait; exp; add``, as the last pass leaves it."""
     program = builders.without_gradients(builders.capture(summed, of_ranks(1, 3)))
-    program = reinplace(edit.copy(program))
+    program = reinplace(graph_edit.copy(program))
     assert builders.count(program, c10d.all_reduce_.default) == 1
     return program
 
@@ -167,13 +167,13 @@ def test_a_sound_order_runs() -> None:
 @pytest.mark.parametrize("target", [aten.exp.default, aten.mul_.Scalar], ids=["read", "write"])
 def test_memory_of_a_collective_in_place_is_left_alone_until_the_wait(target: Any) -> None:
     program = in_place()
-    start, wait = only(program, c10d.all_reduce_.default), only(program, ops.WAIT)
-    meta.set_origin(start, meta.Origin(meta.Region.BACKWARD, "body", "train.py:5"))
+    start, wait = only(program, c10d.all_reduce_.default), only(program, op_info.WAIT)
+    node_meta.set_origin(start, node_meta.Origin(node_meta.Region.BACKWARD, "body", "train.py:5"))
     args = () if target is aten.exp.default else (3.0,)
     with program.graph.inserting_before(wait):
-        view = edit.emit(program.graph, aten.view.default, start.args[0], [-1])  # looks at no value
-        early = edit.emit(program.graph, target, view, *args)
-    meta.set_origin(early, meta.Origin(meta.Region.OPTIMIZER, "", "train.py:9"))
+        view = graph_edit.emit(program.graph, aten.view.default, start.args[0], [-1])  # looks at no value
+        early = graph_edit.emit(program.graph, target, view, *args)
+    node_meta.set_origin(early, node_meta.Origin(node_meta.Region.OPTIMIZER, "", "train.py:9"))
     does = "reads" if target is aten.exp.default else "writes to"
     with pytest.raises(VerificationError) as raised:
         ran(program, [[x] for x in of_ranks(2, 3)])
@@ -184,7 +184,7 @@ def test_memory_of_a_collective_in_place_is_left_alone_until_the_wait(target: An
 
 def test_a_result_is_not_there_before_the_wait() -> None:
     program = builders.without_gradients(builders.capture(summed, of_ranks(1, 3)))
-    start, wait, exp = (only(program, one) for one in (c10d.all_reduce.default, ops.WAIT, aten.exp.default))
+    start, wait, exp = (only(program, one) for one in (c10d.all_reduce.default, op_info.WAIT, aten.exp.default))
     exp.args = (start,)
     exp.append(wait)
     with pytest.raises(VerificationError, match=r"exp \(aten.exp.default.* reads the result of all_reduce before"):
@@ -193,14 +193,14 @@ def test_a_result_is_not_there_before_the_wait() -> None:
 
 def gathered(x: Tensor) -> tuple[Tensor, Tensor]:
     y = x * 2
-    everyone = ops.WAIT(c10d.all_gather_into_tensor.default(y, 2, GROUP))
+    everyone = op_info.WAIT(c10d.all_gather_into_tensor.default(y, 2, GROUP))
     return everyone + 1, y * 3
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before the wait", "behind the wait"])
 def test_what_a_gather_sends_is_not_overwritten_before_the_wait(behind: bool) -> None:
     program = builders.without_gradients(builders.capture(gathered, of_ranks(1, 3)))
-    wait, triple = only(program, ops.WAIT), program.results[1]
+    wait, triple = only(program, op_info.WAIT), program.results[1]
     triple.target = aten.mul_.Tensor
     if not behind:
         wait.prepend(triple)
@@ -214,7 +214,7 @@ def test_what_a_gather_sends_is_not_overwritten_before_the_wait(behind: bool) ->
 def test_a_collective_that_is_never_waited_for_is_named() -> None:
     program = in_place()
     start = only(program, c10d.all_reduce_.default)
-    edit.set_results(program.graph, [])
+    graph_edit.set_results(program.graph, [])
     for node in reversed(list(program.graph.nodes)):
         if node.op == "call_function" and node > start:
             program.graph.erase_node(node)

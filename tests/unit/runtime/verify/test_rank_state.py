@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from wholestep.capture.state import State
-from wholestep.capture.storage import is_freed
-from wholestep.program.program import InputKind
-from wholestep.run.virtual_ranks.saved import freed_like, overwrite
-from wholestep.run.virtual_ranks.trial import Batch, copies_of
+from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.capture.reach.train_state import State
+from wholestep.ir.program import InputKind
+from wholestep.runtime.verify.rank_state import Batch, copies_of
+from wholestep.runtime.verify.state_backup import freed_like, overwrite
 
 
 def test_copies_that_shared_memory_share_it_again_and_no_other() -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from wholestep.run.virtual_ranks.compare import REORDERED, gap
-from wholestep.run.virtual_ranks.saved import freed_like
+from wholestep.runtime.verify.state_backup import freed_like
+from wholestep.runtime.verify.tolerance import REORDERED, gap
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -14,24 +14,24 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.behaviour.parts import FEATURES
+from tests.behaviour.small_models import FEATURES
 from tests.behaviour.untouched import assert_untouched, everything, warm_up
 from tests.behaviour.untouched import net as net_with_everything
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import Block
-from wholestep.capture.state import collect
-from wholestep.capture.ties import Captured
-from wholestep.capture.walk import find
-from wholestep.cli.gpt import GPT, GPTConfig, train_step
+from wholestep.capture.bind.captured import Captured
+from wholestep.capture.reach.reachability import find
+from wholestep.capture.reach.train_state import collect
+from wholestep.cli.workloads.gpt import GPT, GPTConfig, train_step
 from wholestep.config import PowerSGD
-from wholestep.passes.reinplace import reinplace
+from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.program import InputKind, MeshAxis, Program
+from wholestep.passes.memory.reinplace import reinplace
 from wholestep.place.strategies import DataParallel
-from wholestep.program import edit, meta, ops
-from wholestep.program.program import InputKind, MeshAxis, Program
-from wholestep.run.virtual_ranks import verify as verifying
-from wholestep.run.virtual_ranks.trial import Batch
-from wholestep.run.virtual_ranks.verdict import Outcome, Verification
-from wholestep.run.virtual_ranks.verify import Subject, _Virtual
+from wholestep.runtime.verify import verify as verifying
+from wholestep.runtime.verify.rank_state import Batch
+from wholestep.runtime.verify.verification import Outcome, Verification
+from wholestep.runtime.verify.verify import Subject, _Virtual
 
 WIDTH = 6
 SMALL_BUCKETS = ws.DDP(bucket_bytes=200)
@@ -237,17 +237,17 @@ def test_compressed_gradients_have_memory_on_every_rank() -> None:
 
 
 def reductions(program: Program) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if ops.is_collective(node) and meta.bucket(node) is not None]
+    return [node for node in program.graph.nodes if op_info.is_collective(node) and node_meta.bucket(node) is not None]
 
 
 def wait_of(start: fx.Node) -> fx.Node:
-    (wait,) = ops.waits(start)
+    (wait,) = op_info.waits(start)
     return wait
 
 
 def without_a_reduction(program: Program) -> Program:
     start = reductions(program)[1]
-    edit.replace_node(wait_of(start), start.args[0])  # type: ignore[arg-type]
+    graph_edit.replace_node(wait_of(start), start.args[0])  # type: ignore[arg-type]
     program.graph.erase_node(start)
     return program
 
@@ -264,10 +264,10 @@ def reduced_twice(program: Program) -> Program:
     wait = wait_of(first)
     with program.graph.inserting_after(wait):
         again = program.graph.call_function(first.target, (wait, *first.args[1:]))
-    meta.copy_meta(first, again)
+    node_meta.copy_meta(first, again)
     with program.graph.inserting_after(again):
-        done = program.graph.call_function(ops.WAIT, (again,))
-    meta.copy_meta(wait, done)
+        done = program.graph.call_function(op_info.WAIT, (again,))
+    node_meta.copy_meta(wait, done)
     wait.replace_all_uses_with(done, delete_user_cb=lambda user: user is not again)
     return program
 
@@ -393,7 +393,7 @@ def one_rounding_off(program: Program) -> Program:
     for item in [item for norm in norms for item in norm.users]:
         with program.graph.inserting_after(item):
             off = program.graph.call_function(aten.mul.Tensor, (item, 1 + 2.0**-23))
-        meta.copy_meta(item, off)
+        node_meta.copy_meta(item, off)
         item.replace_all_uses_with(off, delete_user_cb=lambda user, off=off: user is not off)
     return program
 

@@ -1,0 +1,1 @@
+"""In: what the user writes. Out: a compiled step: options, stages, dispatch. The stages themselves are below."""

@@ -1,0 +1,1 @@
+"""In: programs of any stage. Out: `explain()`. Nothing is changed here."""

@@ -1,0 +1,1 @@
+"""In: a trace and live objects. Out: where each input comes from and each output goes. No decision to retrace."""

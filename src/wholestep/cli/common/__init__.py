@@ -1,0 +1,1 @@
+"""Options and tables that commands share. No command stands here."""

@@ -1,0 +1,1 @@
+"""Models, data and timing loops that commands run. No options and no printing."""

@@ -1,0 +1,1 @@
+"""In: a program. Out: the eager backend, and whether compiling pays. Nothing here imports Inductor."""

@@ -1,0 +1,1 @@
+"""In: a segment. Out: what Inductor compiles of it; one patch of Inductor a file. No policy."""

@@ -1,0 +1,227 @@
+"""Where a run of nodes repeats itself, as the layers of a model do, so that equal pieces are compiled once.
+
+A compiler takes as long as there are nodes, however often they are the same::
+
+    embed, 12 x [norm, mm, attention, mm, norm, mm, gelu, mm], norm, mm     ->     embed, norm
+                                                                                   mm, attention, ... norm     11 times
+                                                                                   mm, attention, ... mm
+
+A cut stands right before a call of a library, into which nothing is fused anyway. Of those calls in a repetition the
+one is taken across which the fewest bytes are alive.
+
+Source of the idea: regional compilation of repeated blocks, as PyTorch's documentation of ``torch.compile`` recommends
+it by hand. Here the graph shows where the blocks are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch.fx as fx
+
+from wholestep.ir import node_meta, op_info
+
+MIN_CALLS = 8
+"""Of a piece: below that there is little to compile."""
+_CANDIDATES = 64
+"""How many lengths of a repetition are tried, those of most calls first."""
+_LOOKS_BACK = 8
+"""How often every kind of call may stand in a repetition that is found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Part of a sequence that repeats itself: entries from `start` to `end`, in steps of `period`."""
+
+    start: int
+    end: int
+    period: int
+
+
+def stretch(kinds: Sequence[int]) -> Stretch | None:
+    """The longest part of a sequence in which every entry equals the one a period before; at least two periods.
+
+    Of periods that reach equally far the shortest is taken.
+    """
+    last: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_LOOKS_BACK))
+    gaps: Counter[int] = Counter()
+    for place, kind in enumerate(kinds):
+        gaps.update(place - before for before in last[kind])
+        last[kind].append(place)
+    found = [one for period, _ in gaps.most_common(_CANDIDATES) if (one := _longest(kinds, period)) is not None]
+    return min(found, key=lambda one: (one.start - one.end, one.period), default=None)
+
+
+def _longest(kinds: Sequence[int], period: int) -> Stretch | None:
+    best = begin = 0
+    where = 0
+    for place in range(len(kinds) - period):
+        if kinds[place] != kinds[place + period]:
+            begin = place + 1
+        elif place + 1 - begin > best:
+            best, where = place + 1 - begin, begin
+    return Stretch(start=where, end=where + best + period, period=period) if best >= period else None
+
+
+def unit(
+    kinds: Sequence[int], costs: Sequence[int], may_cut: Callable[[int], bool], *, least: int = MIN_CALLS
+) -> tuple[int, ...]:
+    """What a sequence repeats, from where it is best cut; empty if it repeats nothing.
+
+    Args:
+        kinds: entries with the same number may be the same.
+        costs: what a cut before each entry costs.
+        may_cut: whether one may stand before an entry.
+        least: entries of a unit, which is as many periods long as that takes.
+    """
+    found = stretch(kinds)
+    if found is None:
+        return ()
+    length = found.period * -(-least // found.period)
+    choices = []
+    for offset in range(found.start, found.start + found.period):
+        places = range(offset, found.end - length + 1, length)
+        if len(places) > 1 and all(map(may_cut, places)):
+            choices.append((sum(costs[place] for place in places), offset))
+    if not choices:
+        return ()
+    _, offset = min(choices)
+    return tuple(kinds[offset : offset + length])
+
+
+def occurrences(kinds: Sequence[int], unit: tuple[int, ...], may_cut: Callable[[int], bool]) -> list[int]:
+    """Where a unit begins, one behind the other, with cuts allowed at both of its ends."""
+    found, place, length = [], 0, len(unit)
+    while unit and place + length <= len(kinds):
+        fits = kinds[place] == unit[0] and tuple(kinds[place : place + length]) == unit
+        if fits and all(map(may_cut, (place, place + length))):
+            found.append(place)
+            place += length
+        else:
+            place += 1
+    return found
+
+
+def pieces(
+    runs: Sequence[list[fx.Node]],
+    *,
+    by_library: Callable[[fx.Node], bool],
+    updates: Collection[fx.Node],
+    whole: Collection[fx.Node] = (),
+) -> list[list[fx.Node]]:
+    """The runs in pieces, in order. A unit that one run repeats is cut out of all of them.
+
+    Args:
+        runs: nodes that a compiler gets together, in the order of the graph, without views.
+        by_library: whether the compiler leaves a node to a library.
+        updates: nodes whose values are written to inputs, of these runs or not.
+        whole: nodes whose runs stay as they are.
+    """
+    numbers: dict[Any, int] = {}
+
+    def number(node: fx.Node) -> int:
+        return numbers.setdefault(node if node in whole else _kind(node), len(numbers))
+
+    told = [([number(node) for node in run], _Cuts(run, by_library, updates)) for run in runs]
+    units = units_of(told)
+    return [
+        run[start:end]
+        for run, (kinds, cuts) in zip(runs, told, strict=True)
+        for start, end in pairwise(_ends(kinds, cuts, units))
+    ]
+
+
+def units_of(told: Sequence[tuple[Sequence[int], _Cuts]]) -> list[tuple[int, ...]]:
+    """What the sequences repeat, with where each may be cut; what one unit leaves is searched for more."""
+    units: list[tuple[int, ...]] = []
+    for kinds, cuts in told:
+        parts = _parts(kinds, cuts, units)
+        while parts:
+            start, end = parts.pop()
+            found = unit(kinds[start:end], cuts.alive_bytes[start : end + 1], cuts.behind(start))
+            if found and found not in units:  # a known one does not fit here, since another one overlaps it
+                units.append(found)
+                parts = _parts(kinds, cuts, units)
+    return units
+
+
+def _ends(kinds: Sequence[int], cuts: _Cuts, units: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where pieces of a run begin, and its end."""
+    found = {0, len(kinds)}
+    for one in units:
+        found.update(end for start in occurrences(kinds, one, cuts) for end in (start, start + len(one)))
+    return sorted(found)
+
+
+def _parts(kinds: Sequence[int], cuts: _Cuts, units: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Pieces that are no units."""
+    ends = pairwise(_ends(kinds, cuts, units))
+    return [(start, end) for start, end in ends if tuple(kinds[start:end]) not in units]
+
+
+def _readers(node: fx.Node, places: Mapping[fx.Node, int]) -> list[int]:
+    """Places in the run at which a value is read, maybe by a view."""
+    found, left = [], list(node.users)
+    while left:
+        user = left.pop()
+        if user in places:
+            found.append(places[user])
+        elif op_info.is_view(user):
+            left += user.users
+    return found
+
+
+def _kind(node: fx.Node) -> Any:
+    """What nodes of different repetitions have in common."""
+    shapes = tuple((tuple(one.shape), one.stride(), one.dtype, one.device) for one in node_meta.tensors(node))
+    constants = repr([None if isinstance(arg, fx.Node) else arg for arg in node.args if not _holds_nodes(arg)])
+    return (str(node.target), shapes, constants)
+
+
+def _holds_nodes(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and any(isinstance(one, fx.Node) for one in arg)
+
+
+class _Cuts:
+    """Where a run may be cut: before a call of a library, and not where an update would come before a refusal."""
+
+    def __init__(
+        self, run: Sequence[fx.Node], by_library: Callable[[fx.Node], bool], updates: Collection[fx.Node]
+    ) -> None:
+        places = {node: place for place, node in enumerate(run)}
+        self._bytes = [node_meta.num_bytes(node) for node in run]
+        self._readers = [_readers(node, places) for node in run]
+        self._by_library = [by_library(node) for node in run]
+        self._first_source = [len(run)] * len(run)
+        for place, readers in enumerate(self._readers):
+            for reader in readers:
+                self._first_source[reader] = min(self._first_source[reader], place)
+        self._first_update = min((place for place, node in enumerate(run) if node in updates), default=len(run))
+        self._last_risk = max((place for place, node in enumerate(run) if op_info.may_fail(node.target)), default=-1)
+
+    def __call__(self, place: int) -> bool:
+        """Whether a cut may stand before the node of this place."""
+        if self._first_update < place <= self._last_risk:
+            return False  # inputs are written behind the last call that may refuse its values
+        for at in range(place, len(self._by_library)):
+            if self._first_source[at] < place:  # the first node that reads what is before the cut
+                return self._by_library[at]
+        return True
+
+    def behind(self, start: int) -> Callable[[int], bool]:
+        """The same for places counted from `start`."""
+        return lambda place: self(start + place)
+
+    @cached_property
+    def alive_bytes(self) -> list[int]:
+        """Per place, bytes of values of the run that are made before it and read there or behind it."""
+        change = [0] * (len(self._bytes) + 1)
+        for place, (num_bytes, readers) in enumerate(zip(self._bytes, self._readers, strict=True)):
+            change[place + 1] += num_bytes
+            change[max(readers, default=place) + 1] -= num_bytes
+        return list(accumulate(change))

@@ -1,0 +1,1 @@
+"""In: a scheduled program. Out: one that needs fewer bytes: recomputation and writes in place."""

@@ -1,1 +1,0 @@
-"""Reads programs of any stage and changes none."""

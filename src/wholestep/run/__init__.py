@@ -1,1 +1,0 @@
-"""Where a program meets processes: the world of ranks, what they agree on, and how a failure is named."""

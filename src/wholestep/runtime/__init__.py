@@ -1,0 +1,1 @@
+"""In: a lowered program and live objects. Out: calls. Nothing is planned or compiled here."""

@@ -1,0 +1,1 @@
+"""In: processes. Out: groups, launch, consensus and named failures. No programs but their text."""

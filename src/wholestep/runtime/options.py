@@ -1,0 +1,59 @@
+"""The options of `compile` as a record, checked before anything is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from wholestep.config import DDP, Inductor, Strategy
+from wholestep.errors import ConfigError
+from wholestep.ir.program import MeshAxis
+from wholestep.passes.default_passes import DefaultPasses, as_passes
+from wholestep.passes.pass_manager import Pass
+from wholestep.runtime.distributed.world import World
+
+Backend = Literal["auto", "eager", "inductor"] | Inductor
+Passes = DefaultPasses | Pass | Sequence[Pass] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `compile` was asked for, checked."""
+
+    strategy: Strategy | None
+    mesh: DeviceMesh | None
+    backend: Backend
+    passes: DefaultPasses
+    max_retraces: int
+
+
+def checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int) -> Options:
+    """The options as a record. Raises ConfigError for those that cannot be used."""
+    if strategy is not None and not isinstance(strategy, DDP):
+        raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
+    if backend not in ("auto", "eager", "inductor") and not isinstance(backend, Inductor):
+        raise ConfigError(
+            f'wholestep.compile(backend=...) wants "auto", "eager", "inductor" or ws.Inductor(...), got {backend!r}.'
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
+    if not isinstance(passes, DefaultPasses):
+        extra = () if passes is None else as_passes(passes, "wholestep.compile(passes=...)")
+        passes = DefaultPasses(extra=extra)
+    if max_retraces < 0:
+        raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
+    return Options(strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces)
+
+
+def data_axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:
+    """The mesh axis that data is spread over, as graphs see it."""
+    mesh = world.mesh if mesh is None else mesh
+    if mesh is None:
+        return None
+    if mesh.ndim != 1:
+        raise ConfigError(f"wholestep.compile(mesh=...) wants one axis for DDP, got the axes {mesh.mesh_dim_names}.")
+    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
+    return MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name)

@@ -1,0 +1,1 @@
+"""Small helpers of Python; nothing here knows torch programs or imports another room."""
