@@ -60,7 +60,7 @@ STAGES = (
     "run", "other",
 )  # fmt: skip
 WRAPPED = (
-    ("wholestep.api.cache.warm_start:Warm.agreed", "look"),
+    ("wholestep.api.cache.warm_start:StepCache.agreed", "look"),
     ("wholestep.capture.tracing.tracer:Tracer.run", "trace"),
     ("wholestep.capture.capture:functionalize", "functional"),
     ("wholestep.api.compiled_step:capture", "capture"),
@@ -71,8 +71,8 @@ WRAPPED = (
     ("wholestep.place.strategies:verify", "verify"),
     ("wholestep.passes.pass_manager:verify", "verify"),
     ("torch.fx:GraphModule.recompile", "python"),
-    ("wholestep.runtime.distributed.rendezvous:Meetings.objection", "agree"),
-    ("wholestep.runtime.distributed.rendezvous:Meetings.agree", "agree"),
+    ("wholestep.runtime.distributed.rendezvous:Rendezvous.objection", "agree"),
+    ("wholestep.runtime.distributed.rendezvous:Rendezvous.agree", "agree"),
     ("wholestep.api.compiled_step:CompiledStep._meet", "agree"),
     ("wholestep.api.compiled_step:CompiledStep._run", "run"),
 )

@@ -43,13 +43,13 @@ from wholestep.api.cache.warm_start import CACHE
 from wholestep.cli.common.options import choose_nproc, threads_per_rank
 from wholestep.errors import ConfigError
 
-LANES = ("eager", "compile", "ours")
+CONTENDERS = ("eager", "compile", "ours")
 FIRST_STEPS, BLOCK_STEPS, ROUNDS = 9, 10, 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was measured of one model; lane by lane, in the order of `LANES`."""
+    """What was measured of one model; contender by contender, in the order of `CONTENDERS`."""
 
     model: str
     first_s: tuple[float, ...]
@@ -59,18 +59,18 @@ class Row:
     over_compile: float
 
 
-def prepare(name: str, lane: str, world: ws.World, *, tiny: bool) -> Callable[[], Tensor]:
+def prepare(name: str, contender: str, world: ws.World, *, tiny: bool) -> Callable[[], Tensor]:
     """A function that makes one step and gives its loss."""
     torch.manual_seed(0)
     case = CASES[name](tiny, world.device)
     model: Any = case.model.to(world.device).train()
     optimizer, step = case.optimizer(model), case.step
-    if lane == "ours":
+    if contender == "ours":
         step = ws.compile(step, backend="eager" if tiny else "inductor")
     elif world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    if lane == "compile":
+    if contender == "compile":
         model = torch.compile(model, backend="eager" if tiny else "inductor")
 
     def run() -> Tensor:
@@ -88,14 +88,14 @@ def on_rank(name: str, caches: str, tiny: bool) -> Row:
     if world.device.type == "cpu":
         torch.set_num_threads(threads_per_rank(world.size))
     runs, first_s, losses = [], [], []
-    for lane in LANES:
-        runs.append(prepare(name, lane, world, tiny=tiny))
+    for contender in CONTENDERS:
+        runs.append(prepare(name, contender, world, tiny=tiny))
         first_s.append(_slowest(_block(runs[-1], 1, world)[0], world))
         losses.append(_block(runs[-1], FIRST_STEPS, world)[1])
         if world.rank == 0:
-            print(f"{name}: {lane}: first call {first_s[-1]:.1f} s", file=sys.stderr)
-    times_ms: list[list[float]] = [[] for _ in LANES]
-    order = list(range(len(LANES)))
+            print(f"{name}: {contender}: first call {first_s[-1]:.1f} s", file=sys.stderr)
+    times_ms: list[list[float]] = [[] for _ in CONTENDERS]
+    order = list(range(len(CONTENDERS)))
     for _ in range(2 if tiny else ROUNDS):
         for place in order:
             _block(runs[place], 1, world)
@@ -137,8 +137,8 @@ def table(rows: Sequence[Row], title: str) -> Table:
     """The rows as a table."""
     made = Table(title=title, title_justify="left")
     made.add_column("model", no_wrap=True)
-    lanes = [f"{what}, {lane}" for what in ("first s", "loss", "ms") for lane in LANES]
-    for column in (*lanes, "over eager", "over compile"):
+    contenders = [f"{what}, {contender}" for what in ("first s", "loss", "ms") for contender in CONTENDERS]
+    for column in (*contenders, "over eager", "over compile"):
         made.add_column(column, justify="right")
     for row in rows:
         made.add_row(
@@ -173,7 +173,7 @@ def main() -> int:
             rows.append(ws.run(on_rank, nproc, name, caches, options.tiny)[0])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if options.json:
-        told = {"nproc": nproc, "device": device, "torch": torch.__version__, "lanes": LANES}
+        told = {"nproc": nproc, "device": device, "torch": torch.__version__, "contenders": CONTENDERS}
         print(json.dumps({**told, "rows": [asdict(row) for row in rows]}))
     else:
         title = f"{nproc} x {device}, torch {torch.__version__}"

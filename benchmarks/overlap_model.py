@@ -50,20 +50,20 @@ from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor_backend import forms_segments, way_by_copies
 from wholestep.passes.comm.bucket_planner import Cuts, fixed_cuts
 from wholestep.passes.comm.bucketing import DDP_LIMITS_BYTES
-from wholestep.passes.comm.fold_mean import average_on_the_way
-from wholestep.passes.comm.use_copy_engine import MIN_BYTES, reduce_by_copies
-from wholestep.passes.comm.wire_dtype import narrow_messages
-from wholestep.passes.comm.wire_format import Way, as_it_is
+from wholestep.passes.comm.fold_mean import fold_mean
+from wholestep.passes.comm.use_copy_engine import MIN_BYTES, use_copy_engine
+from wholestep.passes.comm.wire_dtype import narrow_wire_dtype
+from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.fuse_cross_entropy import lean_cross_entropy
-from wholestep.passes.rewrites.fuse_gelu import fuse_activations
-from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.fuse_cross_entropy import fuse_cross_entropy
+from wholestep.passes.rewrites.fuse_gelu import fuse_gelu
+from wholestep.passes.rewrites.matmul_out_dtype import widen_matmul_out_dtype
 from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST
 from wholestep.passes.schedule.pack_scalars import pack_scalars
-from wholestep.passes.schedule.sink_waits import delay_waits
+from wholestep.passes.schedule.sink_waits import sink_waits
 from wholestep.place.strategies import place
 
 LINKS = ("nvlink", "pcie", "ethernet25")
@@ -99,14 +99,14 @@ def lowering(*, by_copies: bool) -> list[Pass]:
     """The passes of the backend for a GPU."""
     why_not = "" if by_copies else "ranks are on several hosts"
     return [
-        partial(lean_cross_entropy, fuses=can),
-        partial(fuse_activations, fuses=can),
-        partial(average_on_the_way, averages=lambda group, device: True),
-        partial(reduce_by_copies, why_not=lambda group, device: why_not),
-        partial(narrow_messages, makes=can),
-        partial(widen_products, widens=can),
+        partial(fuse_cross_entropy, fuses=can),
+        partial(fuse_gelu, fuses=can),
+        partial(fold_mean, averages=lambda group, device: True),
+        partial(use_copy_engine, why_not=lambda group, device: why_not),
+        partial(narrow_wire_dtype, makes=can),
+        partial(widen_matmul_out_dtype, widens=can),
         partial(pack_scalars, reads=segment_compiler.reads_packed),
-        delay_waits,
+        sink_waits,
         partial(forms_segments("cuda"), compiles=segment_compiler.compiles),  # of a program on a CPU
     ]
 
@@ -114,8 +114,8 @@ def lowering(*, by_copies: bool) -> list[Pass]:
 def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel, list[Pass]]:
     """Costs and passes of a step that a GPU runs."""
 
-    def travels_as(grad: fx.Node, group: str) -> Way:
-        return way_by_copies(grad, ranks, makes=can) if by_copies else as_it_is(grad, group)
+    def travels_as(grad: fx.Node, group: str) -> WireFormat:
+        return way_by_copies(grad, ranks, makes=can) if by_copies else unchanged(grad, group)
 
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
     cost = replace(cost, compiles=segment_compiler.may_compile, links=links)
@@ -137,7 +137,7 @@ def variants(placed: Program, cost: CostModel, *, by_copies: bool) -> dict[str, 
         OURS: (cost, passes_of(cost=cost)),
         "25 MB": with_cuts(ddp),
         "one bucket": with_cuts({}),
-        AS_PLACED: (cost, [cleanup, partial(reinplace, hold_updates=False)]),
+        AS_PLACED: (cost, [eliminate_dead_code, partial(reinplace, hold_updates=False)]),
         COMPILED: compiled(cost, placed.mesh[0].size, by_copies=by_copies),
     }
 

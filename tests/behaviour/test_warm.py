@@ -27,7 +27,7 @@ from wholestep.capture.tracing.tracer import Tracer
 from wholestep.errors import ArtifactError
 from wholestep.lower.inductor_backend import Inductor
 from wholestep.runtime.distributed import nccl_connect
-from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import init
 
 SCALE = 1.0
@@ -65,9 +65,9 @@ def few_things() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
     return model, torch.optim.SGD(model.parameters(), lr=1e-1), torch.randn(6, 4), torch.randint(0, 3, (6,))
 
 
-def losses(step: Callable[..., Tensor], scene: Any, num_steps: int = 3) -> list[float]:
+def losses(step: Callable[..., Tensor], context: Any, num_steps: int = 3) -> list[float]:
     """Of some steps with a rate that moves."""
-    model, opt, x, y = scene
+    model, opt, x, y = context
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1 / (n + 1))
     found = []
     for _ in range(num_steps):
@@ -76,16 +76,16 @@ def losses(step: Callable[..., Tensor], scene: Any, num_steps: int = 3) -> list[
     return found
 
 
-def state_of(scene: Any) -> list[Tensor]:
-    model, opt = scene[:2]
+def state_of(context: Any) -> list[Tensor]:
+    model, opt = context[:2]
     held = [value for state in opt.state.values() for value in state.values()]
     return [*model.state_dict().values(), *held]
 
 
-def run(fn: Callable[..., Tensor] = train, scene: Any = None, **options: Any) -> ws.CompiledStep:
+def run(fn: Callable[..., Tensor] = train, context: Any = None, **options: Any) -> ws.CompiledStep:
     """A new compiled step that has made one call."""
     step = ws.compile(fn, **options)
-    step(*(scene or things()))
+    step(*(context or things()))
     return step
 
 
@@ -106,9 +106,9 @@ def test_the_same_bits_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tracer, "run", lambda *_: pytest.fail("it was traced"))
     loaded, second = things(), ws.compile(train)
     assert losses(second, loaded) == cold
-    for scene in (captured, loaded):
-        assert len(state_of(scene)) == len(state_of(eager))
-        assert all(map(torch.equal, state_of(scene), state_of(eager)))
+    for context in (captured, loaded):
+        assert len(state_of(context)) == len(state_of(eager))
+        assert all(map(torch.equal, state_of(context), state_of(eager)))
     info = second.cache_info()
     assert (info.traces, info.loaded, info.hits) == (0, 1, 2)
     assert "loaded from" in str(second.explain())
@@ -118,12 +118,12 @@ def test_the_same_bits_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_state_that_was_there_before_the_first_call() -> None:
     """A resumed training finds the step that a fresh one has saved."""
-    scene = things()
-    losses(ws.compile(train), scene)
+    context = things()
+    losses(ws.compile(train), context)
     plain, warm = things(), things()
     for one in (plain, warm):
-        one[0].load_state_dict(scene[0].state_dict())
-        one[1].load_state_dict(copy.deepcopy(scene[1].state_dict()))
+        one[0].load_state_dict(context[0].state_dict())
+        one[1].load_state_dict(copy.deepcopy(context[1].state_dict()))
     torch.manual_seed(1)
     expected = losses(train, plain)
     torch.manual_seed(1)
@@ -196,10 +196,10 @@ def test_a_global_of_the_name_of_a_method(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_is_captured_again_where_its_guards_fail() -> None:
     run()
-    scene, step = things(), ws.compile(train)
-    step(*scene)
-    scene[0].eval()
-    step(*scene)
+    context, step = things(), ws.compile(train)
+    step(*context)
+    context[0].eval()
+    step(*context)
     assert step.cache_info().loaded == 1
     assert step.cache_info().traces == 1
     assert "training" in step.cache_info().reasons[0]
@@ -210,13 +210,13 @@ def within_a_weight(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor
 
 
 CHANGES: dict[str, tuple[Callable[[], ws.CompiledStep], str]] = {
-    "shape of the batch": (lambda: run(scene=(*things()[:2], torch.randn(5, 4), torch.ones(5, dtype=torch.int64))),
+    "shape of the batch": (lambda: run(context=(*things()[:2], torch.randn(5, 4), torch.ones(5, dtype=torch.int64))),
                            "argument 2 was .*6, 4"),
-    "width of the model": (lambda: run(scene=things(width=9)), "weight was"),
-    "a flag of the optimizer": (lambda: run(scene=things(amsgrad=True)), "amsgrad was bool False, is bool True"),
-    "a number that becomes a branch": (lambda: run(scene=things(weight_decay=0.0)), "he condition at .* was True"),
+    "width of the model": (lambda: run(context=things(width=9)), "weight was"),
+    "a flag of the optimizer": (lambda: run(context=things(amsgrad=True)), "amsgrad was bool False, is bool True"),
+    "a number that becomes a branch": (lambda: run(context=things(weight_decay=0.0)), "he condition at .* was True"),
     "an option of the strategy": (lambda: run(strategy=ws.DDP(hold_updates=True)), "strategy was"),
-    "a batch that is a part of a weight": (lambda: run(scene=within_a_weight(*things())), r"share was \[\], is \[\("),
+    "a batch that is a part of a weight": (lambda: run(context=within_a_weight(*things())), r"share was \[\], is \[\("),
     "an option of the passes": (lambda: run(passes=ws.default_passes(memory_budget=0.9)), "passes was"),
 }  # fmt: skip
 
@@ -398,8 +398,8 @@ def test_what_cannot_be_compared_is_not_kept(cache: Path, caplog: pytest.LogCapt
 
 
 def test_save_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, step = things(), ws.compile(train, backend="eager", max_retraces=3)
-    cold = losses(step, scene)
+    context, step = things(), ws.compile(train, backend="eager", max_retraces=3)
+    cold = losses(step, context)
     path = tmp_path / "saved.step"
     step.save(path)
     monkeypatch.setenv("WHOLESTEP_CACHE", "0")
@@ -410,7 +410,7 @@ def test_save_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses(loaded, again) == cold
     assert loaded.cache_info().loaded == 1
     assert loaded.cache_info().traces == 0
-    assert all(map(torch.equal, state_of(scene), state_of(again)))
+    assert all(map(torch.equal, state_of(context), state_of(again)))
 
 
 def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_a_function_that_cannot_be_found(tmp_path: Path) -> None:
 
 
 def test_a_step_that_means_nothing_elsewhere_is_not_saved(tmp_path: Path) -> None:
-    step = run(scene=things())
+    step = run(context=things())
     with pytest.raises(ArtifactError, match="cannot be written"):
         step.save(tmp_path / "no folder" / "saved.step")
 
@@ -554,7 +554,7 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
     """What a first call does once there is a plan, in order: of a step that is captured, and of one that is loaded."""
     done: list[tuple[Any, ...]] = []
     watched = [
-        (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Meetings, "agree"),
+        (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Rendezvous, "agree"),
         (wholestep.api.compiled_step, "make_equal"),
     ]  # fmt: skip
 
@@ -624,8 +624,8 @@ def test_a_step_that_moves_numbers_starts_warm(monkeypatch: pytest.MonkeyPatch) 
     def counts(opt: Any) -> Any:
         return opt.calls, opt.param_groups[0]["k"], [one["seen"] for one in opt.state.values()]
 
-    def tensors(scene: Any) -> list[Tensor]:
-        return [*scene[0].parameters(), *(one["mean"] for one in scene[1].state.values())]
+    def tensors(context: Any) -> list[Tensor]:
+        return [*context[0].parameters(), *(one["mean"] for one in context[1].state.values())]
 
     wanted, came = counting(), counting()
     first, second = ws.compile(train), ws.compile(train)

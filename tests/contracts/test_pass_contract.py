@@ -16,19 +16,19 @@ from wholestep.ir import op_info, printer
 from wholestep.ir.program import Program, Stage
 from wholestep.ir.verifier import verify
 from wholestep.lower.inductor import segment_compiler
-from wholestep.passes.comm.bucketing import bucket
-from wholestep.passes.comm.split_optimizer import split_updates
+from wholestep.passes.comm.bucketing import bucket_gradients
+from wholestep.passes.comm.split_optimizer import split_optimizer
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.cse import dedupe
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.fuse_cross_entropy import lean_cross_entropy
-from wholestep.passes.rewrites.pad_matmul import pad_products
-from wholestep.passes.rewrites.padded_cross_entropy import write_whole_rows
-from wholestep.passes.rewrites.rng_cleanup import settle_generators
+from wholestep.passes.rewrites.cse import eliminate_common_subexpressions
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.fuse_cross_entropy import fuse_cross_entropy
+from wholestep.passes.rewrites.pad_matmul import pad_matmul
+from wholestep.passes.rewrites.padded_cross_entropy import pad_cross_entropy
+from wholestep.passes.rewrites.rng_cleanup import clean_up_rng
 from wholestep.passes.schedule.form_segments import form_segments
-from wholestep.passes.schedule.overlap import schedule
+from wholestep.passes.schedule.overlap import overlap_communication
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 CAP_BYTES = 100
@@ -36,14 +36,14 @@ COST = CostModel.default("cpu+gloo")
 PACK: Pass = partial(pack_scalars, reads=segment_compiler.reads_packed)
 SEGMENTS: Pass = partial(form_segments, compiles=segment_compiler.compiles)
 PASSES: dict[str, list[Pass]] = {
-    "cleanup": [cleanup],
-    "generators": [settle_generators],
-    "dedupe": [dedupe],
-    "bucket": [partial(bucket, cost=COST, bucket_bytes=CAP_BYTES)],
-    "split_updates": [split_updates],
-    "schedule": [partial(schedule, cost=COST)],
-    "lean_cross_entropy": [lean_cross_entropy],
-    "pad_products": [partial(pad_products, pads=lambda product: True), write_whole_rows],
+    "cleanup": [eliminate_dead_code],
+    "generators": [clean_up_rng],
+    "dedupe": [eliminate_common_subexpressions],
+    "bucket": [partial(bucket_gradients, cost=COST, bucket_bytes=CAP_BYTES)],
+    "split_updates": [split_optimizer],
+    "schedule": [partial(overlap_communication, cost=COST)],
+    "lean_cross_entropy": [fuse_cross_entropy],
+    "pad_products": [partial(pad_matmul, pads=lambda product: True), pad_cross_entropy],
     "pack_scalars": [PACK],
     "form_segments": [SEGMENTS],
     "reinplace": [reinplace],

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import wholestep as ws
 from tests.unit.capture.tracing.test_fake_kernels import IMAGES, PAIRS, Experts
-from wholestep.capture.tracing.fake_kernels import Fakes
+from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_a_fake_has_the_strides_of_the_real_one(row: Any) -> None:
             except RuntimeError:  # refused by the kernel in this layout: autograd copies for it
                 args = tree_map_only(Tensor, Tensor.contiguous, args)
                 real = operator(*args)
-            mode = Fakes()
+            mode = LayoutFakeMode()
             fakes = tree_map_only(Tensor, mode.from_tensor, args)
             with mode:
                 made = operator(*fakes)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from tests.harness import shared_gpu  # noqa: F401  its ranks share a GPU where that is asked for
 from wholestep.lower.inductor import compile_fx
-from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.blob_store import BlobStore
 
 STEPS = 5  # the third call is captured as a CUDA graph
 
@@ -87,7 +87,7 @@ def work(alone: bool) -> dict[str, Any]:
     log = logging.getLogger("wholestep")
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(told))
-    with patch.object(Shelf, "take", lambda shelf, key: None) if alone else contextlib.nullcontext():
+    with patch.object(BlobStore, "take", lambda blob_store, key: None) if alone else contextlib.nullcontext():
         losses, times_s, state, step = train(world)
     return {
         "losses": losses, "state": state, "loaded": step.cache_info().loaded, "backend": step.explain().backend,

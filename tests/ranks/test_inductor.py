@@ -17,7 +17,7 @@ from tests.unit.lower.inductor.test_segment_compiler import TOLERANCE, train, tr
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import compile_fx, segment_compiler
-from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.blob_store import BlobStore
 
 
 def _train() -> tuple[torch.Tensor, str, int]:
@@ -78,7 +78,7 @@ def _with_a_shelf_that(fails: str) -> tuple[int, str]:
     try:
         with (
             patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called,
-            patch.object(Shelf, fails, side_effect=OSError("the shelf is broken")),
+            patch.object(BlobStore, fails, side_effect=OSError("the shelf is broken")),
         ):
             step(torch.ones(4, 3))
     finally:

@@ -1,4 +1,4 @@
-"""benchmarks/models.py: the models train alike in every lane, and names that are none are told."""
+"""benchmarks/models.py: the models train alike in every contender, and names that are none are told."""
 
 from __future__ import annotations
 

@@ -17,17 +17,17 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx as fx
 
-from wholestep.api.cache.warm_start import Look, Ready, Saved, Setting, Warm
+from wholestep.api.cache.warm_start import CacheContext, CachedStep, CacheLookup, StepCache, StepToSave
 from wholestep.api.report.explain import explain
 from wholestep.api.report.records import CacheInfo, Explanation
 from wholestep.capture.bind.binding import Binding
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
 from wholestep.capture.functionalize.storage_resize import is_freed
-from wholestep.capture.guards.fast_guards import Shortcut
+from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.user_frame import naming
-from wholestep.capture.retrace_policy import Retraces
+from wholestep.capture.retrace_policy import RetracePolicy
 from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.config import DDP
 from wholestep.cost.cost_model import CostModel
@@ -41,18 +41,18 @@ from wholestep.passes.comm.bucketing import Choose
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.strategies import place
-from wholestep.runtime.compression_state import CommState, Held
+from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.failure_report import named_failures
-from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World, init
-from wholestep.runtime.executable import Buffers, Executable, describe_state, make_equal
+from wholestep.runtime.executable import BufferSync, Executable, broadcast_tensors, describe_state
 from wholestep.runtime.options import Options, data_axis
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
-from wholestep.util.gc_pause import uncollected
-from wholestep.util.progress import shown, tell
+from wholestep.util.gc_pause import gc_paused
+from wholestep.util.progress import progress_shown, report_stage
 
 log = logging.getLogger("wholestep")
 
@@ -65,11 +65,11 @@ class _Entry:
     programs: Mapping[Stage, Program]
     executable: Executable
     plan: str
-    held: Held | None
+    held: CompressionBuffers | None
     """The state of compressed communication that it reads."""
-    look: Look
+    look: CacheLookup
     """What was seen before it was captured."""
-    shortcut: Shortcut | None = None
+    shortcut: FastCall | None = None
 
 
 class CompiledStep:
@@ -82,16 +82,16 @@ class CompiledStep:
         functools.update_wrapper(self, step, updated=())
         self._step, self._options = step, options
         self._name = getattr(step, "__name__", type(step).__name__)
-        self._meetings = Meetings(self._name, lambda: self._calls + self._short())
+        self._rendezvous = Rendezvous(self._name, lambda: self._calls + self._short())
         self._entries: list[_Entry] = []
-        self._shortcut: Shortcut | None = None
+        self._shortcut: FastCall | None = None
         """That of the first entry, if it has one and may use it now."""
-        self._retraces = Retraces(step, options.max_retraces)
+        self._retraces = RetracePolicy(step, options.max_retraces)
         self._calls = self._hits = self._traces = self._loaded = 0
         """Without those that took a shortcut, which counts its own."""
-        self._warm = Warm(step, saved)
+        self._step_cache = StepCache(step, saved)
         compress = options.strategy.compress if options.strategy is not None else None
-        self._comm = CommState(compress) if compress is not None else None
+        self._comm = CompressionState(compress) if compress is not None else None
         self._backend: Lowering | None = None
         self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
@@ -116,8 +116,8 @@ class CompiledStep:
                 return entry.captured.returned(self._run(entry, leaves), args, kwargs)
             reason = reason or why_not
             self._retraces.compared(entry.captured.guards, leaves)
-        with uncollected():
-            with shown(self._name, init().rank):
+        with gc_paused():
+            with progress_shown(self._name, init().rank):
                 entry = self._compile(args, kwargs, reason)
             with entry.captured.undone_on_error():
                 result = entry.captured.returned(self._run(entry, leaves), args, kwargs)
@@ -125,7 +125,7 @@ class CompiledStep:
             loaded = entry.look.ready is not None
             self._traces, self._loaded = self._traces + (not loaded), self._loaded + loaded
             if not loaded and self._starts_warm:
-                self._warm.keep(lambda: self._saved(entry))
+                self._step_cache.keep(lambda: self._saved(entry))
         return result
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> _Entry:
@@ -138,44 +138,44 @@ class CompiledStep:
                 return self._resume(look, look.ready, world)
         self._lowering(world).prepare()
         try:
-            tell("capturing")
+            report_stage("capturing")
             with naming(self._step):
                 captured = self._capture(args, kwargs)
         except Exception as error:
-            self._meetings.abandon(error, world)
+            self._rendezvous.abandon(error, world)
             raise
         with captured.undone_on_error():
             return self._plan(captured, look, world)
 
-    def _plan(self, captured: Captured, look: Look, world: World) -> _Entry:
+    def _plan(self, captured: Captured, look: CacheLookup, world: World) -> _Entry:
         """Every stage behind capture, in order."""
         axis, strategy, lowering = data_axis(world, self._options.mesh), self._strategy(world), self._lowering(world)
         try:
-            tell("planning")
+            report_stage("planning")
             placed = place(captured.program, strategy, axis)
             scheduled = run_passes(placed, self._passes(captured, self._comm, self._choose, lowering.passes(placed)))
         except Exception as error:
-            self._meetings.abandon(error, world)
+            self._rendezvous.abandon(error, world)
             raise
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
         nccl_connect.begin(axis, world.device)
         return self._lower(captured, programs, look, world)
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> Look:
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> CacheLookup:
         """What there is of this step from earlier processes."""
         if not self._starts_warm:
-            return Look(fingerprint=None, ready=None, why_not="the older surface captures in every process")
-        return self._warm.agreed(args, kwargs, self._setting(world), None if self._entries else self._meetings)
+            return CacheLookup(fingerprint=None, ready=None, why_not="the older surface captures in every process")
+        return self._step_cache.agreed(args, kwargs, self._setting(world), None if self._entries else self._rendezvous)
 
-    def _resume(self, look: Look, ready: Ready, world: World) -> _Entry:
+    def _resume(self, look: CacheLookup, ready: CachedStep, world: World) -> _Entry:
         """What follows capture and plan, for a step that was saved."""
-        self._meetings.recall(ready.choices)
+        self._rendezvous.recall(ready.choices)
         nccl_connect.begin(data_axis(world, self._options.mesh), world.device)
         self._lowering(world).give(ready.programs[Stage.SCHEDULED], ready.kernels)
         log.info("%s is not captured: it was loaded from %s", self._name, ready.path)
         return self._lower(ready.captured, ready.programs, look.given(), world)
 
-    def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: Look, world: World) -> _Entry:
+    def _lower(self, captured: Captured, programs: Mapping[Stage, Program], look: CacheLookup, world: World) -> _Entry:
         """A scheduled program as something that runs, once all ranks have the same plan."""
         scheduled, lowering, comm = programs[Stage.SCHEDULED], self._lowering(world), self._comm
         try:
@@ -184,15 +184,15 @@ class CompiledStep:
             loaded = look.ready is not None and look.ready.programs is programs
             runner = lowering.lower(scheduled) if loaded or world.rank == 0 or not lowering.shares_kernels else None
         except Exception as error:
-            self._meetings.abandon(error, world)
+            self._rendezvous.abandon(error, world)
             raise
         state = describe_state(scheduled) + (f"{comm}\n" if comm is not None else "")
         plan = plan_text(scheduled) + state
-        self._meetings.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
+        self._rendezvous.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
         binding = captured.binding if held is None else captured.binding.with_tensors(held.tensors)
         buffers = self._meet(scheduled, binding, world)
         runner = runner or lowering.lower(scheduled)
-        executable = Executable(scheduled, binding, runner, world, call=self._meetings.call, buffers=buffers)
+        executable = Executable(scheduled, binding, runner, world, call=self._rendezvous.call, buffers=buffers)
         return _Entry(captured=captured, programs=programs, executable=executable, plan=plan, held=held, look=look)
 
     def _run(self, entry: _Entry, leaves: list[Any]) -> Any:
@@ -230,7 +230,7 @@ class CompiledStep:
         elif state:
             raise ConfigError(f"{self._name} compresses nothing and has no state to load, got {sorted(state)}.")
 
-    def _meet(self, program: Program, binding: Binding, world: World) -> Buffers | None:
+    def _meet(self, program: Program, binding: Binding, world: World) -> BufferSync | None:
         """Makes parameters and buffers equal on all ranks; what keeps the buffers so."""
         axis, strategy = data_axis(world, self._options.mesh), self._strategy(world)
         if strategy is None or axis is None or axis.size == 1:
@@ -239,9 +239,9 @@ class CompiledStep:
         if strategy.sync_at_start:
             fresh = [t for t in binding.synced(program) if id(t) not in self._equal and not is_freed(t)]
             with named_failures(world, lambda: f"the first broadcast of {self._name}"):
-                make_equal(fresh, axis)
+                broadcast_tensors(fresh, axis)
             self._equal.update({id(t): t for t in fresh})
-        return Buffers(program, binding.tensors, axis) if strategy.broadcast_buffers else None
+        return BufferSync(program, binding.tensors, axis) if strategy.broadcast_buffers else None
 
     def _strategy(self, world: World) -> DDP | None:
         return DDP() if self._options.strategy is None and world.size > 1 else self._options.strategy
@@ -250,30 +250,30 @@ class CompiledStep:
         moved = self._retraces.moved
         return self._retraces.captured(lambda moving: capture(self._step, args, kwargs, moving, moved))
 
-    def _setting(self, world: World) -> Setting:
-        return Setting(
+    def _setting(self, world: World) -> CacheContext:
+        return CacheContext(
             options=self._options, world=world, backend=self._lowering(world), comm=self._comm,
-            choices=self._meetings.choices, moved=self._retraces.moved,
+            choices=self._rendezvous.choices, moved=self._retraces.moved,
         )  # fmt: skip
 
-    def _saved(self, entry: _Entry) -> Saved:
-        return Saved(
+    def _saved(self, entry: _Entry) -> StepToSave:
+        return StepToSave(
             look=entry.look, captured=entry.captured, programs=entry.programs, plan=entry.plan,
-            choices=self._meetings.choices, kernels=self._lowering(init()).kernels(entry.programs[Stage.SCHEDULED]),
+            choices=self._rendezvous.choices, kernels=self._lowering(init()).kernels(entry.programs[Stage.SCHEDULED]),
         )  # fmt: skip
 
     def _lowering(self, world: World) -> Lowering:
         """The backend, made when it is first needed: before that the device is not known."""
         if self._backend is None:
             what = f"the choice of a backend for {self._name}"
-            objection = functools.partial(self._meetings.objection, world=world, what=what)
-            costs = functools.partial(agreed_costs, self._meetings, world)
-            shelf = self._meetings.shelf(world)
-            self._backend = backend_for(self._options.backend, world.device, costs, objection, shelf)
+            objection = functools.partial(self._rendezvous.objection, world=world, what=what)
+            costs = functools.partial(agreed_costs, self._rendezvous, world)
+            blob_store = self._rendezvous.blob_store(world)
+            self._backend = backend_for(self._options.backend, world.device, costs, objection, blob_store)
         return self._backend
 
     def _passes(
-        self, captured: Captured, comm: CommState | None, choose: Choose, lowering: Sequence[Pass] = ()
+        self, captured: Captured, comm: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
     ) -> list[Pass]:
         strategy, backend = self._options.strategy or DDP(), self._lowering(init())
         return passes_of(
@@ -284,11 +284,11 @@ class CompiledStep:
 
     def _choose(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
         """The buckets for these gradients, as rank 0 has planned them."""
-        found = self._meetings.choose(gradients, lambda: list(plan().items()), init())
+        found = self._rendezvous.choose(gradients, lambda: list(plan().items()), init())
         return {int(item): str(why) for item, why in found}
 
     def _cost(self) -> CostModel:
-        return agreed_costs(self._meetings, init())
+        return agreed_costs(self._rendezvous, init())
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
         """A decorated method: one compiled step per instance."""
@@ -359,7 +359,7 @@ class CompiledStep:
         first call.
         """
         entry, world = self._last(), init()
-        self._warm.write(Path(path), self._saved(entry), self._setting(world))
+        self._step_cache.write(Path(path), self._saved(entry), self._setting(world))
 
     def verify(
         self, *args: Any, ranks: int = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any

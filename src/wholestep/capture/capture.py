@@ -10,26 +10,27 @@ from typing import Any
 
 import torch.fx as fx
 
+from wholestep.capture.bind.bind import bind
 from wholestep.capture.bind.binding import output_slices
-from wholestep.capture.bind.captured import Captured, Held, Ties, numbered, numbered_spots, tie
+from wholestep.capture.bind.captured import BindingSpec, Captured, StateRef, portable_locations, portable_scalars
 from wholestep.capture.effects.argument_effects import ArgumentEffects
-from wholestep.capture.effects.object_effects import Leaves, Nests, identities, stands
-from wholestep.capture.effects.optimizer_effects import Left
+from wholestep.capture.effects.object_effects import Leaves, ObjectEffects, holds_value, identities
+from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
-from wholestep.capture.effects.tensor_effects import Way
-from wholestep.capture.equivalence import is_alike
+from wholestep.capture.effects.tensor_effects import MirrorMode
+from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.functionalize.alias_checks import check_writes
 from wholestep.capture.functionalize.functionalize import Functional, functionalize
-from wholestep.capture.functionalize.storage_resize import Storages
+from wholestep.capture.functionalize.storage_resize import StorageRecorder
 from wholestep.capture.functionalize.version_counters import keep_versions
 from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.guards.guards import looks_for_nan
 from wholestep.capture.python.container_views import ContentView
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import Slot
-from wholestep.capture.scalars.counters import Moves, Moving, Place
+from wholestep.capture.scalars.counters import Moves, ScalarLocation, VaryingValue
 from wholestep.capture.scalars.rank_symbols import axes_of, rank_inputs
 from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError, WholestepError
@@ -46,7 +47,7 @@ def capture(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    moving: Collection[Moving] = (),
+    moving: Collection[VaryingValue] = (),
     moved: Collection[Hashable] = (),
 ) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
@@ -65,8 +66,8 @@ def capture(
             "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
             "turn the detection off."
         )
-    look = partial(Scene, step, args, kwargs, moving=moving, moved=moved)
-    places: dict[Hashable, Place] = {}
+    look = partial(StepContext, step, args, kwargs, moving=moving, moved=moved)
+    places: dict[Hashable, ScalarLocation] = {}
     leaving: set[Hashable] = set()
     why_not_kept = ""
     while True:
@@ -88,15 +89,15 @@ def capture(
             raise CaptureError(f"{why_not_kept} (It can be no input of the graph either. {error})") from error
 
 
-def _unlooked(look: Callable[[], Scene], step: Callable[..., Any], leaving: Collection[Hashable]) -> Captured:
+def _unlooked(look: Callable[[], StepContext], step: Callable[..., Any], leaving: Collection[Hashable]) -> Captured:
     """The capture, and one in which nobody can look at what the step replaces, if that is the same."""
     captured = _settled(look, step, leaving)
-    if not any(map(stands, captured.nests)):
+    if not any(map(holds_value, captured.object_effects)):
         return captured
     captured.undo()
     try:
         hidden = _settled(look, step, leaving, hidden=True)
-        if is_alike(captured, hidden):
+        if is_equivalent(captured, hidden):
             return hidden
         hidden.undo()
     except (WholestepError, Moves, Leaves) as error:
@@ -105,7 +106,7 @@ def _unlooked(look: Callable[[], Scene], step: Callable[..., Any], leaving: Coll
 
 
 def _settled(
-    look: Callable[[], Scene], step: Callable[..., Any], leaving: Collection[Hashable], *, hidden: bool = False
+    look: Callable[[], StepContext], step: Callable[..., Any], leaving: Collection[Hashable], *, hidden: bool = False
 ) -> Captured:
     """`look` looks for all that the step involves."""
     once = partial(_capture_once, look, step, leaving, hidden)
@@ -139,40 +140,40 @@ class _Unsettled(Exception):
 
 
 def _capture_once(
-    look: Callable[[], Scene],
+    look: Callable[[], StepContext],
     step: Callable[..., Any],
     leaving: Collection[Hashable],
     hidden: bool,
     expected: str | None = None,
 ) -> Captured:
-    with look() as scene:
-        objects = Nests(scene.found.watches, leaving, hidden)
-        program, ties = _Job(step, scene, objects).run(expected)
-        unwrap_compiled.tell(scene.found.compiled)
-        return tie(lambda: program, ties, scene)
+    with look() as context:
+        objects = ObjectEffects(context.found.snapshots, leaving, hidden)
+        program, spec = _Job(step, context, objects).run(expected)
+        unwrap_compiled.log_unwrapped(context.found.compiled)
+        return bind(lambda: program, spec, context)
 
 
 class _Job:
     """One capture under way."""
 
-    def __init__(self, step: Callable[..., Any], scene: Scene, objects: Nests) -> None:
-        self._step, self._scene, self._state, self._objects = step, scene, scene.state, objects
-        self._arguments = ArgumentEffects(scene.arguments)
+    def __init__(self, step: Callable[..., Any], context: StepContext, objects: ObjectEffects) -> None:
+        self._step, self._scene, self._state, self._objects = step, context, context.state, objects
+        self._arguments = ArgumentEffects(context.arguments)
         self.trace: Trace
-        self._storages: Storages
+        self._storages: StorageRecorder
 
-    def run(self, expected: str | None) -> tuple[Program, Ties]:
+    def run(self, expected: str | None) -> tuple[Program, BindingSpec]:
         """Traces, makes functional, and describes inputs and outputs."""
-        scene = self._scene
-        left = Left(scene)
-        tracer = Tracer(scene, left, self._objects, self._arguments)
+        context = self._scene
+        left = OptimizerEffects(context)
+        tracer = Tracer(context, left, self._objects, self._arguments)
         self._storages = tracer.storages
         settle()
-        effects, iterators = SideEffects(scene, left), kept_iterators(scene.found.iterators)
+        effects, iterators = SideEffects(context, left), kept_iterators(context.found.iterators)
         with environment_read() as self._environment, effects, iterators:
             self.trace = tracer.run(partial(self._arguments.call, self._step))
-        check_made(self.trace.module, scene.found.generators)
-        _check_sizes(self.trace.module.graph, scene)
+        check_made(self.trace.module, context.found.generators)
+        _check_sizes(self.trace.module.graph, context)
         if left.places:
             effects.restore()
             raise Moves(left.places)
@@ -182,7 +183,7 @@ class _Job:
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
-        for watch in scene.found.watches:  # a tensor on an array's memory sees what is written to it
+        for watch in context.found.snapshots:  # a tensor on an array's memory sees what is written to it
             if isinstance(watch.container, ContentView) and any(map(watch.container.shares_memory, self.trace.found)):
                 watch.guard = False
         check_writes(self.trace.module.graph, tracer.names())
@@ -193,33 +194,37 @@ class _Job:
         self._writes = frozenset(functional.writes)
         program, kept = self._program(functional)
         verify(program)
-        return program, self._ties(kept, output_slices(program))
+        return program, self._spec(kept, output_slices(program))
 
-    def _ties(self, kept: list[int], slices: tuple[int, int, int]) -> Ties:
+    def _spec(self, kept: list[int], slices: tuple[int, int, int]) -> BindingSpec:
         trace, state = self.trace, self._state
         results = trace.module.graph.output_node().args[0]
         traced = [isinstance(r, fx.Node) for r in results[: trace.num_results]]  # type: ignore[index,union-attr]
-        return Ties(
+        return BindingSpec(
             kept=tuple(kept), slices=slices, result_spec=trace.result_spec,
-            results=tuple(Held(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
+            results=tuple(StateRef(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
             result_places=tuple(i for i, r in enumerate(traced) if r),
             grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),
-            notes=self._notes, ticks=self._ticks, places=numbered(self._scene.counters.places, self._scene),
+            notes=self._notes, ticks=self._ticks, places=portable_scalars(self._scene.counters.places, self._scene),
             calls_scheduler=any(self._scene.counters.moves(vars(one)) for _, one in self._scene.found.schedulers),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
-            left=numbered_spots(trace.left.spots, self._scene), shared=frozenset(trace.left.shared),
+            left=portable_locations(trace.left.spots, self._scene), shared=frozenset(trace.left.shared),
             mirrored=self._mirrored(), written=self._writes,
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
-            environment=self._environment, unread=self._scene.arguments.unread, handed=self._arguments.written,
-            nests=numbered_spots(self._objects.spots, self._scene), hides=self._objects.hides,
+            environment=self._environment, unread=self._scene.arguments.unread,
+            argument_effects=self._arguments.written, object_effects=portable_locations(self._objects.spots,
+            self._scene), hides=self._objects.hides,
         )  # fmt: skip
 
-    def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], Way], ...]:
+    def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], MirrorMode], ...]:
         found = self.trace.left.mirrored
-        spots = numbered_spots([spot for _, spot, _ in found], self._scene)
-        ways = (Way.REPLACES if puts else Way.WRITES if slot in self._writes else Way.READS for slot, _, puts in found)
+        spots = portable_locations([spot for _, spot, _ in found], self._scene)
+        ways = (
+            MirrorMode.REPLACES if puts else MirrorMode.WRITES if slot in self._writes else MirrorMode.READS
+            for slot, _, puts in found
+        )
         return tuple(zip((slot for slot, _, _ in found), spots, ways, strict=True))
 
     def _records(self) -> list[Input]:
@@ -286,9 +291,9 @@ def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> Non
     graph_edit.replace_nodes(replaced)
 
 
-def _check_sizes(graph: fx.Graph, scene: Scene) -> None:
+def _check_sizes(graph: fx.Graph, context: StepContext) -> None:
     """Raises CaptureError where a number that moves between calls may decide about a shape or a place in memory."""
-    for node in graph.nodes if scene.outside else ():
+    for node in graph.nodes if context.outside else ():
         for one in node_meta.tensors(node):
             if not all(isinstance(size, int) for size in (*one.shape, *one.stride(), one.storage_offset())):
                 raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")

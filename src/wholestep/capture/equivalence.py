@@ -17,10 +17,14 @@ from wholestep.capture.python.snapshot import same
 from wholestep.ir import node_meta
 
 
-def is_alike(plain: Captured, found: Captured) -> bool:
+def is_equivalent(plain: Captured, found: Captured) -> bool:
     """Whether both do the same calls on tensors. `found` may have a number of the graph for a constant of `plain`."""
-    one, other = plain.ties, found.ties
-    if one.result_spec != other.result_spec or one.handed != other.handed or one.nests != other.nests:
+    one, other = plain.spec, found.spec
+    if (
+        one.result_spec != other.result_spec
+        or one.argument_effects != other.argument_effects
+        or one.object_effects != other.object_effects
+    ):
         return False
     filled = {*one.result_places, *other.result_places}
     pairs = zip(one.results, other.results, strict=True)

@@ -19,7 +19,7 @@ Replace = Callable[[str, nn.Module], nn.Module]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandIn:
+class Replacement:
     """One child of a module, and what stands in for it."""
 
     parent: nn.Module
@@ -28,12 +28,12 @@ class StandIn:
     replacement: nn.Module
 
 
-def choose(roots: Iterable[nn.Module], replace: Replace) -> list[StandIn]:
+def choose(roots: Iterable[nn.Module], replace: Replace) -> list[Replacement]:
     """Asks `replace` for every submodule of `roots`, parents first. What is replaced is not looked into.
 
     Names are relative to their root.
     """
-    chosen: list[StandIn] = []
+    chosen: list[Replacement] = []
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, child in parent._modules.items():
@@ -44,7 +44,7 @@ def choose(roots: Iterable[nn.Module], replace: Replace) -> list[StandIn]:
             if replacement is child:
                 visit(child, f"{fqn}.")
             else:
-                chosen.append(StandIn(parent=parent, name=name, original=child, replacement=replacement))
+                chosen.append(Replacement(parent=parent, name=name, original=child, replacement=replacement))
 
     for root in roots:
         visit(root, "")
@@ -52,7 +52,7 @@ def choose(roots: Iterable[nn.Module], replace: Replace) -> list[StandIn]:
 
 
 @contextmanager
-def in_place(stand_ins: Sequence[StandIn]) -> Iterator[None]:
+def overridden(stand_ins: Sequence[Replacement]) -> Iterator[None]:
     """While open, the replacements are where the originals were."""
     try:
         for one in stand_ins:
@@ -63,9 +63,9 @@ def in_place(stand_ins: Sequence[StandIn]) -> Iterator[None]:
             one.parent._modules[one.name] = one.original
 
 
-def expect_originals(guards: Guards, stand_ins: Sequence[StandIn]) -> None:
+def expect_originals(guards: Guards, stand_ins: Sequence[Replacement]) -> None:
     """Makes guards that were built with the stand-ins in place hold for the originals."""
-    for watch in guards.watches:
+    for watch in guards.snapshots:
         for one in stand_ins:
             if watch.container is one.parent._modules:
                 watch.held[one.name] = one.original

@@ -24,17 +24,17 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 from wholestep.capture.bind.captured import Captured
-from wholestep.capture.equivalence import is_alike
+from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.guards.guards import Guards
-from wholestep.capture.python.user_frame import place_of
+from wholestep.capture.python.user_frame import defined_at
 from wholestep.capture.reach.arguments import Leaf
-from wholestep.capture.scalars.counters import Moving, Place
+from wholestep.capture.scalars.counters import ScalarLocation, VaryingValue
 from wholestep.errors import CaptureError, RetraceLimitError
 
 log = logging.getLogger("wholestep")
 
 
-class Retraces:
+class RetracePolicy:
     """The traces of one step behind its first."""
 
     def __init__(self, step: Callable[..., Any], limit: int) -> None:
@@ -42,7 +42,7 @@ class Retraces:
         self._step, self._limit = step, limit
         self.reasons: list[str] = []
         """A sentence for each."""
-        self._moving: dict[Hashable, Moving] = {}
+        self._moving: dict[Hashable, VaryingValue] = {}
         """Numbers that are inputs."""
         self.moved: set[Hashable] = set()
         """Places of tensors that are others in later calls."""
@@ -57,7 +57,7 @@ class Retraces:
             listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self.reasons, reason], 1))
             constant = "".join(f"\n{why}" for why in self._constant.values())
             raise RetraceLimitError(
-                f"{place_of(self._step)} needs another trace, and max_retraces={self._limit} are used "
+                f"{defined_at(self._step)} needs another trace, and max_retraces={self._limit} are used "
                 f"up. The reasons were:\n{listing}\n"
                 f"Pass batches as arguments, keep what else changes out of the step, or make it a tensor, pad batches "
                 f"to a few sizes, or raise max_retraces.{constant}"
@@ -72,7 +72,7 @@ class Retraces:
         self._moving |= {key: one for key, one in found.items() if key not in self._constant}
         self.moved |= set(guards.other_tensors())
 
-    def captured(self, capture: Callable[[Collection[Moving]], Captured]) -> Captured:
+    def captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""
         try:
             return _checked(capture, self._moving.values())
@@ -88,20 +88,20 @@ class Retraces:
                 self._moving |= group
             except Exception as error:
                 for key, one in group.items():
-                    name = one.path if isinstance(one, Place) else str(one)
+                    name = one.path if isinstance(one, ScalarLocation) else str(one)
                     self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"
                     log.info(self._constant[key])
         return _checked(capture, self._moving.values())
 
 
-def _checked(capture: Callable[[Collection[Moving]], Captured], moving: Collection[Moving]) -> Captured:
+def _checked(capture: Callable[[Collection[VaryingValue]], Captured], moving: Collection[VaryingValue]) -> Captured:
     """What `capture` gives. Raises CaptureError where that is another program than with the numbers and texts."""
     if not moving:
         return capture(())
     plain = capture(())
     plain.undo()
     found = capture(moving)
-    if not is_alike(plain, found):
+    if not is_equivalent(plain, found):
         found.undo()
         raise CaptureError(
             "The step does something else where it is given an input in the place of the number or text."
@@ -109,10 +109,10 @@ def _checked(capture: Callable[[Collection[Moving]], Captured], moving: Collecti
     return found
 
 
-def _groups(changing: Mapping[Hashable, Moving]) -> list[dict[Hashable, Moving]]:
+def _groups(changing: Mapping[Hashable, VaryingValue]) -> list[dict[Hashable, VaryingValue]]:
     """What is tried together: all texts, of which a batch may have many, and each number by itself."""
-    texts: dict[Hashable, Moving] = {}
-    groups: list[dict[Hashable, Moving]] = []
+    texts: dict[Hashable, VaryingValue] = {}
+    groups: list[dict[Hashable, VaryingValue]] = []
     for key, one in changing.items():
         if isinstance(one, Leaf) and one.is_text:
             texts[key] = one
@@ -121,5 +121,5 @@ def _groups(changing: Mapping[Hashable, Moving]) -> list[dict[Hashable, Moving]]
     return [*groups, texts] if texts else groups
 
 
-def _identity(one: Moving) -> Hashable:
-    return one.identity if isinstance(one, Place) else one
+def _identity(one: VaryingValue) -> Hashable:
+    return one.identity if isinstance(one, ScalarLocation) else one

@@ -29,13 +29,13 @@ from wholestep.cli.suite.results import as_json as suite_as_json
 from wholestep.cli.suite.runner import SuiteSettings, kinds_named, run_suite, trainings_named
 from wholestep.cli.workloads.interleaved import (
     Batch,
-    Lane,
-    LaneKind,
+    Contender,
+    ContenderKind,
     Ratio,
     Recipe,
     Timing,
     compiled_step,
-    open_lane,
+    open_contender,
     race,
     ratio,
     timing,
@@ -44,12 +44,12 @@ from wholestep.cli.workloads.small_models import WORKLOADS, WorkloadName
 from wholestep.errors import ConfigError
 
 BLOCK_STEPS = 10
-"""Steps of one lane before the next takes over."""
+"""Steps of one contender before the next takes over."""
 FIRST_BLOCKS = 4
 """Blocks that are run in any case, and say how long a step takes."""
-LANES = tuple(kind.name.lower() for kind in Kind)
+CONTENDERS = tuple(kind.name.lower() for kind in Kind)
 MOST_STEPS = 2000
-"""Steps of a lane, however short they are."""
+"""Steps of a contender, however short they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,11 @@ class BenchSettings:
 
     workload: WorkloadName = WorkloadName.MLP
     seconds: float = 20.0
-    """About how long all lanes take together, first calls apart. Short steps are many, so that their median is firm."""
+    """About how long all contenders take together, first calls apart. Short steps are many, so that their median is
+    firm."""
     steps: int | None = None
-    """Steps of each lane, if that is to be decided by the number and not by the time."""
-    lanes: tuple[LaneKind, ...] = (LaneKind.WHOLESTEP, LaneKind.EAGER_DDP)
+    """Steps of each contender, if that is to be decided by the number and not by the time."""
+    contenders: tuple[ContenderKind, ...] = (ContenderKind.WHOLESTEP, ContenderKind.EAGER_DDP)
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 2:
@@ -71,21 +72,21 @@ class BenchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneFigures:
-    """One lane over all ranks."""
+class ContenderFigures:
+    """One contender over all ranks."""
 
     timing: Timing
     ratio: Ratio
-    """Eager DDP over this lane, block by block: above one, this lane is faster."""
+    """Eager DDP over this contender, block by block: above one, this contender is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """Step times of every lane, over all ranks."""
+    """Step times of every contender, over all ranks."""
 
     settings: BenchSettings
     steps: int
-    """Steps that each lane ran."""
+    """Steps that each contender ran."""
     nproc: int
     device: str
     torch_version: str
@@ -93,12 +94,12 @@ class BenchReport:
     predicted_ms: float
     """The compiled step, as `explain()` predicts it."""
     cost_source: str
-    lanes: dict[LaneKind, LaneFigures]
+    contenders: dict[ContenderKind, ContenderFigures]
 
     @property
     def predicted_over_measured(self) -> float:
         """Predicted step over the median of those measured."""
-        return self.predicted_ms / self.lanes[LaneKind.WHOLESTEP].timing.median_ms
+        return self.predicted_ms / self.contenders[ContenderKind.WHOLESTEP].timing.median_ms
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -112,9 +113,9 @@ class BenchReport:
             "predicted_ms": self.predicted_ms,
             "predicted_over_measured": self.predicted_over_measured,
             "cost_source": self.cost_source,
-            "lanes": {
-                kind.value: {**asdict(one.timing), "eager_ddp_over_lane": asdict(one.ratio)}
-                for kind, one in self.lanes.items()
+            "contenders": {
+                kind.value: {**asdict(one.timing), "eager_ddp_over_contender": asdict(one.ratio)}
+                for kind, one in self.contenders.items()
             },
         }
 
@@ -125,14 +126,14 @@ class BenchReport:
             f"ratios block by block: median (10% to 90%). Costs of the prediction: {self.cost_source}"
         )
         table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-        table.add_column("lane")
-        for column in ("median", "10%", "90%", "first call", "eager DDP / lane", "predicted"):
+        table.add_column("contender")
+        for column in ("median", "10%", "90%", "first call", "eager DDP / contender", "predicted"):
             table.add_column(column, justify="right")
-        for kind, one in self.lanes.items():
+        for kind, one in self.contenders.items():
             figures = (one.timing.median_ms, one.timing.p10_ms, one.timing.p90_ms, one.timing.first_ms)
             compared = f"{one.ratio.median:.3f} ({one.ratio.p10:.2f} to {one.ratio.p90:.2f})"
             told = f"{self.predicted_ms:.2f} ({self.predicted_over_measured:.2f} x)"
-            is_ours = kind is LaneKind.WHOLESTEP
+            is_ours = kind is ContenderKind.WHOLESTEP
             table.add_row(kind.value, *(f"{figure:.2f}" for figure in figures), compared, told if is_ours else "")
         return table
 
@@ -141,14 +142,14 @@ class BenchReport:
 class _RankResult:
     device: str
     predicted: Prediction
-    times_ms: dict[LaneKind, list[float]]
+    times_ms: dict[ContenderKind, list[float]]
 
 
 def run_bench(settings: BenchSettings, *, nproc: int) -> BenchReport:
-    """Time all lanes of `settings` on `nproc` new processes."""
+    """Time all contenders of `settings` on `nproc` new processes."""
     ranks: list[_RankResult] = ws.run(_measure_on_rank, nproc, settings, nproc)
-    times_ms = {kind: [rank.times_ms[kind] for rank in ranks] for kind in settings.lanes}
-    eager_ms = times_ms[LaneKind.EAGER_DDP]
+    times_ms = {kind: [rank.times_ms[kind] for rank in ranks] for kind in settings.contenders}
+    eager_ms = times_ms[ContenderKind.EAGER_DDP]
     return BenchReport(
         settings=settings,
         steps=len(eager_ms[0]),
@@ -158,8 +159,8 @@ def run_bench(settings: BenchSettings, *, nproc: int) -> BenchReport:
         machine=f"{platform.machine()}, {num_cores()} cores",
         predicted_ms=1e-3 * ranks[0].predicted.step_us,
         cost_source=ranks[0].predicted.cost_source,
-        lanes={
-            kind: LaneFigures(timing=timing(mine_ms), ratio=ratio(eager_ms, mine_ms, block_steps=BLOCK_STEPS))
+        contenders={
+            kind: ContenderFigures(timing=timing(mine_ms), ratio=ratio(eager_ms, mine_ms, block_steps=BLOCK_STEPS))
             for kind, mine_ms in times_ms.items()
         },
     )
@@ -171,23 +172,23 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
     workload = WORKLOADS[settings.workload]
     most = settings.steps or MOST_STEPS
     recipe = Recipe(build=workload.build, step=workload.step, num_steps=most, learning_rate=1e-3)
-    lanes = {kind: open_lane(kind, recipe, world) for kind in settings.lanes}
+    contenders = {kind: open_contender(kind, recipe, world) for kind in settings.contenders}
     drawn = workload.batches(steps=most, rank=world.rank)
     batches: Iterator[Batch] = ((x.to(world.device), y.to(world.device)) for x, y in drawn)
     if settings.steps is None:
-        race(list(lanes.values()), islice(batches, FIRST_BLOCKS * BLOCK_STEPS), block_steps=BLOCK_STEPS)
-        batches = islice(batches, _steps_left(settings.seconds, lanes.values(), world))
-    race(list(lanes.values()), batches, block_steps=BLOCK_STEPS)
+        race(list(contenders.values()), islice(batches, FIRST_BLOCKS * BLOCK_STEPS), block_steps=BLOCK_STEPS)
+        batches = islice(batches, _steps_left(settings.seconds, contenders.values(), world))
+    race(list(contenders.values()), batches, block_steps=BLOCK_STEPS)
     return _RankResult(
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else str(world.device),
-        predicted=compiled_step(lanes[LaneKind.WHOLESTEP]).explain().predicted,
-        times_ms={kind: lane.times_ms for kind, lane in lanes.items()},
+        predicted=compiled_step(contenders[ContenderKind.WHOLESTEP]).explain().predicted,
+        times_ms={kind: contender.times_ms for kind, contender in contenders.items()},
     )
 
 
-def _steps_left(seconds: float, lanes: Iterable[Lane], world: ws.World) -> int:
-    """How many steps of each lane fill the rest of the time, in whole blocks; the same on every rank."""
-    typical_ms = sum(statistics.median(lane.times_ms) for lane in lanes)
+def _steps_left(seconds: float, contenders: Iterable[Contender], world: ws.World) -> int:
+    """How many steps of each contender fill the rest of the time, in whole blocks; the same on every rank."""
+    typical_ms = sum(statistics.median(contender.times_ms) for contender in contenders)
     blocks = min(MOST_STEPS, int(1e3 * seconds / typical_ms)) // BLOCK_STEPS - FIRST_BLOCKS
     found = torch.tensor(max(0, blocks) * BLOCK_STEPS, device=world.device)
     if world.size > 1:
@@ -205,7 +206,7 @@ class Suite(StrEnum):
 
 
 def _in_suite(settings: SuiteSettings, *, nproc: int, as_json: bool, with_breakdown: bool) -> None:
-    """Runs a suite and prints what came of it. Leaves with status 1 for a wrong loss or a lane that failed."""
+    """Runs a suite and prints what came of it. Leaves with status 1 for a wrong loss or a contender that failed."""
     reports = run_suite(settings, nproc=nproc)
     if as_json:
         print(suite_as_json(reports))
@@ -242,35 +243,43 @@ def _listed(given: list[str] | None) -> list[str]:
 
 def command(
     *,
-    suite: Annotated[Suite | None, typer.Option(help="gpu: W1, W2, W3; cpu: mlp, gpt, conv, tiny; all lanes.")] = None,
+    suite: Annotated[
+        Suite | None, typer.Option(help="gpu: W1, W2, W3; cpu: mlp, gpt, conv, tiny; all contenders.")
+    ] = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(help="mlp: mostly launches; gpt: mostly arithmetic; conv: batch norm. Default: all, in turn."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long each training is timed.")] = BenchSettings().seconds,
-    steps: Annotated[int | None, typer.Option(help="Steps of each lane, in place of a time; 60 with --suite.")] = None,
-    lanes: Annotated[list[str] | None, typer.Option(help=f"With --suite, some of {', '.join(LANES)}.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each contender, in place of a time; 60 with --suite.")
+    ] = None,
+    contenders: Annotated[
+        list[str] | None, typer.Option(help=f"With --suite, some of {', '.join(CONTENDERS)}.")
+    ] = None,
     budget_s: Annotated[
         float, typer.Option(help="With --suite: what does not fit into so many seconds is left.")
     ] = 540,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="With --suite: time by kernel class.")] = False,
-    out: Annotated[Path | None, typer.Option(help="With --suite: JSON, written as soon as a lane is done.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --suite: JSON, written as soon as a contender is done.")
+    ] = None,
     nproc: Nproc = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the compiled step against eager DDP on small trainings, or with --suite against every stock way.
 
-    Predictions are those of `wholestep calibrate`, if it has run on this host. Lanes of a suite take turns in one
+    Predictions are those of `wholestep calibrate`, if it has run on this host. Contenders of a suite take turns in one
     process group; the same graph without communication is the limit, and JAX follows where it is installed.
     """
     names, processes = _listed(workload), choose_nproc(nproc)
     if suite is not None:
         settings = SuiteSettings(
-            suite=suite.value, trainings=trainings_named(suite.value, names), kinds=kinds_named(_listed(lanes)),
+            suite=suite.value, trainings=trainings_named(suite.value, names), kinds=kinds_named(_listed(contenders)),
             num_steps=steps or 60, budget_s=budget_s, path=out, command=shlex.join(["wholestep", *sys.argv[1:]]),
         )  # fmt: skip
         _in_suite(settings, nproc=processes, as_json=as_json, with_breakdown=breakdown)
         return
-    if lanes or breakdown or out:
-        raise ConfigError("--lanes, --breakdown and --out go with --suite.")
+    if contenders or breakdown or out:
+        raise ConfigError("--contenders, --breakdown and --out go with --suite.")
     _race(names, nproc=processes, as_json=as_json, seconds=seconds, steps=steps)

@@ -23,12 +23,12 @@ from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, threads_pe
 from wholestep.cli.workloads.gpt import GPT, next_byte_loss, sample
 from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches, demo_recipe
 from wholestep.cli.workloads.interleaved import (
-    Lane,
-    LaneKind,
+    Contender,
+    ContenderKind,
     Timing,
     compiled_step,
     largest_difference,
-    open_lane,
+    open_contender,
     race,
     timing,
 )
@@ -39,8 +39,8 @@ FINAL_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneResult:
-    """One lane on one rank."""
+class ContenderResult:
+    """One contender on one rank."""
 
     losses: tuple[float, ...]
     times_ms: tuple[float, ...]
@@ -52,9 +52,9 @@ class LaneResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank brings home; all but the lanes comes from rank 0 alone."""
+    """What one rank brings home; all but the contenders comes from rank 0 alone."""
 
-    lanes: dict[LaneKind, LaneResult]
+    contenders: dict[ContenderKind, ContenderResult]
     difference: float = 0.0
     num_parameters: int = 0
     num_files: int = 0
@@ -65,8 +65,8 @@ class RankResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneSummary:
-    """One lane over all ranks."""
+class ContenderSummary:
+    """One contender over all ranks."""
 
     train_loss: float
     """Nats per byte, mean over ranks and the last steps."""
@@ -88,8 +88,8 @@ class DemoReport:
     device: str
     num_parameters: int
     num_files: int
-    wholestep: LaneSummary
-    eager_ddp: LaneSummary
+    wholestep: ContenderSummary
+    eager_ddp: ContenderSummary
     speed_ratio: float
     """Median step time of eager DDP over that of the compiled step: above one, compiled is faster."""
     largest_difference: float
@@ -108,16 +108,18 @@ class DemoReport:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.settings.steps} steps, {self.nproc} ranks, {self.device}", title_justify="left")
-        for column in ("", LaneKind.WHOLESTEP.value, LaneKind.EAGER_DDP.value):
+        for column in ("", ContenderKind.WHOLESTEP.value, ContenderKind.EAGER_DDP.value):
             table.add_column(column, justify="left" if not column else "right")
-        rows: dict[str, Callable[[LaneSummary], str]] = {
-            "train loss (nats per byte)": lambda lane: f"{lane.train_loss:.6f}",
-            "held-out loss (nats per byte)": lambda lane: f"{lane.held_out_loss:.6f}",
-            "median step (ms)": lambda lane: f"{lane.timing.median_ms:.1f}",
-            "step, 10% to 90% (ms)": lambda lane: f"{lane.timing.p10_ms:.1f} to {lane.timing.p90_ms:.1f}",
-            "tokens per second": lambda lane: f"{lane.bytes_per_s:,.0f}",
-            "first call (ms)": lambda lane: f"{lane.timing.first_ms:.0f}",
-            "parameters equal on all ranks": lambda lane: "yes" if lane.ranks_equal else "NO",
+        rows: dict[str, Callable[[ContenderSummary], str]] = {
+            "train loss (nats per byte)": lambda contender: f"{contender.train_loss:.6f}",
+            "held-out loss (nats per byte)": lambda contender: f"{contender.held_out_loss:.6f}",
+            "median step (ms)": lambda contender: f"{contender.timing.median_ms:.1f}",
+            "step, 10% to 90% (ms)": lambda contender: (
+                f"{contender.timing.p10_ms:.1f} to {contender.timing.p90_ms:.1f}"
+            ),
+            "tokens per second": lambda contender: f"{contender.bytes_per_s:,.0f}",
+            "first call (ms)": lambda contender: f"{contender.timing.first_ms:.0f}",
+            "parameters equal on all ranks": lambda contender: "yes" if contender.ranks_equal else "NO",
         }
         for label, show in rows.items():
             table.add_row(label, show(self.wholestep), show(self.eager_ddp))
@@ -125,11 +127,11 @@ class DemoReport:
 
 
 def run_demo(settings: DemoSettings, *, nproc: int) -> DemoReport:
-    """Train both lanes on `nproc` new processes and compare them."""
+    """Train both contenders on `nproc` new processes and compare them."""
     ranks: list[RankResult] = ws.run(train_on_rank, nproc, settings, nproc)
     first = ranks[0]
-    lanes = {kind: _summarise([rank.lanes[kind] for rank in ranks], settings) for kind in first.lanes}
-    compiled, eager = lanes[LaneKind.WHOLESTEP], lanes[LaneKind.EAGER_DDP]
+    contenders = {kind: _summarise([rank.contenders[kind] for rank in ranks], settings) for kind in first.contenders}
+    compiled, eager = contenders[ContenderKind.WHOLESTEP], contenders[ContenderKind.EAGER_DDP]
     return DemoReport(
         settings=settings,
         nproc=nproc,
@@ -146,10 +148,10 @@ def run_demo(settings: DemoSettings, *, nproc: int) -> DemoReport:
     )
 
 
-def _summarise(ranks: Sequence[LaneResult], settings: DemoSettings) -> LaneSummary:
+def _summarise(ranks: Sequence[ContenderResult], settings: DemoSettings) -> ContenderSummary:
     measured = timing([rank.times_ms for rank in ranks])
     bytes_per_step = len(ranks) * settings.rows * settings.model.context
-    return LaneSummary(
+    return ContenderSummary(
         train_loss=fmean(fmean(rank.losses[-FINAL_STEPS:]) for rank in ranks),
         held_out_loss=ranks[0].held_out,
         timing=measured,
@@ -164,21 +166,21 @@ def train_on_rank(settings: DemoSettings, nproc: int) -> RankResult:
     torch.set_num_threads(threads_per_rank(nproc))
     text = standard_library(max_bytes=settings.text_bytes)
     recipe = demo_recipe(settings)
-    lanes = [open_lane(kind, recipe, world) for kind in (LaneKind.WHOLESTEP, LaneKind.EAGER_DDP)]
+    contenders = [open_contender(kind, recipe, world) for kind in (ContenderKind.WHOLESTEP, ContenderKind.EAGER_DDP)]
     batches = (
         (x.to(world.device), y.to(world.device))
         for x, y in demo_batches(text.train, settings, rank=world.rank, num_batches=settings.steps)
     )
-    race(lanes, islice(batches, 1), block_steps=1)  # compiles, which has a display of its own
-    with _progress(lanes, settings, world) as on_step:
-        race(lanes, batches, block_steps=settings.block_steps, on_step=on_step)
-    results = {lane.kind: _lane_result(lane, text, settings, world) for lane in lanes}
+    race(contenders, islice(batches, 1), block_steps=1)  # compiles, which has a display of its own
+    with _progress(contenders, settings, world) as on_step:
+        race(contenders, batches, block_steps=settings.block_steps, on_step=on_step)
+    results = {contender.kind: _contender_result(contender, text, settings, world) for contender in contenders}
     if world.rank != 0:
-        return RankResult(lanes=results)
-    compiled, eager = lanes
+        return RankResult(contenders=results)
+    compiled, eager = contenders
     module = compiled.module
     return RankResult(
-        lanes=results,
+        contenders=results,
         difference=largest_difference(compiled.module, eager.module),
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         num_files=text.num_files,
@@ -189,18 +191,18 @@ def train_on_rank(settings: DemoSettings, nproc: int) -> RankResult:
     )
 
 
-def _lane_result(lane: Lane, text: Text, settings: DemoSettings, world: ws.World) -> LaneResult:
+def _contender_result(contender: Contender, text: Text, settings: DemoSettings, world: ws.World) -> ContenderResult:
     digest = hashlib.sha256()
-    for parameter in lane.module.parameters():
+    for parameter in contender.module.parameters():
         digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     with torch.inference_mode():
         held_out = [
-            float(next_byte_loss(lane.module, x.to(world.device), y.to(world.device)))
+            float(next_byte_loss(contender.module, x.to(world.device), y.to(world.device)))
             for x, y in demo_batches(text.held_out, settings, rank=0, num_batches=settings.held_out_batches)
         ]
-    return LaneResult(
-        losses=tuple(lane.losses),
-        times_ms=tuple(lane.times_ms),
+    return ContenderResult(
+        losses=tuple(contender.losses),
+        times_ms=tuple(contender.times_ms),
         held_out=fmean(held_out),
         fingerprint=digest.hexdigest(),
     )
@@ -216,9 +218,9 @@ def _draw(module: nn.Module, settings: DemoSettings) -> str:
 
 @contextmanager
 def _progress(
-    lanes: Sequence[Lane], settings: DemoSettings, world: ws.World
-) -> Iterator[Callable[[Lane], None] | None]:
-    """On rank 0, a bar per lane on stderr with its loss and speed; yields what to call after every step."""
+    contenders: Sequence[Contender], settings: DemoSettings, world: ws.World
+) -> Iterator[Callable[[Contender], None] | None]:
+    """On rank 0, a bar per contender on stderr with its loss and speed; yields what to call after every step."""
     if world.rank != 0 or settings.quiet:
         yield None
         return
@@ -232,23 +234,23 @@ def _progress(
     bytes_per_step = world.size * settings.rows * settings.model.context
     with Progress(*columns, console=Console(stderr=True)) as progress:
         tasks = {
-            lane.kind: progress.add_task(
-                lane.kind.value, total=settings.steps, completed=len(lane.losses), loss=0.0, speed=0.0
+            contender.kind: progress.add_task(
+                contender.kind.value, total=settings.steps, completed=len(contender.losses), loss=0.0, speed=0.0
             )
-            for lane in lanes
+            for contender in contenders
         }
 
-        def on_step(lane: Lane) -> None:
-            recent_ms = fmean(lane.times_ms[-settings.block_steps :])
+        def on_step(contender: Contender) -> None:
+            recent_ms = fmean(contender.times_ms[-settings.block_steps :])
             speed = 1e3 * bytes_per_step / recent_ms
-            progress.update(tasks[lane.kind], advance=1, loss=fmean(lane.losses[-FINAL_STEPS:]), speed=speed)
+            progress.update(tasks[contender.kind], advance=1, loss=fmean(contender.losses[-FINAL_STEPS:]), speed=speed)
 
         yield on_step
 
 
 def command(
     *,
-    steps: Annotated[int, typer.Option(help="Steps of each lane.")] = DemoSettings().steps,
+    steps: Annotated[int, typer.Option(help="Steps of each contender.")] = DemoSettings().steps,
     seed: Annotated[int, typer.Option(help="Decides the weights, the batches and the sample.")] = 0,
     nproc: Nproc = None,
     as_json: AsJson = False,
@@ -261,7 +263,7 @@ def command(
     console = Console()
     console.print(
         f"\nGPT with {report.num_parameters:,} parameters on {report.num_files} files of Python's standard library. "
-        f"The two lanes took turns, {report.settings.block_steps} steps at a time."
+        f"The two contenders took turns, {report.settings.block_steps} steps at a time."
     )
     console.print(report)
     console.print(_verdict(report), markup=False)

@@ -17,7 +17,7 @@ import wholestep as ws
 from wholestep.api.report.records import Explanation
 from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, threads_per_rank
 from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches, demo_recipe
-from wholestep.cli.workloads.interleaved import LaneKind, compiled_step, open_lane
+from wholestep.cli.workloads.interleaved import ContenderKind, compiled_step, open_contender
 from wholestep.cli.workloads.text_data import standard_library
 from wholestep.errors import ConfigError
 
@@ -97,10 +97,10 @@ def _explain_on_rank(target: str, nproc: int, measure: int) -> Explanation | Non
 
 def _demo_step(world: ws.World) -> tuple[ws.CompiledStep, tuple[Any, ...]]:
     settings = DemoSettings()
-    lane = open_lane(LaneKind.WHOLESTEP, demo_recipe(settings), world)
+    contender = open_contender(ContenderKind.WHOLESTEP, demo_recipe(settings), world)
     text = standard_library(max_bytes=settings.text_bytes)
     (x, y), *_ = demo_batches(text.train, settings, rank=world.rank, num_batches=1)
-    return compiled_step(lane), (lane.model, lane.optimizer, x.to(world.device), y.to(world.device))
+    return compiled_step(contender), (contender.model, contender.optimizer, x.to(world.device), y.to(world.device))
 
 
 def command(

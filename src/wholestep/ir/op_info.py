@@ -323,7 +323,7 @@ _registered: dict[Any, Any] = {}
 
 
 def register_in_place(functional: Any, in_place: Any) -> None:
-    """Tells that `in_place` writes to its first arguments what `functional` returns, in order."""
+    """Tells that `overridden` writes to its first arguments what `functional` returns, in order."""
     _registered[functional] = in_place
 
 

@@ -19,16 +19,16 @@ from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend, profitability
 from wholestep.lower.codecache import toolchain_hash
 from wholestep.lower.inductor_backend import Eager, Form, Inductor, finds
-from wholestep.passes.comm.wire_format import Way
+from wholestep.passes.comm.wire_format import WireFormat
 from wholestep.passes.pass_manager import Pass
-from wholestep.runtime.distributed.blob_store import Shelf
-from wholestep.util.lazy_import import later
+from wholestep.runtime.distributed.blob_store import BlobStore
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from wholestep.lower.inductor import compile_fx, segment_compiler
 else:
-    compile_fx = later("wholestep.lower.inductor.compile_fx")
-    segment_compiler = later("wholestep.lower.inductor.segment_compiler")
+    compile_fx = lazy_import("wholestep.lower.inductor.compile_fx")
+    segment_compiler = lazy_import("wholestep.lower.inductor.segment_compiler")
 
 log = logging.getLogger("wholestep")
 
@@ -47,11 +47,12 @@ class Auto:
         device: torch.device,
         cost: Callable[[], CostModel],
         objection: Callable[[str], str],
-        shelf: Shelf | None = None,
+        blob_store: BlobStore | None = None,
     ) -> None:
         """`cost` gives what predictions are made from; `objection` takes why this rank objects to Inductor, if it does,
-        and gives what the first one says that does. Both give the same on every rank. `shelf` as for `Inductor`."""
-        self._device, self._cost, self._objection, self._shelf = device, cost, objection, shelf
+        and gives what the first one says that does. Both give the same on every rank. `blob_store` as for
+        `Inductor`."""
+        self._device, self._cost, self._objection, self._blob_store = device, cost, objection, blob_store
         self._chosen: Eager | Inductor | None = None
         self._why = ""
 
@@ -68,7 +69,7 @@ class Auto:
 
     def prepare(self) -> None:
         """See `Eager.prepare`. On a GPU it is known what will be chosen."""
-        if self._device.type == "cuda" and not finds(self._shelf):
+        if self._device.type == "cuda" and not finds(self._blob_store):
             compile_fx.start_workers()
         elif self._chosen is not None:
             self._chosen.prepare()
@@ -84,7 +85,7 @@ class Auto:
         """See `Eager.costs`. Before anything is chosen they are those of nodes one by one."""
         return cost if self._chosen is None else self._chosen.costs(cost)
 
-    def travels_as(self, grad: fx.Node, group: str) -> Way:
+    def travels_as(self, grad: fx.Node, group: str) -> WireFormat:
         """See `Eager.travels_as`."""
         return (self._chosen or Eager()).travels_as(grad, group)
 
@@ -113,7 +114,7 @@ class Auto:
             log.log(logging.WARNING if cannot else logging.INFO, "the step runs uncompiled: %s", objection)
             return Eager()
         self._why = f"{gain}, as predicted" if on_cpu else "there is a GPU"
-        return Inductor(InductorOptions(), self._device, self._shelf)
+        return Inductor(InductorOptions(), self._device, self._blob_store)
 
     def marks(self) -> list[tuple[str, str]]:
         """See `Eager.marks`."""
@@ -132,7 +133,7 @@ class Auto:
         chosen, *rest = kernels
         if self._chosen is None:
             compiled = chosen == _COMPILED
-            self._chosen = Inductor(InductorOptions(), self._device, self._shelf) if compiled else Eager()
+            self._chosen = Inductor(InductorOptions(), self._device, self._blob_store) if compiled else Eager()
             self._why = "as in the process that saved it"
         self._chosen.give(program, tuple(rest))
 
@@ -145,15 +146,15 @@ def backend_for(
     device: torch.device,
     cost: Callable[[], CostModel],
     objection: Callable[[str], str],
-    shelf: Shelf | None = None,
+    blob_store: BlobStore | None = None,
 ) -> Backend:
-    """The backend that `compile` was asked for, on this device. `cost`, `objection` and `shelf` as for `Auto`."""
+    """The backend that `compile` was asked for, on this device. `cost`, `objection` and `blob_store` as for `Auto`."""
     if chosen != "eager" and device.type == "cuda":
         # Before threads import parts of it: modules that import each other cannot be imported from two sides at once.
         importlib.import_module("wholestep.lower.inductor.segment_compiler")
         toolchain_hash.begun()
     if isinstance(chosen, InductorOptions):
-        return Inductor(chosen, device, shelf)
+        return Inductor(chosen, device, blob_store)
     if chosen == "inductor":
-        return Inductor(InductorOptions(), device, shelf)
-    return Auto(device, cost, objection, shelf) if chosen == "auto" else Eager()
+        return Inductor(InductorOptions(), device, blob_store)
+    return Auto(device, cost, objection, blob_store) if chosen == "auto" else Eager()

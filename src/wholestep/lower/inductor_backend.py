@@ -21,7 +21,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.cost.link_model import with_copies
 from wholestep.ir import node_meta
 from wholestep.ir.ops.collectives import averages
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
@@ -32,33 +32,33 @@ from wholestep.lower.cudagraph.partition import split
 from wholestep.lower.foreach import multi_tensor
 from wholestep.lower.gemm import matmul_autotune
 from wholestep.lower.kernels import column_sum, copy_all_reduce, cross_entropy, row_sum, sparse_all_reduce
-from wholestep.passes.comm.fold_mean import average_on_the_way
-from wholestep.passes.comm.use_copy_engine import MIN_BYTES, reduce_by_copies
-from wholestep.passes.comm.wire_dtype import Makes, narrow_messages, narrow_type
-from wholestep.passes.comm.wire_format import Way, as_it_is
+from wholestep.passes.comm.fold_mean import fold_mean
+from wholestep.passes.comm.use_copy_engine import MIN_BYTES, use_copy_engine
+from wholestep.passes.comm.wire_dtype import Makes, narrow_type, narrow_wire_dtype
+from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.pass_manager import Pass
-from wholestep.passes.rewrites.decompose_batch_norm import plain_batch_norms
-from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, lean_cross_entropy
-from wholestep.passes.rewrites.fuse_gelu import fuse_activations
-from wholestep.passes.rewrites.matmul_out_dtype import widen_products
-from wholestep.passes.rewrites.pad_matmul import pad_products
-from wholestep.passes.rewrites.padded_cross_entropy import write_whole_rows
-from wholestep.passes.schedule.batch_host_reads import read_in_rounds
-from wholestep.passes.schedule.defer_host_reads import delay_host_reads
+from wholestep.passes.rewrites.decompose_batch_norm import decompose_batch_norm
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, fuse_cross_entropy
+from wholestep.passes.rewrites.fuse_gelu import fuse_gelu
+from wholestep.passes.rewrites.matmul_out_dtype import widen_matmul_out_dtype
+from wholestep.passes.rewrites.pad_matmul import pad_matmul
+from wholestep.passes.rewrites.padded_cross_entropy import pad_cross_entropy
+from wholestep.passes.schedule.batch_host_reads import batch_host_reads
+from wholestep.passes.schedule.defer_host_reads import defer_host_reads
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.passes.schedule.pack_scalars import pack_scalars
-from wholestep.passes.schedule.sink_waits import delay_waits
-from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.passes.schedule.sink_waits import sink_waits
+from wholestep.runtime.distributed.blob_store import BlobStore
 from wholestep.util import background
-from wholestep.util.lazy_import import later
-from wholestep.util.progress import tell
+from wholestep.util.lazy_import import lazy_import
+from wholestep.util.progress import report_stage
 
 if TYPE_CHECKING:
     from wholestep.lower.inductor import compile_fx, segment_compiler
     from wholestep.lower.inductor.compile_fx import Compiled
 else:
-    compile_fx = later("wholestep.lower.inductor.compile_fx")
-    segment_compiler = later("wholestep.lower.inductor.segment_compiler")
+    compile_fx = lazy_import("wholestep.lower.inductor.compile_fx")
+    segment_compiler = lazy_import("wholestep.lower.inductor.segment_compiler")
 
 log = logging.getLogger("wholestep")
 
@@ -93,9 +93,9 @@ class Eager:
         """Costs of nodes as they will run, from those of nodes that run one by one."""
         return cost
 
-    def travels_as(self, grad: fx.Node, group: str) -> Way:
+    def travels_as(self, grad: fx.Node, group: str) -> WireFormat:
         """How a placed gradient goes to who adds it, in the group that reduces it."""
-        return as_it_is(grad, group)
+        return unchanged(grad, group)
 
     def marks(self) -> list[tuple[str, str]]:
         """What its compiled code depends on besides the program, and how that is."""
@@ -124,10 +124,10 @@ class Inductor:
     shares_kernels = True
     """See `Eager.shares_kernels`."""
 
-    def __init__(self, options: InductorOptions, device: torch.device, shelf: Shelf | None = None) -> None:
-        """`shelf`: where other ranks find what rank 0 compiles; None where there are none."""
+    def __init__(self, options: InductorOptions, device: torch.device, blob_store: BlobStore | None = None) -> None:
+        """`blob_store`: where other ranks find what rank 0 compiles; None where there are none."""
         self._options, self._device, self._on_gpu = options, device, device.type == "cuda"
-        self._shelf, self._had = shelf, set[str]()
+        self._blob_store, self._had = blob_store, set[str]()
         """The shelf, and keys of programs whose kernels need not travel any more."""
         self._by_copies = self._on_gpu and bool(options.copy_engines)
         self._copying: dict[str, int] = {}
@@ -146,10 +146,10 @@ class Inductor:
 
     def prepare(self) -> None:
         """See `Eager.prepare`."""
-        if finds(self._shelf):
+        if finds(self._blob_store):
             if self._on_gpu:
                 # Who measures block sizes imports it, and the others would wait for this rank in the first run.
-                background.begun(partial(importlib.import_module, "wholestep.lower.inductor.compile_fx"))
+                background.start_in_background(partial(importlib.import_module, "wholestep.lower.inductor.compile_fx"))
             return
         if self._on_gpu:
             compile_fx.start_workers()
@@ -160,25 +160,25 @@ class Inductor:
         """See `Eager.passes`."""
         self._copying = self._groups_that_copy(placed)
         return [
-            plain_batch_norms,
-            partial(lean_cross_entropy, fuses=_fuses),
+            decompose_batch_norm,
+            partial(fuse_cross_entropy, fuses=_fuses),
             # Behind the pass that says by whom logits are read, before those that look for products as they will be.
-            partial(pad_products, pads=segment_compiler.widens),
-            write_whole_rows,
-            *([partial(fuse_activations, fuses=matmul_autotune.activates)] if self._instead else []),
+            partial(pad_matmul, pads=segment_compiler.widens),
+            pad_cross_entropy,
+            *([partial(fuse_gelu, fuses=matmul_autotune.activates)] if self._instead else []),
             # Before products are widened: the path from a gradient to its reduction is shorter then.
-            partial(average_on_the_way, averages=averages),
-            *([partial(reduce_by_copies, why_not=copy_all_reduce.why_not)] if self._by_copies else []),
-            partial(narrow_messages, makes=segment_compiler.widens),
-            partial(widen_products, widens=segment_compiler.widens),
-            *([read_in_rounds] if self._on_gpu else []),
+            partial(fold_mean, averages=averages),
+            *([partial(use_copy_engine, why_not=copy_all_reduce.why_not)] if self._by_copies else []),
+            partial(narrow_wire_dtype, makes=segment_compiler.widens),
+            partial(widen_matmul_out_dtype, widens=segment_compiler.widens),
+            *([batch_host_reads] if self._on_gpu else []),
             # Before segments are formed, whose calls read packed numbers.
             partial(
                 pack_scalars, reads=partial(segment_compiler.only_on, self._device.type, segment_compiler.reads_packed)
             ),
-            *([delay_host_reads] if self._on_gpu else []),
+            *([defer_host_reads] if self._on_gpu else []),
             # A segment ends where a wait stands.
-            delay_waits,
+            sink_waits,
             forms_segments(self._device.type),
             *([self._lists.tell_lists] if self._on_gpu else []),
         ]
@@ -193,25 +193,25 @@ class Inductor:
             cost, compiles=segment_compiler.may_compile, at_once=multi_tensor.loops, links=links, device=device
         )
 
-    def travels_as(self, grad: fx.Node, group: str) -> Way:
+    def travels_as(self, grad: fx.Node, group: str) -> WireFormat:
         """See `Eager.travels_as`. Copies leave gradients as their products are, and take rows of tables."""
         size = self._copying.get(group, 0)
-        return way_by_copies(grad, size, makes=segment_compiler.widens) if size else as_it_is(grad, group)
+        return way_by_copies(grad, size, makes=segment_compiler.widens) if size else unchanged(grad, group)
 
-    @plainly()
+    @without_autocast()
     def lower(self, program: Program, wait: eager_backend.Wait | None = None) -> Step:
         """See `Eager.lower`. With `wait` there is no CUDA graph, in which nobody could be seen to wait."""
         self._copying = self._groups_that_copy(program)  # a step that was saved has been planned elsewhere
-        if self._shelf is None:
+        if self._blob_store is None:
             return self._lowered(program, wait)
         key = segment_compiler.key_of(segments_of(program), self._device)
         is_new = key not in self._had
         self._had.add(key)
-        if is_new and not self._shelf.is_filled_here:
-            self._take(program, self._shelf, key)
+        if is_new and not self._blob_store.is_filled_here:
+            self._take(program, self._blob_store, key)
         step = self._lowered(program, wait)
-        if is_new and self._shelf.is_filled_here:
-            self._put(program, self._shelf, key)
+        if is_new and self._blob_store.is_filled_here:
+            self._put(program, self._blob_store, key)
         return step
 
     def _groups_that_copy(self, program: Program) -> dict[str, int]:
@@ -223,17 +223,17 @@ class Inductor:
             if axis.size > 1 and not copy_all_reduce.why_not(axis.group, self._device)
         }
 
-    def _put(self, program: Program, shelf: Shelf, key: str) -> None:
+    def _put(self, program: Program, blob_store: BlobStore, key: str) -> None:
         """Puts what was compiled of a program on the shelf."""
         try:
-            shelf.put(key, pickle.dumps(self.kernels(program)))
+            blob_store.put(key, pickle.dumps(self.kernels(program)))
         except Exception as error:  # whatever it is, the others have compilers, too
             log.warning("every rank compiles for itself: %s: %s", type(error).__name__, error)
 
-    def _take(self, program: Program, shelf: Shelf, key: str) -> None:
+    def _take(self, program: Program, blob_store: BlobStore, key: str) -> None:
         """Takes from the shelf what rank 0 has compiled of a program, if it has the same one."""
         try:
-            if (found := shelf.take(key)) is not None:
+            if (found := blob_store.take(key)) is not None:
                 self.give(program, pickle.loads(found))
                 return
             why = "rank 0 has compiled no such segments for this kind of device"
@@ -253,13 +253,15 @@ class Inductor:
             step = lower(program)
             self._reasons[step] = parts
             return step
-        return graph_runner.Graphed(program, parts, lower, self._pool, refused=self._refused)
+        return graph_runner.GraphRunner(program, parts, lower, self._pool, refused=self._refused)
 
     def form(self, step: Step) -> Form:
         """See `Eager.form`."""
-        if isinstance(step, graph_runner.Graphed) and not step.why_none:
+        if isinstance(step, graph_runner.GraphRunner) and not step.why_none:
             return Form(f"inductor, {step.told}", is_one_launch=True)
-        reason = step.why_none if isinstance(step, graph_runner.Graphed) else self._reasons.get(step, "there is no GPU")
+        reason = (
+            step.why_none if isinstance(step, graph_runner.GraphRunner) else self._reasons.get(step, "there is no GPU")
+        )
         return Form(f"inductor, no CUDA graph: {reason}")
 
     def marks(self) -> list[tuple[str, str]]:
@@ -284,7 +286,7 @@ class Inductor:
     def give(self, program: Program, kernels: tuple[bytes | None, ...]) -> None:
         """See `Eager.give`."""
         segments = segments_of(program)
-        if self._shelf is not None:
+        if self._blob_store is not None:
             self._had.add(segment_compiler.key_of(segments, self._device))
         if self._on_gpu:
             toolchain_hash.wait_for_inductor()
@@ -310,24 +312,24 @@ class Inductor:
             self._lists.begin(program)
             triton_cache.build_beside(_kernels_called(program), self._device)
         for number, segment in enumerate(segments, 1):
-            tell(f"compiling segment {number} of {len(segments)}")
+            report_stage(f"compiling segment {number} of {len(segments)}")
             if not self._lists.has(segment):
                 self._inductor.begin(segment)
         if self._on_gpu:
             text = "\n".join(self._inductor.texts())
             triton_cache.build_beside(itertools.chain(column_sum.builds(text), row_sum.builds(text)), self._device)
-        tell("waiting for kernels")
+        report_stage("waiting for kernels")
         self._inductor.finish()
 
     def _compiled(self, segment: Segment) -> Compiled:
         return self._lists.compile(segment) or self._inductor.compile(segment)
 
 
-def way_by_copies(grad: fx.Node, ranks: int, *, makes: Makes) -> Way:
+def way_by_copies(grad: fx.Node, ranks: int, *, makes: Makes) -> WireFormat:
     """How copies take a placed gradient to who adds it, among so many ranks; `makes` as for `narrow_type`."""
     own = node_meta.tensor(grad)
     dtype = narrow_type(grad, makes=makes) or own.dtype
-    return Way(dtype=dtype, most_rows=sparse_all_reduce.most_rows(own.shape, own.dtype, ranks))
+    return WireFormat(dtype=dtype, most_rows=sparse_all_reduce.most_rows(own.shape, own.dtype, ranks))
 
 
 def forms_segments(device_type: str) -> Pass:
@@ -348,9 +350,9 @@ def forms_segments(device_type: str) -> Pass:
     )
 
 
-def finds(shelf: Shelf | None) -> bool:
+def finds(blob_store: BlobStore | None) -> bool:
     """Whether this rank will find what another one has compiled."""
-    return shelf is not None and not shelf.is_filled_here
+    return blob_store is not None and not blob_store.is_filled_here
 
 
 def _kernels_called(program: Program) -> Iterator[triton_cache.Job]:

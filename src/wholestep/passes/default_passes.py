@@ -9,17 +9,17 @@ from typing import Any
 
 from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.comm.bucketing import Choose, bucket, choose_alone
-from wholestep.passes.comm.grads_as_bucket_views import fill_buckets
-from wholestep.passes.comm.split_optimizer import split_updates
-from wholestep.passes.comm.wire_format import TravelsAs, as_it_is
+from wholestep.passes.comm.bucketing import Choose, bucket_gradients, choose_alone
+from wholestep.passes.comm.grads_as_bucket_views import grads_as_bucket_views
+from wholestep.passes.comm.split_optimizer import split_optimizer
+from wholestep.passes.comm.wire_format import TravelsAs, unchanged
 from wholestep.passes.memory.reinplace import reinplace
-from wholestep.passes.memory.rematerialize import Budget, check_budget, remat
+from wholestep.passes.memory.rematerialize import Budget, check_budget, rematerialize
 from wholestep.passes.pass_manager import Pass
-from wholestep.passes.rewrites.cse import dedupe
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.rng_cleanup import settle_generators
-from wholestep.passes.schedule.overlap import schedule
+from wholestep.passes.rewrites.cse import eliminate_common_subexpressions
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.rng_cleanup import clean_up_rng
+from wholestep.passes.schedule.overlap import overlap_communication
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def passes_of(
     compress: Pass | None = None,
     hold_updates: bool = False,
     choose: Choose = choose_alone,
-    travels_as: TravelsAs = as_it_is,
+    travels_as: TravelsAs = unchanged,
     lowering: Sequence[Pass] = (),
 ) -> list[Pass]:
     """The passes from a placed program to a scheduled one.
@@ -96,18 +96,18 @@ def passes_of(
         travels_as: how a gradient goes to who adds it, where nothing travels in its place.
         lowering: passes of the backend.
     """
-    budget, way = options.memory_budget, travels_as if compress is None else as_it_is
+    budget, way = options.memory_budget, travels_as if compress is None else unchanged
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
-        cleanup,
+        eliminate_dead_code,
         # On the functional graph, whose order is that of the step; before anything asks what may be moved.
-        settle_generators,
+        clean_up_rng,
         # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
         # equal arguments the same node.
-        dedupe,
+        eliminate_common_subexpressions,
         # On the functional graph: readers of gradients can still be moved freely.
         partial(
-            bucket,
+            bucket_gradients,
             cost=cost,
             bucket_bytes=bucket_bytes,
             choose=choose,
@@ -117,16 +117,16 @@ def passes_of(
         # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.
         *([compress] if compress is not None else []),
         # Behind bucket, whose buckets it splits by; before schedule, which moves the parts.
-        split_updates,
+        split_optimizer,
         # Behind whatever adds nodes: it orders all of them.
-        partial(schedule, cost=cost, hold_updates=hold_updates, bound_bytes=options.bound_bytes),
+        partial(overlap_communication, cost=cost, hold_updates=hold_updates, bound_bytes=options.bound_bytes),
         # Behind schedule, in whose order it weighs what is alive; nothing moves what it computes again.
-        *([partial(remat, cost=cost, budget=budget)] if budget is not None else []),
+        *([partial(rematerialize, cost=cost, budget=budget)] if budget is not None else []),
         *options.extra,
         # The backend's own: what it compiles is one call from here on.
         *lowering,
         # From here on the order of the nodes is fixed, and values that are dead are overwritten.
         partial(reinplace, hold_updates=hold_updates),
         # Last: a slice of a bucket is memory that several nodes write to.
-        fill_buckets,
+        grads_as_bucket_views,
     ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from wholestep.errors import InternalError
 from wholestep.ir import graph_edit
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.program import PassRecord, Program
 from wholestep.ir.verifier import verify
 
@@ -19,7 +19,7 @@ Pass = Callable[[Program], Program]
 """Edits the graph it is given and returns the program; options are bound before: ``partial(bucket, cap_bytes=...)``."""
 
 
-@plainly()
+@without_autocast()
 def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
     """Runs `passes` in order on a copy of `program`, which stays as it is.
 

@@ -14,7 +14,7 @@ from wholestep.errors import PlacementError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.graph_edit import remove_dead_code
 from wholestep.ir.node_meta import Bucket
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.program import Input, InputKind, MeshAxis, OutputKind, Program
 from wholestep.ir.verifier import verify
 from wholestep.place.interpreter import Placer
@@ -96,7 +96,7 @@ def _dtype_name(entry: tuple[Input, Any]) -> str:
     return str(entry[0].dtype)
 
 
-@plainly()
+@without_autocast()
 def place(program: Program, config: DDP | None, axis: MeshAxis | None) -> Program:
     """Spreads a captured program over one mesh axis. `config` None, or no axis: one process.
 

@@ -27,7 +27,7 @@ _LARGEST_SEED = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class CompressionBuffers:
     """The state that one program reads."""
 
     tensors: list[torch.Tensor]
@@ -63,7 +63,7 @@ class _Seeds:
         self.used += count
 
 
-class CommState:
+class CompressionState:
     """The memory of one compiled step whose strategy compresses gradients."""
 
     def __init__(self, how: Compress) -> None:
@@ -90,7 +90,7 @@ class CommState:
         """The pass that compresses what the next call sends."""
         return partial(compress, how=self._how, started=self.started)
 
-    def hold(self, program: Program) -> Held:
+    def hold(self, program: Program) -> CompressionBuffers:
         """The tensors behind the COMM inputs of `program`, on their devices.
 
         What belongs to a rank is zeros at first; what is the same on all of them is random.
@@ -120,14 +120,14 @@ class CommState:
                 self._seeds.use(1)
             drawn += [each_call] if each_call else []
         reduces = any(node_meta.bucket(node) is not None for node in program.graph.nodes)
-        return Held(tensors=tensors, drawn=drawn, reduces=reduces, phase=self._phase)
+        return CompressionBuffers(tensors=tensors, drawn=drawn, reduces=reduces, phase=self._phase)
 
-    def is_outdated(self, held: Held) -> bool:
+    def is_outdated(self, held: CompressionBuffers) -> bool:
         """Whether the next call wants another program: compression starts, or other state was loaded."""
         return held.phase != self._phase
 
     @contextmanager
-    def call(self, held: Held) -> Iterator[None]:
+    def call(self, held: CompressionBuffers) -> Iterator[None]:
         """Around a call. One behind a call that failed starts from the same numbers."""
         for number, tensors in enumerate(held.drawn):
             _draw(tensors, self._seeds.peek(number))

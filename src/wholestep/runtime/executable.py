@@ -17,7 +17,7 @@ from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
 from wholestep.passes.analysis.write_order import writes_beside_communication
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
-from wholestep.runtime.step_timer import Measured, Meter, Runner, Wait
+from wholestep.runtime.step_timer import Runner, StepTimer, StepTimes, Wait
 
 _WRITTEN = (
     "The step updates parameters beside its communication, so some of them and of their optimizer state may hold new "
@@ -37,29 +37,29 @@ class Executable:
         world: World,
         *,
         call: Callable[[], str],
-        buffers: Buffers | None = None,
+        buffers: BufferSync | None = None,
     ) -> None:
         """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
         self.runner, self._world, self._buffers, self._name = runner, world, buffers, call
-        self._inputs: fast_guards.Inputs = binding.source()
+        self._inputs: fast_guards.InputFiller = binding.source()
         self._writes_early = writes_beside_communication(program)
-        self._meter: Meter | None = None
-        self.measured: Measured | None = None
+        self._meter: StepTimer | None = None
+        self.measured: StepTimes | None = None
         """What `measure` has seen; None until it has seen enough."""
 
     def measure(self, num_calls: int, lower: Callable[[Wait], Runner]) -> None:
-        """Times the next calls, behind one that is not; see `Meter`."""
-        self._meter = Meter(num_calls, self._world.device, lower)
+        """Times the next calls, behind one that is not; see `StepTimer`."""
+        self._meter = StepTimer(num_calls, self._world.device, lower)
 
-    def run(self) -> fast_guards.Run | None:
+    def run(self) -> fast_guards.FastRun | None:
         """What a call does, once there has been one; None while calls are measured."""
         if self._meter is not None:
             return None
-        if isinstance(self._inputs, fast_guards.PlainInputs):  # the native ones may have come
+        if isinstance(self._inputs, fast_guards.PythonInputFiller):  # the native ones may have come
             self._inputs = self._inputs.native()
         finish = None if self.binding.is_plain else self.binding.finish
-        return fast_guards.Run(inputs=self._inputs, function=self._function(), finish=finish)
+        return fast_guards.FastRun(inputs=self._inputs, function=self._function(), finish=finish)
 
     def _function(self) -> fast_guards.Function:
         return self.binding.keeping(self.runner if self._world.size == 1 else self._watched)
@@ -74,7 +74,7 @@ class Executable:
         except RankMissingError as error:
             raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
 
-    def _timed(self, meter: Meter, leaves: list[Any]) -> Any:
+    def _timed(self, meter: StepTimer, leaves: list[Any]) -> Any:
         """One step on the runner of the meter."""
         runner, self.runner, self._meter = self.runner, meter.runner, None
         try:
@@ -102,7 +102,7 @@ _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Buffers that a step of this process wrote since they were last equal on all ranks, by id."""
 
 
-class Buffers:
+class BufferSync:
     """Keeps the buffers of a data-parallel step as DistributedDataParallel does: rank 0's values at the start.
 
     The graph itself broadcasts what it writes. A buffer that it only reads is broadcast here, and only when a
@@ -126,12 +126,12 @@ class Buffers:
         """Broadcasts what this step reads and another has written; notes what this step is about to write."""
         stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
         if stale:
-            make_equal(stale, self._axis)
+            broadcast_tensors(stale, self._axis)
         for tensor in self._written:
             _may_differ[id(tensor)] = tensor
 
 
-def make_equal(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
+def broadcast_tensors(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
     """Gives `tensors` the values of the axis's first rank, one message per dtype, as DistributedDataParallel does.
 
     None of them is changed before all have arrived.

@@ -6,16 +6,16 @@ import torch.distributed as dist
 
 from wholestep.cost.calibration import calibrate
 from wholestep.cost.cost_model import CostModel
-from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World
 
 COSTS = "costs"
 """The question to which the costs are the answer."""
 
 
-def agreed_costs(meetings: Meetings, world: World) -> CostModel:
+def agreed_costs(rendezvous: Rendezvous, world: World) -> CostModel:
     """Those of the calibration on rank 0's host, else the defaults of its device; they stay the same for good."""
-    found = meetings.choose(COSTS, lambda: calibrate.to_json(calibrate.find(world.device, marks_of(world))), world)
+    found = rendezvous.choose(COSTS, lambda: calibrate.to_json(calibrate.find(world.device, marks_of(world))), world)
     return calibrate.from_json(found)
 
 

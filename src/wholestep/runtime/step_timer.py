@@ -23,7 +23,7 @@ Wait = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StepTimes:
     """Times of some calls on this rank, microseconds."""
 
     step_us: tuple[float, ...]
@@ -37,7 +37,7 @@ class Measured:
         return statistics.median(waits[number] for waits in self.waits_us)
 
 
-class Meter:
+class StepTimer:
     """Times calls until it has seen enough; a first one goes by untimed, as new code is slower once."""
 
     def __init__(self, num_calls: int, device: torch.device, lower: Callable[[Wait], Runner]) -> None:
@@ -68,11 +68,11 @@ class Meter:
         return result
 
     @property
-    def measured(self) -> Measured | None:
+    def measured(self) -> StepTimes | None:
         """What was seen once enough was; None before that."""
         if self._left > 0:
             return None
-        return Measured(step_us=tuple(self._steps[1:]), waits_us=tuple(self._waits[1:]))
+        return StepTimes(step_us=tuple(self._steps[1:]), waits_us=tuple(self._waits[1:]))
 
     def _wait(self, tensor: Tensor) -> Tensor:
         begin = self._mark()

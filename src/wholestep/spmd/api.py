@@ -25,7 +25,7 @@ from wholestep.passes.comm.bucketing import Choose
 from wholestep.passes.default_passes import DefaultPasses
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import Pass
-from wholestep.runtime.compression_state import CommState
+from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.options import Options
 from wholestep.spmd.data_parallel import DataParallel
 from wholestep.spmd.gradients import Gradients
@@ -158,16 +158,16 @@ class _Step(CompiledStep):
             one.count(last=last)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        found = reachability.find(self._step, args, kwargs)
+        found = reachability.find_reachable(self._step, args, kwargs)
         stand_ins = module_override.choose([module for _, module in found.modules.values()], self._replacements)
-        with module_override.in_place(stand_ins):
-            self.gradients.add(reachability.find(self._step, args, kwargs) if stand_ins else found)
+        with module_override.overridden(stand_ins):
+            self.gradients.add(reachability.find_reachable(self._step, args, kwargs) if stand_ins else found)
             captured = capture(self._step, args, kwargs)
         module_override.expect_originals(captured.guards, stand_ins)
         return captured
 
     def _passes(
-        self, captured: Captured, comm: CommState | None, choose: Choose, lowering: Sequence[Pass] = ()
+        self, captured: Captured, comm: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
     ) -> list[Pass]:
         flat_state = _flat_state(captured)
         self._used.clear()

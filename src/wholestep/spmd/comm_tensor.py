@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.tracing.process_group_rules import RULES
-from wholestep.capture.tracing.process_groups import Comm
+from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.errors import ConfigError
 from wholestep.ir import op_info
@@ -202,7 +202,7 @@ def _traced(func: Any, given: dict[str, Any]) -> _Pending:
     place = names.index("process_group")
     tensors = [given[name] if position == 0 else _read(given[name]) for position, name in enumerate(names[:place])]
     options = [_plain(given[name]) for name in names[place + 1 :] if name not in _LEFT_OUT]
-    handle = RULES[method](Comm(), group, *tensors, *options)
+    handle = RULES[method](ProcessGroupRecorder(), group, *tensors, *options)
     return _Pending(handle.wait)
 
 

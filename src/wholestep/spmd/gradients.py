@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.reach.reachability import Found
+from wholestep.capture.reach.reachability import Reachable
 
 
 class Gradients:
@@ -33,7 +33,7 @@ class Gradients:
                 tensor.grad = grad
             self._put_away.clear()
 
-    def add(self, found: Found) -> None:
+    def add(self, found: Reachable) -> None:
         """Makes what a step was found to reach known."""
         for _, module in found.modules.values():
             self._owners.update((id(tensor), tensor) for tensor in (*module.parameters(), *module.buffers()))

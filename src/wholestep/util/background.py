@@ -20,7 +20,7 @@ _threads: WeakSet[threading.Thread] = WeakSet()
 _ending = threading.Event()
 
 
-def begun(work: Callable[[], object]) -> threading.Thread:
+def start_in_background(work: Callable[[], object]) -> threading.Thread:
     """A thread that does `work`. What fails there is not told: it fails again, where it is needed."""
 
     def run() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """While open nothing is collected, unless somebody asks for it. Objects without cycles are freed as always."""
     was_on = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
 """Modules that are imported when something of them is first asked for.
 
 A compiler takes seconds to import. A step that another process has compiled needs none, nor does one that nobody
-compiles. Where such a module is used, `later` stands for it at run time, and type checkers and the rules of the house
-see an import as any other::
+compiles. Where such a module is used, `lazy_import` stands for it at run time, and type checkers and the rules of the
+house see an import as any other::
 
     if TYPE_CHECKING:
         from wholestep.lower import compiler
@@ -22,6 +22,6 @@ class _Later(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def later(name: str) -> ModuleType:
+def lazy_import(name: str) -> ModuleType:
     """The module of this full name, imported with the first look at an attribute of it, which may raise ImportError."""
     return _Later(name)

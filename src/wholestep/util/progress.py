@@ -17,7 +17,7 @@ _shown: list[tuple[str, Spinner]] = []
 
 
 @contextmanager
-def shown(what: str, rank: int, console: Console | None = None) -> Iterator[None]:
+def progress_shown(what: str, rank: int, console: Console | None = None) -> Iterator[None]:
     """Shows the stages told inside, behind the name `what`, on `console` (standard error if None)."""
     console = console or Console(stderr=True)
     if rank != 0 or not console.is_terminal or _shown:
@@ -34,7 +34,7 @@ def shown(what: str, rank: int, console: Console | None = None) -> Iterator[None
             _shown.clear()
 
 
-def tell(stage: str) -> None:
+def report_stage(stage: str) -> None:
     """Says what is being done now, where a spinner is shown."""
     for what, spinner in _shown:
         spinner.update(text=f"{what}: {stage}")

@@ -35,8 +35,8 @@ def test_losses_and_gradients_are_those_of_float64(rows: int, classes: int, dtyp
     leaf = logits.double().requires_grad_()
     exact = F.cross_entropy(leaf, target, reduction="none")
     (0.3 * exact).sum().backward()
-    # As in `tests/unit/lower/kernels/test_cross_entropy.py`, but sums of as many numbers as a lane and a tree of lanes
-    # add.
+    # As in `tests/unit/lower/kernels/test_cross_entropy.py`, but sums of as many numbers as a contender and a tree of
+    # contenders add.
     room = 8 * UNIT[torch.float32] * (2 * float(logits.abs().max()) + 200)
     torch.testing.assert_close(losses.double(), exact.detach(), rtol=0.0, atol=room)
     # A chance is as far off, relative to it; that of the answer loses what it has in common with one.

@@ -15,7 +15,7 @@ from wholestep.cost.calibration.device_probe import Sizes
 from wholestep.cost.cost_model import CostModel
 from wholestep.cost.link_model import OPS
 from wholestep.runtime.distributed import world
-from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.distributed.rendezvous import Rendezvous
 
 
 def measured(sizes: Sizes) -> tuple[dict[str, object], dict[str, object], bool]:
@@ -25,7 +25,7 @@ def measured(sizes: Sizes) -> tuple[dict[str, object], dict[str, object], bool]:
     group = here.mesh.get_group()
     marks = calibrate.fingerprint(here.device, dist.get_backend(group), here.size)
     own = calibrate.calibrate(here.device, group.group_name, marks, sizes=sizes)
-    common = Meetings("calibrated").choose("costs", lambda: calibrate.to_json(own), here)
+    common = Rendezvous("calibrated").choose("costs", lambda: calibrate.to_json(own), here)
     total = torch.ones(1, device=here.device)
     dist.all_reduce(total)
     return calibrate.to_json(own), common, float(total) == here.size

@@ -1,4 +1,4 @@
-"""The suite on two ranks: a lane that fails is told everywhere and the others go on, and the file has it all."""
+"""The suite on two ranks: a contender that fails is told everywhere and the others go on, and the file has it all."""
 
 import time
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import torch
 import wholestep as ws
 from tests.harness.rank_pools import Pool
 from wholestep.cli.suite import rank_session
-from wholestep.cli.suite.contenders import Kind, Lane
+from wholestep.cli.suite.contenders import Contender, Kind
 from wholestep.cli.suite.contenders import prepare as real_prepare
-from wholestep.cli.suite.rank_messages import Talk
+from wholestep.cli.suite.rank_messages import RankMessages
 from wholestep.cli.suite.rank_session import Plan, on_rank
 from wholestep.cli.suite.results import SuiteReport, load
 from wholestep.cli.suite.workloads import Training
@@ -20,18 +20,18 @@ from wholestep.errors import RankMissingError
 from wholestep.runtime.distributed import world
 
 
-def prepare(kind: Kind, training: Training, here: ws.World) -> Lane:
-    """Lanes that need no compiler; one fails on rank 1 alone."""
+def prepare(kind: Kind, training: Training, here: ws.World) -> Contender:
+    """Contenders that need no compiler; one fails on rank 1 alone."""
     if kind is Kind.FSDP and here.rank == 1:
         raise MemoryError("too large for me")
     if kind is Kind.FSDP:
-        return Lane(kind=kind, call=lambda: torch.zeros(()), step=None)
-    lane = real_prepare(Kind.EAGER, training, here)
-    return Lane(kind=kind, call=lane.call, step=None)
+        return Contender(kind=kind, call=lambda: torch.zeros(()), step=None)
+    contender = real_prepare(Kind.EAGER, training, here)
+    return Contender(kind=kind, call=contender.call, step=None)
 
 
 def run_session(path: str, lane_s: float) -> None:
-    """A session of an hour, by a clock on which a lane takes at least so long to be made."""
+    """A session of an hour, by a clock on which a contender takes at least so long to be made."""
     clock = Clock()
     report = SuiteReport(training="tiny", nproc=2, device="", torch_version="", date="", command="", loss_tolerance=1.0)
     plan = Plan(
@@ -60,10 +60,10 @@ class Clock:
     def time(self) -> float:
         return time.time() + self._ahead_s
 
-    def late(self, seconds: float) -> Callable[..., Lane]:
+    def late(self, seconds: float) -> Callable[..., Contender]:
         """`prepare`, behind which it is later."""
 
-        def slowly(kind: Kind, training: Training, here: ws.World) -> Lane:
+        def slowly(kind: Kind, training: Training, here: ws.World) -> Contender:
             self._ahead_s += seconds
             return prepare(kind, training, here)
 
@@ -74,12 +74,12 @@ def test_a_lane_that_fails_is_told_and_the_others_go_on(pool2: Pool, tmp_path: P
     path = tmp_path / "out.json"
     pool2.run(run_session, str(path), 0.0)
     earlier, found = load(path)
-    assert earlier.lanes == {}
-    assert list(found.lanes) == ["eager", "fsdp", "compiled_ddp"]
-    assert found.lane(Kind.FSDP).outcome == "failed"
-    assert found.lane(Kind.FSDP).note == "rank 1: first steps: MemoryError: too large for me"
+    assert earlier.contenders == {}
+    assert list(found.contenders) == ["eager", "fsdp", "compiled_ddp"]
+    assert found.contender(Kind.FSDP).outcome == "failed"
+    assert found.contender(Kind.FSDP).note == "rank 1: first steps: MemoryError: too large for me"
     for kind in (Kind.EAGER, Kind.COMPILED_DDP):
-        one = found.lane(kind)
+        one = found.contender(kind)
         assert (one.outcome, one.note) == ("ok", "")
         assert None not in (one.median_ms, one.p10_ms, one.p90_ms, one.loss, one.first_s)
         assert one.p10_ms <= one.median_ms <= one.p90_ms
@@ -93,15 +93,15 @@ def test_a_lane_for_which_there_is_no_time_is_not_run(pool2: Pool, tmp_path: Pat
     path = tmp_path / "out.json"
     pool2.run(run_session, str(path), 3598.0)
     found = load(path)[-1]
-    assert found.lane(Kind.EAGER).outcome == "ok"
-    assert found.lane(Kind.EAGER).median_ms is not None
-    assert {found.lane(kind).outcome for kind in (Kind.FSDP, Kind.COMPILED_DDP)} == {"not run"}
-    assert "no time" in found.lane(Kind.FSDP).note
+    assert found.contender(Kind.EAGER).outcome == "ok"
+    assert found.contender(Kind.EAGER).median_ms is not None
+    assert {found.contender(kind).outcome for kind in (Kind.FSDP, Kind.COMPILED_DDP)} == {"not run"}
+    assert "no time" in found.contender(Kind.FSDP).note
 
 
 def talk(absent: bool) -> list[object]:
     here = world.init()
-    line = Talk(here, deadline=time.time() + 30)
+    line = RankMessages(here, deadline=time.time() + 30)
     heard = line.all([here.rank, "x"])
     if absent:
         line._deadline = time.time()  # the next round is waited for as short as one can

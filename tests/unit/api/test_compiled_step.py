@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import wholestep as ws
 import wholestep.api.compiled_step
 from tests.unit.capture.steps import Blocks, differing, train, twins
-from wholestep.api.cache.warm_start import Warm
+from wholestep.api.cache.warm_start import StepCache
 from wholestep.ir import graph_edit, node_meta, printer
 from wholestep.ir.program import InputKind, OutputKind, Program, Stage
 from wholestep.lower.inductor_backend import Eager
@@ -103,7 +103,7 @@ def test_nothing_is_collected_until_a_first_call_is_done(monkeypatch: pytest.Mon
     def noted(name: str, work: Any) -> Any:
         return lambda *args: (happened.append((name, gc.isenabled())), work(*args))[1]
 
-    monkeypatch.setattr(Warm, "keep", noted("keep", Warm.keep))
+    monkeypatch.setattr(StepCache, "keep", noted("keep", StepCache.keep))
     monkeypatch.setattr(Executable, "__call__", noted("run", Executable.__call__))
     step = ws.compile(scaled)
     step(batch())

@@ -264,11 +264,11 @@ def test_in_lists_dicts_and_tuples_as_well(kind: str) -> None:
 
 def test_a_step_that_writes_to_its_dict_of_numbers_sees_its_own() -> None:
     """The dict is a copy while such a step is traced. What is written to it is written to that of the call."""
-    nests: list[dict[str, Any]] = []
+    object_effects: list[dict[str, Any]] = []
 
     def give(training: Training, number: int) -> tuple[Any, ...]:
-        nests.append({"number": number + 1})
-        return (nests[-1],)
+        object_effects.append({"number": number + 1})
+        return (object_effects[-1],)
 
     def make(training: Training) -> Step:
         def step(x: Tensor, nest: dict[str, Any]) -> Tensor:
@@ -279,8 +279,8 @@ def test_a_step_that_writes_to_its_dict_of_numbers_sees_its_own() -> None:
 
     step = race(make, give)
     assert (step.cache_info().traces, step.cache_info().hits) == (2, CALLS - 2)
-    assert nests == 2 * [{"number": number + 1, "twice": 2 * number + 2} for number in range(CALLS)]
-    assert all(type(one["twice"]) is int for one in nests)
+    assert object_effects == 2 * [{"number": number + 1, "twice": 2 * number + 2} for number in range(CALLS)]
+    assert all(type(one["twice"]) is int for one in object_effects)
 
 
 def named(training: Training) -> Step:

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from wholestep.cli import bench, main
-from wholestep.cli.bench import BLOCK_STEPS, FIRST_BLOCKS, BenchReport, BenchSettings, LaneFigures
-from wholestep.cli.workloads.interleaved import LaneKind, Ratio, Timing
+from wholestep.cli.bench import BLOCK_STEPS, FIRST_BLOCKS, BenchReport, BenchSettings, ContenderFigures
+from wholestep.cli.workloads.interleaved import ContenderKind, Ratio, Timing
 from wholestep.errors import ConfigError
 
 
 def report(settings: BenchSettings, *, nproc: int) -> BenchReport:
-    figures = LaneFigures(
+    figures = ContenderFigures(
         timing=Timing(first_ms=9.0, median_ms=2.0, p10_ms=1.0, p90_ms=3.0), ratio=Ratio(median=1.0, p10=1.0, p90=1.0)
     )
     return BenchReport(
         settings=settings, steps=settings.steps or 70, nproc=nproc, device="cpu", torch_version="2", machine="m",
-        predicted_ms=1.5, cost_source="a test", lanes=dict.fromkeys(settings.lanes, figures),
+        predicted_ms=1.5, cost_source="a test", contenders=dict.fromkeys(settings.contenders, figures),
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_the_report_tells_the_steps_that_were_run(
     (printed,) = json.loads(capsys.readouterr().out)
     assert printed["steps"] == steps
     assert printed["predicted_over_measured"] == 0.75
-    assert printed["lanes"].keys() == {LaneKind.WHOLESTEP.value, LaneKind.EAGER_DDP.value}
+    assert printed["contenders"].keys() == {ContenderKind.WHOLESTEP.value, ContenderKind.EAGER_DDP.value}
 
 
 def test_first_blocks_are_whole() -> None:

@@ -1,4 +1,4 @@
-"""The demo and the bench, made small: two real ranks, both lanes, and the numbers that must agree."""
+"""The demo and the bench, made small: two real ranks, both contenders, and the numbers that must agree."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from wholestep.cli import main
 from wholestep.cli.demo import run_demo
 from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches
-from wholestep.cli.workloads.interleaved import LaneKind
+from wholestep.cli.workloads.interleaved import ContenderKind
 
 TINY = DemoSettings(steps=4, rows=2, block_steps=2, text_bytes=2**20, held_out_batches=1, sample_bytes=16, quiet=True)
 
@@ -52,10 +52,10 @@ def test_the_bench_prints_every_lane(capsys: pytest.CaptureFixture[str]) -> None
         main(["bench", "--workload", "conv", "--steps", "4", "--nproc", "2", "--json"])
     assert not left.value.code
     (printed,) = json.loads(capsys.readouterr().out)
-    assert set(printed["lanes"]) == {LaneKind.WHOLESTEP.value, LaneKind.EAGER_DDP.value}
-    for lane in printed["lanes"].values():
-        assert 0 < lane["p10_ms"] <= lane["median_ms"] <= lane["p90_ms"]
-        assert 0 < lane["eager_ddp_over_lane"]["p10"] <= lane["eager_ddp_over_lane"]["median"]
-    assert set(printed["lanes"]["eager DDP"]["eager_ddp_over_lane"].values()) == {1.0}
-    measured_ms = printed["lanes"]["wholestep"]["median_ms"]
+    assert set(printed["contenders"]) == {ContenderKind.WHOLESTEP.value, ContenderKind.EAGER_DDP.value}
+    for contender in printed["contenders"].values():
+        assert 0 < contender["p10_ms"] <= contender["median_ms"] <= contender["p90_ms"]
+        assert 0 < contender["eager_ddp_over_contender"]["p10"] <= contender["eager_ddp_over_contender"]["median"]
+    assert set(printed["contenders"]["eager DDP"]["eager_ddp_over_contender"].values()) == {1.0}
+    measured_ms = printed["contenders"]["wholestep"]["median_ms"]
     assert printed["predicted_over_measured"] == printed["predicted_ms"] / measured_ms > 0

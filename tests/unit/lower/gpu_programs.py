@@ -19,7 +19,7 @@ from wholestep.ir.program import Input, InputKind, Program, Stage
 from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 
@@ -65,7 +65,7 @@ def scheduled(fn: Callable[..., Any], *specs: Spec, writes: bool = False, segmen
         partial(pack_scalars, reads=segment_compiler.reads_packed),
         partial(form_segments, compiles=segment_compiler.compiles),
     ]
-    passes = [cleanup, *(compiled if segments else []), reinplace]
+    passes = [eliminate_dead_code, *(compiled if segments else []), reinplace]
     program = run_passes(builders.without_gradients(captured(fn, specs, writes=writes)), passes)
     assert program.stage is Stage.SCHEDULED
     return program

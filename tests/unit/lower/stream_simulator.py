@@ -86,7 +86,7 @@ def run_all(ranks: Sequence[Rank], draw: random.Random, *, one_queue: bool = Fal
         behind = [_in_a_row(_any_order(given, draw)) for given in behind]
     queues = [_Ready(given) for given in behind]
     weights = [[draw.random() ** 4 for _ in rank.given] for rank in ranks]
-    meetings: dict[int, list[list[int]]] = {}  # of a stream: what each rank has come with, in order
+    rendezvous: dict[int, list[list[int]]] = {}  # of a stream: what each rank has come with, in order
     while any(queue.ready for queue in queues):
         ready = [(rank, index) for rank, queue in enumerate(queues) for index in queue.ready]
         rank, index = max(ready, key=lambda one: draw.random() * weights[one[0]][one[1]])
@@ -96,7 +96,7 @@ def run_all(ranks: Sequence[Rank], draw: random.Random, *, one_queue: bool = Fal
             given.work()
             queues[rank].over(index)
             continue
-        came = meetings.setdefault(given.stream, [[] for _ in ranks])
+        came = rendezvous.setdefault(given.stream, [[] for _ in ranks])
         came[rank].append(index)
         if min(map(len, came)) == len(came[rank]):  # the last one
             for queue, indices in zip(queues, came, strict=True):

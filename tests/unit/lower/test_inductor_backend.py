@@ -120,10 +120,10 @@ def test_who_finds_kernels_imports_the_compiler_meanwhile(
 ) -> None:
     """It measures block sizes, for which Inductor imports its compiler; rank 0 would wait for that in the first run."""
     begun: list[Any] = []
-    monkeypatch.setattr(background, "begun", begun.append)
+    monkeypatch.setattr(background, "start_in_background", begun.append)
     monkeypatch.setattr(wholestep.lower.inductor_backend, "compiler", SimpleNamespace(start_workers=lambda: None))
-    shelf: Any = SimpleNamespace(is_filled_here=is_filled_here)
-    Inductor(InductorOptions(), GPU, shelf).prepare()
+    blob_store: Any = SimpleNamespace(is_filled_here=is_filled_here)
+    Inductor(InductorOptions(), GPU, blob_store).prepare()
     assert [work.args for work in begun] == [("wholestep.lower.inductor.compile_fx",)] * imports
     Inductor(InductorOptions(), torch.device("cpu"), SimpleNamespace(is_filled_here=False)).prepare()  # type: ignore[arg-type]
     assert len(begun) == imports

@@ -16,9 +16,9 @@ from tests.unit import builders
 from tests.unit.builders import gradient
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.program import InputKind, Program
-from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.bucketing import bucket_gradients
 from wholestep.passes.pass_manager import run_passes
-from wholestep.runtime.compression_state import CommState
+from wholestep.runtime.compression_state import CompressionState
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (10, 20)}
 WARM = ws.PowerSGD(rank=2, start_iter=2, seed=5)
@@ -30,14 +30,14 @@ def reducing(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     return gradient(a * 2, "a"), gradient(b * 2, "b"), gradient(c * 2, "c")
 
 
-def program(state: CommState, fn=reducing, bucket_bytes: int = 1) -> Program:
+def program(state: CompressionState, fn=reducing, bucket_bytes: int = 1) -> Program:
     tensors = [torch.zeros(shape) for shape in SHAPES.values()]
     placed = builders.place(builders.capture(fn, tensors, names=list(SHAPES), kinds=[InputKind.PARAM] * 3))
-    return run_passes(placed, [partial(bucket, cost=COST, bucket_bytes=bucket_bytes), state.as_pass()])
+    return run_passes(placed, [partial(bucket_gradients, cost=COST, bucket_bytes=bucket_bytes), state.as_pass()])
 
 
-def at_its_start(how: ws.PowerSGD) -> CommState:
-    state = CommState(how)
+def at_its_start(how: ws.PowerSGD) -> CompressionState:
+    state = CompressionState(how)
     for _ in range(how.start_iter):
         assert not state.started
         with state.call(state.hold(program(state))):
@@ -55,7 +55,7 @@ def as_torch_draws(number: int, *shapes: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(1, *shape)[0] for shape in shapes]
 
 
-def held_by_name(state: CommState, one: Program) -> dict[str, Tensor]:
+def held_by_name(state: CompressionState, one: Program) -> dict[str, Tensor]:
     names = [record.name for record in one.inputs if record.kind is InputKind.COMM]
     return dict(zip(names, state.hold(one).tensors, strict=True))
 
@@ -106,7 +106,7 @@ def test_the_global_generator_is_left_alone():
 
 
 def test_calls_that_reduce_nothing_do_not_count():
-    state = CommState(WARM)
+    state = CompressionState(WARM)
     held = state.hold(program(state, lambda a, b, c: a + 1))
     for _ in range(5):
         with state.call(held):
@@ -116,7 +116,7 @@ def test_calls_that_reduce_nothing_do_not_count():
 
 
 def test_a_program_is_outdated_where_compression_starts_and_where_state_is_loaded():
-    state = CommState(WARM)
+    state = CompressionState(WARM)
     held = state.hold(program(state))
     with state.call(held):
         pass
@@ -135,7 +135,7 @@ def test_what_is_loaded_is_a_copy_and_draws_go_on():
     held = state.hold(program(state))
     with state.call(held):
         held.tensors[0].fill_(3.0)
-    other = CommState(COLD)
+    other = CompressionState(COLD)
     other.load_state_dict(state.state_dict())
     held.tensors[0].fill_(7.0)
     again = other.hold(program(other))
@@ -150,7 +150,7 @@ def test_state_of_another_model_is_refused():
     state.hold(program(state))
     kept = state.state_dict()
     kept["tensors"]["powersgd.q.a"] = torch.zeros(12, 1)
-    other = CommState(WARM)
+    other = CompressionState(WARM)
     other.load_state_dict(kept)
     with pytest.raises(ws.ConfigError, match=r"powersgd.q.a is torch.float32\[12, 1\], the step needs"):
         other.hold(program(other))
@@ -159,7 +159,7 @@ def test_state_of_another_model_is_refused():
 @pytest.mark.parametrize("bad", [{}, {"calls": 1, "draws": 0}, {"calls": 1, "draws": 0, "tensors": {"a": 1}}, None])
 def test_what_is_no_state_is_refused(bad):
     with pytest.raises(ws.ConfigError, match="wants what state_dict of a step"):
-        CommState(WARM).load_state_dict(bad)
+        CompressionState(WARM).load_state_dict(bad)
 
 
 def test_a_step_that_compresses_nothing_has_no_state():

@@ -12,7 +12,7 @@ from torch import nn
 import wholestep as ws
 from tests.unit.capture.steps import train
 from wholestep.errors import ConfigError
-from wholestep.runtime.step_timer import Measured, Meter
+from wholestep.runtime.step_timer import StepTimer, StepTimes
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_measured() -> None:
 
 
 def test_a_call_that_fails_does_not_count() -> None:
-    meter = Meter(1, CPU, lambda wait: lambda inputs: ())
+    meter = StepTimer(1, CPU, lambda wait: lambda inputs: ())
 
     def fails() -> None:
         raise ValueError
@@ -76,5 +76,5 @@ def test_a_call_that_fails_does_not_count() -> None:
 
 
 def test_a_wait_is_the_median_of_its_calls() -> None:
-    measured = Measured(step_us=(9.0, 8.0, 7.0), waits_us=((1.0, 5.0), (2.0, 4.0), (9.0, 6.0)))
+    measured = StepTimes(step_us=(9.0, 8.0, 7.0), waits_us=((1.0, 5.0), (2.0, 4.0), (9.0, 6.0)))
     assert [measured.wait_us(number) for number in range(2)] == [2.0, 5.0]

@@ -15,7 +15,7 @@ from wholestep.util import background
 def test_what_fails_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    thread = background.begun(lambda: 1 / 0)
+    thread = background.start_in_background(lambda: 1 / 0)
     thread.join()
     assert thread.daemon, "the wait for it has an end"
     assert errors == []
@@ -31,14 +31,14 @@ def test_a_program_that_ends_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPa
         done.append(background.is_ending())
 
     assert not background.is_ending()
-    short = background.begun(work)
+    short = background.start_in_background(work)
     threading.Timer(0.05, may_end.set).start()
     background._wait()
     assert done == [True]
     assert not short.is_alive()
     may_end.clear()
     monkeypatch.setattr(background, "END_WAIT_S", 0.05)
-    long = background.begun(work)
+    long = background.start_in_background(work)
     background._wait()
     assert long.is_alive()
     may_end.set()

@@ -24,20 +24,20 @@ def written(console: Console) -> str:
 
 def test_the_stage_is_shown_and_goes_away():
     console = terminal()
-    with progress.shown("train_step", 0, console):
-        progress.tell("compiling segment 2 of 5")
+    with progress.progress_shown("train_step", 0, console):
+        progress.report_stage("compiling segment 2 of 5")
     assert "train_step: compiling segment 2 of 5" in written(console)
     assert written(console).endswith("\x1b[2K")  # the line is empty again
     before = written(console)
-    progress.tell("planning")
+    progress.report_stage("planning")
     assert written(console) == before
 
 
 @pytest.mark.parametrize(("rank", "is_terminal"), [(1, True), (0, False)])
 def test_other_ranks_and_files_show_nothing(rank, is_terminal):
     console = Console(file=io.StringIO(), force_terminal=is_terminal)
-    with progress.shown("train_step", rank, console):
-        progress.tell("capturing")
+    with progress.progress_shown("train_step", rank, console):
+        progress.report_stage("capturing")
     assert written(console) == ""
 
 
@@ -45,9 +45,9 @@ def test_an_error_ends_it_and_one_inside_another_adds_none():
     outer, inner = terminal(), terminal()
 
     def fails() -> None:
-        with progress.shown("outer", 0, outer):
-            with progress.shown("inner", 0, inner):
-                progress.tell("capturing")
+        with progress.progress_shown("outer", 0, outer):
+            with progress.progress_shown("inner", 0, inner):
+                progress.report_stage("capturing")
             raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):

@@ -41,10 +41,10 @@ from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.capture.functionalize.storage_resize import num_bytes
 from wholestep.capture.guards import guards as guarding
 from wholestep.capture.python.class_attributes import functions_in
-from wholestep.capture.python.code_owner import is_users
+from wholestep.capture.python.code_owner import is_user_class
 from wholestep.capture.python.container_views import BUFFERS, ClassView, ContentView, SlotsView, slots
-from wholestep.capture.python.snapshot import Watch
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks
 
 Line = tuple[str, str]
@@ -83,22 +83,22 @@ class NotComparable(Exception):
     """Something a step can reach of which another process could not tell whether it is the same. Says what."""
 
 
-def portrait(scene: Scene, options: Mapping[str, Any]) -> list[Line]:
+def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list[Line]:
     """Everything a trace of this scene depends on, in an order that is the same in every process.
 
     `options` are things besides, by name, of which the same is asked. Raises NotComparable.
     """
-    painter = _Painter(scene)
+    painter = _Painter(context)
     lines = [(f"the mode {name}", str(value)) for name, value in guarding.modes()]
     lines += [(f"the group {one.axis.name}", f"{one.axis}, rank {'any' if one.axis.ranks is None else one.number}")
               for one in ranks()]  # fmt: skip
     lines += painter.arguments()
-    lines += [(f"the code of {code.co_qualname}", digest_of_code(code)) for code in scene.found.codes]
+    lines += [(f"the code of {code.co_qualname}", digest_of_code(code)) for code in context.found.codes]
     lines += painter.optimizers()
-    for group in scene.lifter.watches:
+    for group in context.lifter.snapshots:
         lines += painter.watch(group)
     lines += painter.state()
-    for watch in scene.found.watches:
+    for watch in context.found.snapshots:
         painted = isinstance(watch.container, (ContentView, SlotsView))  # where the thing itself comes up
         if not painted and watch.guard:
             lines += painter.watch(watch)
@@ -108,20 +108,20 @@ def portrait(scene: Scene, options: Mapping[str, Any]) -> list[Line]:
 class _Painter:
     """Writes things down, each once."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
+    def __init__(self, context: StepContext) -> None:
+        self._scene = context
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # ids stay valid while their objects live
         self._left = _MOST
-        self._modules = {id(module) for _, top in scene.found.modules.values() for module in top.modules()}
-        self._watched = {id(watch.container) for watch in scene.found.watches}
+        self._modules = {id(module) for _, top in context.found.modules.values() for module in top.modules()}
+        self._watched = {id(watch.container) for watch in context.found.snapshots}
 
     def arguments(self) -> Iterator[Line]:
         """The signature of the call."""
-        scene = self._scene
-        yield "the structure of the arguments", str(scene.spec)
-        aliases = iter(guarding.aliases_of(scene.leaves, scene.is_data))
-        for number, (leaf, is_data) in enumerate(zip(scene.leaves, scene.is_data, strict=True)):
+        context = self._scene
+        yield "the structure of the arguments", str(context.spec)
+        aliases = iter(guarding.aliases_of(context.leaves, context.is_data))
+        for number, (leaf, is_data) in enumerate(zip(context.leaves, context.is_data, strict=True)):
             text = (
                 f"{_tensor(leaf)}, the same as {next(aliases)}" if is_data else self.named(f"argument {number}", leaf)
             )
@@ -161,7 +161,7 @@ class _Painter:
             yield f"hooks of {name}", self.named(name, [list(one.values()) for one in hooks])
         yield "numbers of parameter groups", str([hyper.name for hyper in self._scene.lifter.hypers])
 
-    def watch(self, watch: Watch) -> Iterator[Line]:
+    def watch(self, watch: Snapshot) -> Iterator[Line]:
         """What a watched container holds."""
         held = watch.now()
         if isinstance(held, list):
@@ -259,7 +259,7 @@ class _Painter:
         held = {name: getattr(thing, name) for name in slots(kind) if hasattr(thing, name)}
         if attributes is None and not held and kind is not object and "__slots__" not in vars(kind):
             raise NotComparable(f"a {kind.__qualname__}, of which nothing can be seen")
-        if attributes is not None and id(attributes) in self._watched and is_users(kind):
+        if attributes is not None and id(attributes) in self._watched and is_user_class(kind):
             attributes = {}  # a watch of its own
         # By name: a library that goes through a set to set them does so in another order in every process.
         named = sorted((attributes or {}).items(), key=lambda item: str(item[0]))

@@ -28,17 +28,18 @@ import torch
 
 from wholestep.api.cache import artifact
 from wholestep.api.cache.artifact import Fingerprint, Header, Line
-from wholestep.api.cache.object_fingerprint import NotComparable, portrait
-from wholestep.capture.bind.captured import Captured, Ties, located, tie
-from wholestep.capture.guards.environment import Outside, edited, own_digest, switches
-from wholestep.capture.reach.step_context import Scene
+from wholestep.api.cache.object_fingerprint import NotComparable, object_fingerprint
+from wholestep.capture.bind.bind import bind
+from wholestep.capture.bind.captured import BindingSpec, Captured, resolve_scalars
+from wholestep.capture.guards.environment import Environment, edited, source_digest, torch_switches
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.cost.calibration import calibrate
 from wholestep.errors import ArtifactError, WholestepError
 from wholestep.ir import serializer
 from wholestep.ir.program import Program, Stage
 from wholestep.lower.auto_backend import Backend
-from wholestep.runtime.compression_state import CommState
-from wholestep.runtime.distributed.rendezvous import Meetings
+from wholestep.runtime.compression_state import CompressionState
+from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import Options, data_axis
 from wholestep.runtime.shared_costs import COSTS, marks_of
@@ -72,7 +73,7 @@ class _Body:
     """What is pickled of a compiled step."""
 
     programs: Mapping[str, bytes]
-    ties: Ties
+    spec: BindingSpec
     plan: str
     choices: Mapping[str, Any]
     """What rank 0 had answered, by question."""
@@ -83,7 +84,7 @@ class _Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class CachedStep:
     """A saved step that fits, tied to live objects."""
 
     captured: Captured
@@ -95,41 +96,41 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class CacheLookup:
     """What was seen before a capture."""
 
     fingerprint: Fingerprint | None
     """What the step depends on; None where another process could not tell."""
-    ready: Ready | None
+    ready: CachedStep | None
     why_not: str
     """Why there is nothing ready; empty where there is."""
 
-    def dropped(self, why_not: str) -> Look:
+    def dropped(self, why_not: str) -> CacheLookup:
         """The same without what was ready."""
         if self.ready is not None:
             self.ready.captured.undo()
-        return Look(fingerprint=self.fingerprint, ready=None, why_not=why_not)
+        return CacheLookup(fingerprint=self.fingerprint, ready=None, why_not=why_not)
 
-    def given(self) -> Look:
+    def given(self) -> CacheLookup:
         """The same without the bytes of kernels, which the backend has by then."""
         return self if self.ready is None else replace(self, ready=replace(self.ready, kernels=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class CacheContext:
     """What surrounds a call besides its objects."""
 
     options: Options
     world: World
     backend: Backend
-    comm: CommState | None
+    comm: CompressionState | None
     choices: Mapping[str, Any]
     """What the ranks have agreed on so far."""
     moved: Collection[Hashable] = ()
     """Places of tensors that are others in other calls."""
 
 
-class Warm:
+class StepCache:
     """The saved steps of one compiled step."""
 
     def __init__(self, step: Callable[..., Any], path: Path | None = None) -> None:
@@ -142,7 +143,9 @@ class Warm:
         """Whether the user has named a file: then what does not fit is an error."""
         return self._path is not None
 
-    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, first: Meetings | None) -> Look:
+    def agreed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: CacheContext, first: Rendezvous | None
+    ) -> CacheLookup:
         """`look`, where all ranks use what they found, or none does. `first`: they meet there in their first call.
 
         Raises ArtifactError where the user has named a file for the first call, and it does not fit.
@@ -164,30 +167,34 @@ class Warm:
             log.info("%s is captured: %s", name, look.why_not)
         return look
 
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, *, may_load: bool) -> Look:
+    def look(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: CacheContext, *, may_load: bool
+    ) -> CacheLookup:
         """Looks for a saved step that fits this call. Nothing of the user's is changed."""
         try:
-            with Scene(self._step, args, kwargs, moved=setting.moved) as scene:
-                fingerprint = _fingerprint(scene, setting)
+            with StepContext(self._step, args, kwargs, moved=setting.moved) as context:
+                fingerprint = _fingerprint(context, setting)
                 try:
-                    if self._path is None and not is_on():
+                    if self._path is None and not is_enabled():
                         raise ArtifactError(f"{CACHE} is 0.")
                     if not may_load:
                         raise ArtifactError("only the first signature of a step is looked for on several ranks.")
-                    ready = self._ready(scene, fingerprint, setting)
-                    return Look(fingerprint=fingerprint, ready=ready, why_not="")
+                    ready = self._ready(context, fingerprint, setting)
+                    return CacheLookup(fingerprint=fingerprint, ready=ready, why_not="")
                 except ArtifactError as error:
-                    scene.lazy.take_back()
-                    return Look(fingerprint=fingerprint, ready=None, why_not=str(error))
+                    context.lazy.take_back()
+                    return CacheLookup(fingerprint=fingerprint, ready=None, why_not=str(error))
         except NotComparable as error:
-            return Look(fingerprint=None, ready=None, why_not=f"{error}. It cannot be compared in another process.")
+            return CacheLookup(
+                fingerprint=None, ready=None, why_not=f"{error}. It cannot be compared in another process."
+            )
         except WholestepError as error:  # the capture will say it better
-            return Look(fingerprint=None, ready=None, why_not=str(error))
+            return CacheLookup(fingerprint=None, ready=None, why_not=str(error))
         except Exception as error:  # a cache may fail in a hundred ways, and none of them is a reason not to train
             log.warning("the look for a saved %s failed", self.name, exc_info=True)
-            return Look(fingerprint=None, ready=None, why_not=f"{type(error).__name__}: {error}")
+            return CacheLookup(fingerprint=None, ready=None, why_not=f"{type(error).__name__}: {error}")
 
-    def _ready(self, scene: Scene, fingerprint: Fingerprint, setting: Setting) -> Ready:
+    def _ready(self, context: StepContext, fingerprint: Fingerprint, setting: CacheContext) -> CachedStep:
         """The saved step that fits. Raises ArtifactError."""
         path = self._path or self._cached(fingerprint)
         header, data = artifact.read(path)
@@ -200,13 +207,13 @@ class Warm:
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         programs = Programs(body.programs)
         programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
-        scene.count(located(body.ties.places, scene))
-        captured = tie(partial(programs.__getitem__, Stage.CAPTURED), body.ties, scene)
-        if why_not := captured.guards.why_not(scene.leaves, scene.spec):
+        context.count(resolve_scalars(body.spec.places, context))
+        captured = bind(partial(programs.__getitem__, Stage.CAPTURED), body.spec, context)
+        if why_not := captured.guards.why_not(context.leaves, context.spec):
             raise ArtifactError(
                 f"{path} was saved for another state of the training. {why_not[0].upper()}{why_not[1:]}."
             )
-        return Ready(
+        return CachedStep(
             captured=captured, programs=programs, plan=body.plan, choices=body.choices, kernels=body.kernels, path=path
         )
 
@@ -227,7 +234,7 @@ class Warm:
         """What files of the cache are kept by: the step and the rank, so that ranks do not push out each other's."""
         return f"{self.name} {dict(fingerprint['the mesh'])['the rank']}"
 
-    def write(self, path: Path, entry: Saved, setting: Setting) -> None:
+    def write(self, path: Path, entry: StepToSave, setting: CacheContext) -> None:
         """Writes a step to a file of the user's, one per rank. Raises ArtifactError."""
         header, body = written(self.name, entry, replace(setting.options, mesh=None))
         try:
@@ -235,9 +242,9 @@ class Warm:
         except OSError as error:
             raise ArtifactError(f"{path} cannot be written: {error.strerror or error}.") from error
 
-    def keep(self, saved: Callable[[], Saved]) -> None:
+    def keep(self, saved: Callable[[], StepToSave]) -> None:
         """Writes a step to the cache, if it is on and the step can be written; else the log says why."""
-        if self._path is not None or not is_on():
+        if self._path is not None or not is_enabled():
             return
         try:
             header, body = written(self.name, saved())
@@ -254,10 +261,10 @@ class Warm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class StepToSave:
     """What there is to save of a compiled step."""
 
-    look: Look
+    look: CacheLookup
     captured: Captured
     programs: Mapping[Stage, Program]
     plan: str
@@ -265,7 +272,7 @@ class Saved:
     kernels: tuple[bytes | None, ...]
 
 
-def is_on() -> bool:
+def is_enabled() -> bool:
     """Whether steps are kept for other processes."""
     return os.environ.get(CACHE, "1") != "0"
 
@@ -292,17 +299,17 @@ def options_of(path: Path, *, trusted: bool) -> tuple[Options, str]:
     return options, header.step
 
 
-def written(name: str, entry: Saved, options: Options | None = None) -> tuple[Header, bytes]:
+def written(name: str, entry: StepToSave, options: Options | None = None) -> tuple[Header, bytes]:
     """A compiled step as header and body of a file. Raises ArtifactError for one that means nothing elsewhere."""
     captured = entry.captured
     if entry.look.fingerprint is None:
         raise ArtifactError(f"It cannot be saved: {entry.look.why_not}")
-    if captured.ties.foreign:
+    if captured.spec.foreign:
         raise ArtifactError(
             "It cannot be saved: it reads a tensor that belongs to no argument, closure, global or attribute, and that "
             "another process does not have. Pass the object that holds it as an argument of the step."
         )
-    if captured.ties.calls_scheduler:
+    if captured.spec.calls_scheduler:
         raise ArtifactError(
             "It cannot be saved: it calls a scheduler, and whether that of another process is the same is not "
             "compared. Call scheduler.step() outside the step."
@@ -313,13 +320,13 @@ def written(name: str, entry: Saved, options: Options | None = None) -> tuple[He
         body = serializer.dumps(
             _Body(
                 programs={stage.value: serializer.dumps(program) for stage, program in entry.programs.items()},
-                ties=captured.ties, plan=entry.plan, choices=dict(entry.choices), kernels=entry.kernels,
+                spec=captured.spec, plan=entry.plan, choices=dict(entry.choices), kernels=entry.kernels,
                 options=options,
             )
         )  # fmt: skip
     except serializer.NotPortable as error:
         raise ArtifactError(f"It cannot be saved: {error}.") from error
-    outside = Outside.seen(captured.ties.environment)
+    outside = Environment.seen(captured.spec.environment)
     if (path := edited(outside.files)) is not None:
         raise ArtifactError(f"It cannot be saved: {path} was written while this process ran, and may not be what runs.")
     lines = _outside_lines(outside, entry.choices[COSTS])
@@ -342,7 +349,7 @@ def _loaded(path: Path, data: bytes) -> _Body:
     return body
 
 
-def _fingerprint(scene: Scene, setting: Setting) -> Fingerprint:
+def _fingerprint(context: StepContext, setting: CacheContext) -> Fingerprint:
     """What a compiled step depends on, as far as it is known before anything is traced. Raises NotComparable."""
     options, world, comm = setting.options, setting.world, setting.comm
     chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
@@ -355,16 +362,16 @@ def _fingerprint(scene: Scene, setting: Setting) -> Fingerprint:
         "the build": tuple(_build(world)),
         "the mesh": tuple(mesh),
         "the backend": (("its kind", type(setting.backend).__name__), *setting.backend.marks()),
-        "the switches of torch": tuple(switches()),
+        "the switches of torch": tuple(torch_switches()),
         "compression": tuple(state),
-        "the tensors that move": tuple(scene.moved_places()),
-        "the step": tuple(portrait(scene, chosen)),
+        "the tensors that move": tuple(context.moved_places()),
+        "the step": tuple(object_fingerprint(context, chosen)),
     }
 
 
 def _build(world: World) -> list[Line]:
     return [
-        ("wholestep", own_digest()),
+        ("wholestep", source_digest()),
         ("Python", sys.version),
         ("torch", f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda} HIP {torch.version.hip}"),
         ("the capability of the CPU", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"),
@@ -372,12 +379,12 @@ def _build(world: World) -> list[Line]:
     ]
 
 
-def _outside_of(header: Header) -> Outside:
+def _outside_of(header: Header) -> Environment:
     lines = {subject: dict(held) for subject, held in header.outside.items()}
-    return Outside(files=lines["files"], packages=lines["packages"], environment=lines["environment"])
+    return Environment(files=lines["files"], packages=lines["packages"], environment=lines["environment"])
 
 
-def _outside_lines(outside: Outside, costs: Mapping[str, Any]) -> Fingerprint:
+def _outside_lines(outside: Environment, costs: Mapping[str, Any]) -> Fingerprint:
     """What has to be the same besides what a portrait shows."""
     digest = hashlib.sha256(json.dumps(costs, sort_keys=True).encode()).hexdigest()
     return {
@@ -388,7 +395,7 @@ def _outside_lines(outside: Outside, costs: Mapping[str, Any]) -> Fingerprint:
     }
 
 
-def _costs_now(setting: Setting) -> Mapping[str, Any]:
+def _costs_now(setting: CacheContext) -> Mapping[str, Any]:
     """The costs that a plan made now would be made with, on the rank that says which."""
     if COSTS in setting.choices:
         known: Mapping[str, Any] = setting.choices[COSTS]

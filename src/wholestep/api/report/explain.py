@@ -14,7 +14,7 @@ from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.node_meta import Region
 from wholestep.ir.ops.collectives import SCATTER
 from wholestep.ir.program import InputKind, Program
-from wholestep.runtime.step_timer import Measured
+from wholestep.runtime.step_timer import StepTimes
 
 _BUFFERS = "buffers of rank 0 before the step"
 
@@ -27,7 +27,7 @@ def explain(
     backend: str,
     cost: CostModel,
     one_launch: bool = False,
-    measured: Measured | None = None,
+    measured: StepTimes | None = None,
     loaded_from: str = "",
 ) -> Explanation:
     """Describes a program of any stage; collectives appear from PLACED on.
@@ -68,7 +68,7 @@ def explain(
     )
 
 
-def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: Measured | None) -> Iterator[Collective]:
+def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: StepTimes | None) -> Iterator[Collective]:
     axes = {axis.group: axis.name for axis in program.mesh}
     waited_us = _waited_us(program, measured) if measured is not None else {}
     for number, (node, travel) in enumerate((node, travels[node]) for node in program.graph.nodes if node in travels):
@@ -91,7 +91,7 @@ def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: Mea
         )
 
 
-def _waited_us(program: Program, measured: Measured) -> dict[fx.Node, float]:
+def _waited_us(program: Program, measured: StepTimes) -> dict[fx.Node, float]:
     """For each collective, the measured time of its waits."""
     found: dict[fx.Node, float] = {}
     for number, wait in enumerate(program.graph.find_nodes(op="call_function", target=op_info.WAIT)):
@@ -100,7 +100,7 @@ def _waited_us(program: Program, measured: Measured) -> dict[fx.Node, float]:
     return found
 
 
-def _summary(measured: Measured) -> MeasuredStep:
+def _summary(measured: StepTimes) -> MeasuredStep:
     ordered = sorted(measured.step_us)
     return MeasuredStep(
         num_calls=len(ordered),

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from wholestep.capture.effects.tensor_effects import Mirror, put
+from wholestep.capture.effects.tensor_effects import Mirror, write_locations
 from wholestep.capture.guards import fast_guards
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.snapshot import Spot
+from wholestep.capture.python.snapshot import Location
 from wholestep.capture.scalars.counters import Counter
-from wholestep.capture.scalars.hyperparameters import Hyper
+from wholestep.capture.scalars.hyperparameters import Hyperparameter
 from wholestep.ir.program import InputKind, OutputKind, Program
 
 Holder = Callable[[], dict[Any, Any]]
@@ -30,7 +30,7 @@ class Binding:
 
     tensors: list[torch.Tensor | int | None]
     """Per input: the tensor that lives between calls, the number of a rank, or None where a call supplies it."""
-    hypers: list[tuple[int, Hyper]]
+    hypers: list[tuple[int, Hyperparameter]]
     """(input, number) pairs."""
     user: list[tuple[int, int]]
     """(input, argument leaf) pairs."""
@@ -42,7 +42,7 @@ class Binding:
     result_places: list[int]
     entry_results: list[tuple[int, torch.Tensor]]
     """(place, parameter) pairs: the result there is the parameter's gradient at entry, another one in every call."""
-    left: list[Spot]
+    left: list[Location]
     """Where the last of the results go, which the step does not return."""
     mirrors: list[Mirror]
     """Tensors of the graph of which copies stand in places of the user's."""
@@ -76,10 +76,10 @@ class Binding:
         """The flat inputs of one call."""
         return self.source().filled(leaves)
 
-    def source(self) -> fast_guards.PlainInputs:
+    def source(self) -> fast_guards.PythonInputFiller:
         """What fills in the flat inputs of calls."""
         numbers = [(index, hyper.group, hyper.key, hyper.position) for index, hyper in self.hypers]
-        return fast_guards.PlainInputs(self.tensors, numbers, self.user, self.entry_grads)
+        return fast_guards.PythonInputFiller(self.tensors, numbers, self.user, self.entry_grads)
 
     def keeping(self, function: fast_guards.Function) -> fast_guards.Function:
         """`function` with what a call looks at before it: what stands for mirrors, and the gradients at entry that the
@@ -130,7 +130,7 @@ class Binding:
             results[place] = mirror.standing()
         if self.left:
             num_returned = len(results) - len(self.left)
-            put(self.left, results[num_returned:])
+            write_locations(self.left, results[num_returned:])
             del results[num_returned:]
         return tree_util.unflatten(results, self.result_spec)
 

@@ -18,42 +18,42 @@ from torch.utils import _pytree as pytree
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import SlotsView
 from wholestep.capture.python.snapshot import same
-from wholestep.capture.reach.arguments import Arguments, Way, spelled
+from wholestep.capture.reach.arguments import ArgumentPath, Arguments, path_text
 from wholestep.errors import CaptureError
 
 _PLAIN_DICTS = (dict, OrderedDict, defaultdict)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ContainerWrite:
     """What one container holds behind a call, in order."""
 
-    way: Way
+    way: ArgumentPath
     items: tuple[tuple[Any, Any, bool], ...]
     """(key, the key under which this stood before the call, False); for what is new, (key, None, True)."""
 
 
-def ways(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Way]:
+def container_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ArgumentPath]:
     """The ways to all that can be written to. Asked before a trace, in which objects that hold numbers hold symbols."""
     starts = [((0, i), one) for i, one in enumerate(args)] + [((1, key), one) for key, one in kwargs.items()]
     return [way for start, thing in starts for way in _ways(start, thing)]
 
 
-class Containers:
+class ArgumentContainers:
     """Those among the arguments of one call, as they are now. Nobody knows how to write to nodes of pytrees that other
     classes have registered: these are *foreign*."""
 
-    def __init__(self, call: Any, ways: Sequence[Way]) -> None:
+    def __init__(self, call: Any, ways: Sequence[ArgumentPath]) -> None:
         found = [(way, _at(call, way)) for way in ways]
         self._found = [(way, one, _content(one)) for way, one in found if not _is_foreign(one)]
         self._foreign = [(way, one, _parts(one)) for way, one in found if _is_foreign(one)]
 
-    def written(self) -> tuple[list[Written], list[Any]]:
+    def written(self) -> tuple[list[ContainerWrite], list[Any]]:
         """What was written to them since, and the things that are new there, in order.
 
         Raises CaptureError for a container that is given twice.
         """
-        found: list[Written] = []
+        found: list[ContainerWrite] = []
         things: list[Any] = []
         for way, container, before in self._found:
             now = _content(container)
@@ -61,14 +61,14 @@ class Containers:
                 continue
             if sum(_behind(other) is _behind(container) for _, other, _ in self._found) > 1:
                 raise CaptureError(
-                    f"The step writes to {spelled(way)}, which is given to it in two places. Pass a copy."
+                    f"The step writes to {path_text(way)}, which is given to it in two places. Pass a copy."
                 )
             items = []
             for key, one in now:
                 old = _standing(one, key, before)
                 items.append((key, old[0], False) if old else (key, None, True))
                 things += [] if old else [one]
-            found.append(Written(way, tuple(items)))
+            found.append(ContainerWrite(way, tuple(items)))
         return found, things
 
     def put_back(self) -> None:
@@ -79,7 +79,7 @@ class Containers:
         for way, thing, parts in self._foreign:
             if not same(tuple(parts), tuple(_parts(thing))):
                 raise CaptureError(
-                    f"The step writes to {spelled(way)}, a {type(thing).__name__}, which says itself how it is taken "
+                    f"The step writes to {path_text(way)}, a {type(thing).__name__}, which says itself how it is taken "
                     f"apart (a pytree node). That would happen once, while capturing, and never again. Return what "
                     f"you keep there."
                 )
@@ -89,18 +89,18 @@ class ArgumentEffects:
     """What one trace writes to containers among its arguments."""
 
     def __init__(self, arguments: Arguments) -> None:
-        self._arguments, self._ways = arguments, ways(arguments.args, arguments.kwargs)
-        self._containers: Containers | None = None
-        self.written: tuple[Written, ...] = ()
+        self._arguments, self._ways = arguments, container_paths(arguments.args, arguments.kwargs)
+        self._containers: ArgumentContainers | None = None
+        self.written: tuple[ContainerWrite, ...] = ()
         """To which of them the step writes, once `call` has run."""
 
     def call(self, step: Callable[..., Any]) -> Any:
         """What the step gives; with what is new in containers among the arguments, if it writes to some.
 
-        Until `put_back` these are as the step has left them.
+        Until `splice` these are as the step has left them.
         """
         args, kwargs = self._arguments.traced()
-        self._containers = Containers((args, kwargs), self._ways)
+        self._containers = ArgumentContainers((args, kwargs), self._ways)
         result = step(*args, **kwargs)
         written, things = self._containers.written()
         self.written = tuple(written)
@@ -113,7 +113,7 @@ class ArgumentEffects:
             containers.put_back()
 
 
-def write(found: Iterable[Written], call: Any, things: Sequence[Any]) -> None:
+def write_containers(found: Iterable[ContainerWrite], call: Any, things: Sequence[Any]) -> None:
     """Behind a call: writes to the containers among its arguments what the step has left in them."""
     new = iter(things)
     resolved = [(one, _at(call, one.way)) for one in found]
@@ -122,7 +122,7 @@ def write(found: Iterable[Written], call: Any, things: Sequence[Any]) -> None:
         _fill(container, [(key, next(new) if is_new else before[old]) for key, old, is_new in one.items])
 
 
-def _ways(way: Way, thing: Any, around: frozenset[int] = frozenset()) -> Iterator[Way]:
+def _ways(way: ArgumentPath, thing: Any, around: frozenset[int] = frozenset()) -> Iterator[ArgumentPath]:
     """The ways to what can be written to in an argument, as `tree.flatten` takes it apart."""
     if isinstance(thing, tree_util.CLOSED) or id(thing) in around:
         return
@@ -154,7 +154,7 @@ def _attributes(thing: Any) -> Any:
     return vars(thing) if hasattr(thing, "__dict__") else SlotsView(thing)
 
 
-def _at(call: Any, way: Way) -> Any:
+def _at(call: Any, way: ArgumentPath) -> Any:
     """The container to which a way leads."""
     thing = call
     for key in way:

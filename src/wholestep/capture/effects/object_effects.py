@@ -17,30 +17,32 @@ from torch import nn
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import ClassView, ContentView
-from wholestep.capture.python.snapshot import ABSENT, AnyOf, Spot, Watch
-from wholestep.capture.scalars.counters import Place, identity, moved, put
-from wholestep.capture.scalars.opaque_value import Unread
+from wholestep.capture.python.snapshot import ABSENT, AnyMatching, Location, Snapshot
+from wholestep.capture.scalars.counters import ScalarLocation, identity, scalar_locations, write_at
+from wholestep.capture.scalars.opaque_value import OpaqueValue
 
 
 class Leaves(Exception):
     """A step leaves such things in `spots`. `sentence` says so to the user."""
 
-    def __init__(self, spots: Sequence[Spot], sentence: str) -> None:
+    def __init__(self, spots: Sequence[Location], sentence: str) -> None:
         super().__init__()
         self.spots, self.sentence = spots, sentence
 
 
-def identities(spots: Iterable[Spot]) -> set[Hashable]:
+def identities(spots: Iterable[Location]) -> set[Hashable]:
     """The same for the same place, however it was reached."""
     return {(identity(container), key) for container, key in spots}
 
 
-def can_be_left(watch: Watch, key: Any, path: str, pair: tuple[Any, Any]) -> list[Spot] | list[Place]:
+def recordable_locations(
+    watch: Snapshot, key: Any, path: str, pair: tuple[Any, Any]
+) -> list[Location] | list[ScalarLocation]:
     """The spot, or the places of numbers; none for what can be left in no way. `pair`: what was there, and is there."""
     container, now = watch.container, pair[1]
     if key is None or isinstance(container, (ClassView, ContentView)) or now is ABSENT:
         return []
-    if places := moved(container, key, path, pair):
+    if places := scalar_locations(container, key, path, pair):
         return places
     kinds = (torch.Tensor, *tree_util.SCALARS)
     try:
@@ -51,35 +53,35 @@ def can_be_left(watch: Watch, key: Any, path: str, pair: tuple[Any, Any]) -> lis
     return [(container, key)] if is_new and all(isinstance(one, kinds) for one in leaves) else []
 
 
-class Nests:
+class ObjectEffects:
     """Those that one trace takes."""
 
-    def __init__(self, watches: Sequence[Watch], leaving: Collection[Hashable], hidden: bool) -> None:
+    def __init__(self, snapshots: Sequence[Snapshot], leaving: Collection[Hashable], hidden: bool) -> None:
         """`leaving`: `identities` of their spots. `hidden`: what stands there cannot be looked at before."""
         found = {
             (identity(watch.container), key): (watch.container, key, one)
-            for watch in (watches if leaving else ())
+            for watch in (snapshots if leaving else ())
             if not isinstance(watch.container, (ClassView, ContentView))
             for key, one in _of(watch, leaving)
         }
         self._found = list(found.values())
-        self.hides = hidden and any(stands((container, key)) for container, key, _ in self._found)
+        self.hides = hidden and any(holds_value((container, key)) for container, key, _ in self._found)
         """Whether something is hidden."""
-        self.spots: list[Spot] = []
+        self.spots: list[Location] = []
         """Where results go, once they are taken."""
 
     def hide(self) -> None:
         """At the beginning of the trace."""
         for container, key, _ in self._found if self.hides else ():
-            if stands((container, key)):
-                put(container, key, Unread("The step looks at what it replaces."))
+            if holds_value((container, key)):
+                write_at(container, key, OpaqueValue("The step looks at what it replaces."))
 
     def take(self, result: Any) -> Any:
         """At its end: what the step gives, with what it leaves, in the place of which then stands again what did."""
         values = []
         for container, key, then in self._found:
             now = _held(container, key)
-            if now is not then and type(now) is not Unread:
+            if now is not then and type(now) is not OpaqueValue:
                 self.spots.append((container, key))
                 values.append(_answered(now))
             self._put_back(container, key, then, now)
@@ -88,7 +90,7 @@ class Nests:
     @staticmethod
     def _put_back(container: Any, key: Any, then: Any, now: Any) -> None:
         if then is not ABSENT:
-            put(container, key, then)
+            write_at(container, key, then)
         elif now is not ABSENT:
             del container[key]
 
@@ -101,7 +103,7 @@ def _answered(thing: Any) -> Any:
     return tree_util.unflatten([bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves], spec)
 
 
-def _of(watch: Watch, leaving: Collection[Hashable]) -> list[tuple[Any, Any]]:
+def _of(watch: Snapshot, leaving: Collection[Hashable]) -> list[tuple[Any, Any]]:
     number = identity(watch.container)
     keys = [one[1] for one in leaving if isinstance(one, tuple) and one[0] == number]
     return [(key, _held(watch.container, key)) for key in keys]
@@ -114,16 +116,16 @@ def _held(container: Any, key: Any) -> Any:
         return ABSENT
 
 
-def stands(spot: Spot) -> bool:
+def holds_value(spot: Location) -> bool:
     """Whether anything but None is there."""
     held = _held(*spot)
     return held is not None and held is not ABSENT
 
 
-def loosen(watches: Iterable[Watch], spots: Iterable[Spot]) -> None:
+def relax_snapshots(snapshots: Iterable[Snapshot], spots: Iterable[Location]) -> None:
     """Has watches take whatever stands in these spots, if something stood there while tracing."""
     free = identities(spots)
-    for watch in watches:
+    for watch in snapshots:
         for key in list(range(len(watch.held)) if isinstance(watch.held, list) else watch.held):
             if (identity(watch.container), key) in free and watch.held[key] is not None:
-                watch.held[key] = AnyOf(lambda now: now is not None and now is not ABSENT)
+                watch.held[key] = AnyMatching(lambda now: now is not None and now is not ABSENT)

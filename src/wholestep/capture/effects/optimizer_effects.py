@@ -19,15 +19,15 @@ from torch import SymFloat, SymInt, Tensor
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import ABSENT, SCALARS, same
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import Address, states
-from wholestep.capture.scalars.counters import Place, moved
-from wholestep.capture.scalars.hyperparameters import of_torch
+from wholestep.capture.scalars.counters import ScalarLocation, scalar_locations
+from wholestep.capture.scalars.hyperparameters import torch_group_keys
 from wholestep.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class StateWrite:
     """One plain value that a step leaves with an optimizer."""
 
     address: Address
@@ -42,16 +42,16 @@ class _Change:
     now: Any
 
 
-class Left:
+class OptimizerEffects:
     """Looks at the optimizers of a scene before a step runs, in the trace at its end, and behind the trace."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._state, self._counters = scene.state, scene.counters
-        self._read = {id(watch.container): watch.lifted for watch in scene.lifter.watches}
+    def __init__(self, context: StepContext) -> None:
+        self._state, self._counters = context.state, context.counters
+        self._read = {id(watch.container): watch.lifted for watch in context.lifter.snapshots}
         self._before = {id(held): (held, dict(held)) for _, held in self._holders()}
-        self._attributes = {id(vars(opt)) for _, opt in scene.state.optimizers}
-        self.places: list[Place] = []
-        self.notes: list[Note] = []
+        self._attributes = {id(vars(opt)) for _, opt in context.state.optimizers}
+        self.places: list[ScalarLocation] = []
+        self.notes: list[StateWrite] = []
 
     def _holders(self) -> Iterator[tuple[Address, dict[Any, Any]]]:
         """Every dict of an optimizer, with an address in it."""
@@ -67,7 +67,7 @@ class Left:
         """What is another thing than before, but for what the graph reads as a number."""
         for where, held in self._holders():
             before = self._before[id(held)][1] if id(held) in self._before else {}
-            own: Collection[Any] = of_torch() if id(held) in self._attributes else ()
+            own: Collection[Any] = torch_group_keys() if id(held) in self._attributes else ()
             skipped = {*own, *self._read.get(id(held), ()), *(("params",) if where.group is not None else ())}
             for key in {**before, **held}:
                 then, now = before.get(key, ABSENT), held.get(key, ABSENT)
@@ -123,14 +123,14 @@ class Left:
         for one in list(self._changes()):
             path, now = one.address.spelled(self._state), one.now
             shared = f"{one.address.optimizer}.{one.address.key}" if one.address.slot is not None else ""
-            if places := moved(one.container, one.address.key, path, (one.then, now), shared):
+            if places := scalar_locations(one.container, one.address.key, path, (one.then, now), shared):
                 self.places += places
             elif _is_plain(now):
-                self.notes.append(Note(one.address, now))
+                self.notes.append(StateWrite(one.address, now))
             elif not isinstance(now, (Tensor, SymInt, SymFloat)) or isinstance(one.then, Tensor):
                 problems.append(_problem(path, one.then, now))
         for held, before in self._before.values():
-            kept = of_torch() if id(held) in self._attributes else ()
+            kept = torch_group_keys() if id(held) in self._attributes else ()
             for key in [key for key in held if key not in before and key not in kept]:
                 del held[key]
             held.update({key: one for key, one in before.items() if key not in kept})

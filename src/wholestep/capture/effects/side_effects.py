@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.effects.object_effects import can_be_left
-from wholestep.capture.effects.optimizer_effects import Left
-from wholestep.capture.python.snapshot import Spot, Watch
-from wholestep.capture.reach.grad_scaler import Notes as ScalerNotes
+from wholestep.capture.effects.object_effects import recordable_locations
+from wholestep.capture.effects.optimizer_effects import OptimizerEffects
+from wholestep.capture.python.snapshot import Location, Snapshot
+from wholestep.capture.reach.grad_scaler import ScalerState as ScalerNotes
 from wholestep.capture.reach.rng_and_iterators import Generators
-from wholestep.capture.reach.step_context import Scene
-from wholestep.capture.scalars.counters import Place, moved
+from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.scalars.counters import ScalarLocation, scalar_locations
 from wholestep.errors import CaptureError, HyperparameterError
 
 TICKS = "_step_count"
@@ -32,8 +32,8 @@ class SideEffects:
     caller decides whether to `restore`. Random generators are always put back, and draws that no graph has are refused.
     """
 
-    def __init__(self, scene: Scene, left: Left) -> None:
-        found, state = scene.found, scene.state
+    def __init__(self, context: StepContext, left: OptimizerEffects) -> None:
+        found, state = context.found, context.state
         self._found, self._known = found, state.index.keys()
         self._of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
         self._of_modules = {
@@ -46,7 +46,7 @@ class SideEffects:
         self._left = left
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
-        self._watches: list[Watch] = []
+        self._watches: list[Snapshot] = []
         self._counts = [vars(scheduler).get(TICKS) for _, scheduler in found.schedulers]
         self.ticks: dict[int, int] = {}
         """Calls that schedulers counted for their warnings, by their numbers."""
@@ -56,7 +56,7 @@ class SideEffects:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         problems = self._left.put_back()
-        for watch in self._found.watches:
+        for watch in self._found.snapshots:
             changes = [change for change in watch.changes() if not change[0].endswith(_HARMLESS)]
             if changes:
                 self.changed += changes
@@ -82,7 +82,7 @@ class SideEffects:
         """Whether a tensor of the trace was left behind. One of the state may stand elsewhere (a sharded weight)."""
         return isinstance(change[2], Tensor) and id(change[2]) not in self._known
 
-    def moved(self) -> list[Place]:
+    def moved(self) -> list[ScalarLocation]:
         """Places of what the step changed, if all of that is numbers; else none."""
         found = []
         for watch in self._watches:
@@ -91,13 +91,13 @@ class SideEffects:
                     continue
                 # A tensor is another object while the step is traced, and has other attributes.
                 cannot = key is None or id(watch.container) in self._of_tensors
-                places = [] if cannot else moved(watch.container, key, path, (then, now))
+                places = [] if cannot else scalar_locations(watch.container, key, path, (then, now))
                 if not places:
                     return []
                 found += places
         return found
 
-    def left(self) -> list[Spot]:
+    def left(self) -> list[Location]:
         """Where the step leaves things that are results, if all of what it changed is such things and numbers."""
         found = []
         for watch in self._watches:
@@ -105,10 +105,10 @@ class SideEffects:
                 if path.endswith(_HARMLESS):
                     continue
                 cannot = id(watch.container) in self._of_tensors or id(watch.container) in self._of_modules
-                ways = [] if cannot else can_be_left(watch, key, path, (then, now))
+                ways = [] if cannot else recordable_locations(watch, key, path, (then, now))
                 if not ways:
                     return []
-                found += [one for one in ways if not isinstance(one, Place)]
+                found += [one for one in ways if not isinstance(one, ScalarLocation)]
         return found
 
     def restore(self) -> None:

@@ -26,8 +26,8 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
-from wholestep.capture.python.snapshot import ABSENT, AnyOf, Spot, Watch
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.python.snapshot import ABSENT, AnyMatching, Location, Snapshot
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.counters import identity
 from wholestep.capture.scalars.host_scalars import running_tracer
 from wholestep.errors import CaptureError
@@ -35,44 +35,44 @@ from wholestep.ir.program import InputKind
 
 
 @dataclass(slots=True, kw_only=True)
-class Left:
+class KeptTensors:
     """What a step leaves in objects."""
 
-    spots: list[Spot] = field(default_factory=list)
+    spots: list[Location] = field(default_factory=list)
     """Where its last results go."""
     shared: set[int] = field(default_factory=set)
     """Those of them by number whose tensor before the call stands elsewhere, too, so that it has to be that one."""
-    mirrored: list[tuple[int, Spot, bool]] = field(default_factory=list)
+    mirrored: list[tuple[int, Location, bool]] = field(default_factory=list)
     """Slots that the graph has for itself, where what they mirror stands between calls, and whether the step puts new
     ones there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    watch: Watch
+    watch: Snapshot
     key: Any
     then: Any
     now: Tensor
 
 
-class Replaced:
+class TensorEffects:
     """Looks at the containers of a scene at the end of a trace."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._watches, self._state, self._moved = scene.found.watches, scene.state, scene.moved
-        self._arguments = scene.leaves
-        grads = (slot.tensor.grad for slot in scene.state.params if slot.tensor.grad is not None)
-        of_optimizers = (slot.tensor for slot in scene.state.of_kind(InputKind.OPTIMIZER))
+    def __init__(self, context: StepContext) -> None:
+        self._watches, self._state, self._moved = context.found.snapshots, context.state, context.moved
+        self._arguments = context.leaves
+        grads = (slot.tensor.grad for slot in context.state.params if slot.tensor.grad is not None)
+        of_optimizers = (slot.tensor for slot in context.state.of_kind(InputKind.OPTIMIZER))
         self._elsewhere = [id(one) for held in (grads, of_optimizers) for one in held]
-        modules = [module for _, top in scene.found.modules.values() for module in top.modules()]
+        modules = [module for _, top in context.found.modules.values() for module in top.modules()]
         skipped = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
-        self._skipped = {*map(id, skipped), *(id(vars(slot.tensor)) for slot in scene.state.slots)}
+        self._skipped = {*map(id, skipped), *(id(vars(slot.tensor)) for slot in context.state.slots)}
 
-    def take(self, results: Sequence[Any]) -> tuple[list[Any], Left]:
+    def take(self, results: Sequence[Any]) -> tuple[list[Any], KeptTensors]:
         """In the trace: what the step returns, and behind that what it leaves, with the spots, where then stands again
         what stood there before. `results`: what the step returns. A slot that is mirrored means what will stand in its
         place behind the call."""
-        changes, index, left = list(self._changes()), self._state.index, Left()
+        changes, index, left = list(self._changes()), self._state.index, KeptTensors()
         holders = self._holders() if changes or self._moved else Counter()
         free = {
             id(one)
@@ -124,7 +124,7 @@ class Replaced:
                 return stays
             stays -= gone
 
-    def _moving(self, changes: Sequence[_Change], holders: Mapping[int, int]) -> Iterator[tuple[Spot, Tensor]]:
+    def _moving(self, changes: Sequence[_Change], holders: Mapping[int, int]) -> Iterator[tuple[Location, Tensor]]:
         """Tensors that stand in places where others stood in earlier calls, and that the step leaves there."""
         changed = {(identity(one.watch.container), one.key) for one in changes}
         for watch in self._watches if self._moved else ():
@@ -204,18 +204,18 @@ def _within(things: Iterable[Any]) -> Iterator[Tensor]:
             yield from _within(one)
 
 
-def loosen(
-    watches: Collection[Watch], spots: Collection[Spot], like: Callable[[Tensor], Callable[[Any], bool]]
+def relax_snapshots(
+    snapshots: Collection[Snapshot], spots: Collection[Location], like: Callable[[Tensor], Callable[[Any], bool]]
 ) -> None:
     """Has watches take any tensor that is like the one that was there while tracing, and none of them keep that one."""
     keys = {(identity(container), key) for container, key in spots}
-    for watch in watches:
+    for watch in snapshots:
         for key in list(range(len(watch.held)) if isinstance(watch.held, list) else watch.held):
             if (identity(watch.container), key) in keys and isinstance(watch.held[key], Tensor):
-                watch.held[key] = AnyOf(like(watch.held[key]))
+                watch.held[key] = AnyMatching(like(watch.held[key]))
 
 
-class Way(Enum):
+class MirrorMode(Enum):
     """What a step does with what a mirror mirrors."""
 
     READS = "reads"
@@ -228,8 +228,8 @@ class Mirror:
     """A tensor of the graph, and the place of the user's where what it mirrors stands between calls."""
 
     tensor: Tensor
-    spot: Spot
-    way: Way
+    spot: Location
+    way: MirrorMode
     _known: tuple[Tensor, int | None] | None = None
     """The tensor with the same values that stood there when a call ended well, and its version."""
 
@@ -245,15 +245,15 @@ class Mirror:
         if self._known is None or self._known[0] is not now or self._known[1] != _version(now):
             with torch.no_grad():
                 self.tensor.copy_(now)
-        self._known = _noted(now) if self.way is Way.READS else None
+        self._known = _noted(now) if self.way is MirrorMode.READS else None
 
     def give(self) -> None:
         """Behind a call: what the step has written stands in the place."""
-        if self.way is Way.READS:
+        if self.way is MirrorMode.READS:
             return
         with torch.no_grad():
-            now = self.tensor.clone() if self.way is Way.REPLACES else self.standing().copy_(self.tensor)
-        if self.way is Way.REPLACES:
+            now = self.tensor.clone() if self.way is MirrorMode.REPLACES else self.standing().copy_(self.tensor)
+        if self.way is MirrorMode.REPLACES:
             _put(*self.spot, now)
         self._known = _noted(now)
 
@@ -267,7 +267,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def put(spots: Collection[Spot], values: Collection[Tensor]) -> None:
+def write_locations(spots: Collection[Location], values: Collection[Tensor]) -> None:
     """Behind a call: leaves the tensors where they belong."""
     for (container, key), value in zip(spots, values, strict=True):
         _put(container, key, value)

@@ -20,15 +20,15 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
-from wholestep.capture.functionalize.mutation_subgraph import part_of, put_back
-from wholestep.capture.functionalize.outplace import rewritten
+from wholestep.capture.functionalize.mutation_subgraph import mutation_subgraph, splice
+from wholestep.capture.functionalize.outplace import to_out_of_place
 from wholestep.capture.functionalize.storage_resize import fold_resizes
 from wholestep.capture.python.node_origin import node_hook
 from wholestep.capture.scalars.host_scalars import HostValues, Known, host_branches, kernels_branch
 from wholestep.errors import CaptureError
 from wholestep.ir import graph_edit, node_meta, op_info, serializer
 from wholestep.ir.lazy_graph_module import unwritten
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.ops.library import LIBRARY
 
 _TWINS = torch.library.Library("wholestep_functional", "DEF")
@@ -60,7 +60,7 @@ def functionalize(
     replace_custom_writes(traced.graph)
     plain = [_detached(one) for one in inputs]
     with kernels_branch(numbers):
-        found = rewritten(traced, plain)
+        found = to_out_of_place(traced, plain)
         made = _traced_again(traced, plain, mode, known) if found is None else Functional(*found)
     for op in _REPLACED_BY_FUNCTORCH:
         for node in made.module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
@@ -69,7 +69,7 @@ def functionalize(
 
 
 def _traced_again(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
-    part = part_of(traced)
+    part = mutation_subgraph(traced)
     interpreter = _OriginKeeper(part.module)
     plain = [*inputs, *(_detached(node_meta.value(one)) for one in part.entering)]
     known = [*known, *(None for _ in part.entering)]
@@ -80,9 +80,9 @@ def _traced_again(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
         return torch.func.functionalize(lambda *inner: interpreter.run(*inner), remove="mutations")(*args)
 
     branches = host_branches(lambda: host[0] if host else None)
-    with mode, plainly(), unwritten(), node_hook(interpreter.tag), branches:
+    with mode, without_autocast(), unwritten(), node_hook(interpreter.tag), branches:
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
-    module = put_back(traced, part, functional, interpreter.made_for)
+    module = splice(traced, part, functional, interpreter.made_for)
     fold_resizes(module.graph)
     return _take_writes(module)
 

@@ -27,7 +27,7 @@ _DECLARES = ("aten", "prims", "wholestep", "wholestep_functional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MutationSubgraph:
     """Calls of a graph as a graph of their own."""
 
     module: fx.GraphModule
@@ -40,7 +40,7 @@ class Part:
     """Its calls -> those of the whole."""
 
 
-def part_of(whole: fx.GraphModule) -> Part:
+def mutation_subgraph(whole: fx.GraphModule) -> MutationSubgraph:
     """What of `whole` has to be made functional. `whole` stays as it is."""
     touched = _Touched(whole.graph)
     inside, results = touched.calls, touched.results()
@@ -58,19 +58,22 @@ def part_of(whole: fx.GraphModule) -> Part:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         stands_for[copies[node]] = node
     graph.output([copies[node] for node in leaving])
-    return Part(
+    return MutationSubgraph(
         module=module_of(whole, graph), entering=list(entering), leaving=list(leaving), stands_for=stands_for
     )  # fmt: skip
 
 
-def put_back(
-    whole: fx.GraphModule, part: Part, functional: fx.GraphModule, made_for: Callable[[fx.Node], fx.Node | None]
+def splice(
+    whole: fx.GraphModule,
+    part: MutationSubgraph,
+    functional: fx.GraphModule,
+    made_for: Callable[[fx.Node], fx.Node | None],
 ) -> fx.GraphModule:
     """`whole` with the functional form of `part` in the place of its calls, which are named as a trace names them.
 
     Args:
-        whole: as `part_of` was given it.
-        part: what `part_of` gave.
+        whole: as `mutation_subgraph` was given it.
+        part: what `mutation_subgraph` gave.
         functional: the part made functional, with the same placeholders and results.
         made_for: a node of `functional` -> the call of the part for which it was made; None behind the last call.
     """
@@ -135,7 +138,7 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args), {name: arg for name, arg in node.kwargs.items() if arg is not None or name not in plain}
 
 
-class Groups:
+class AliasGroups:
     """Which nodes of a graph may share memory, and which memory is written to."""
 
     def __init__(self, graph: fx.Graph, *, items_apart: bool = False) -> None:
@@ -176,7 +179,7 @@ class _Touched:
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes = list(graph.nodes)
         self._returned = graph.output_node().all_input_nodes
-        groups = Groups(graph)
+        groups = AliasGroups(graph)
         self._group, self._written, self._bases = groups.of, groups.written, groups.bases
         self.calls = self._numbers() | {node for node in self._nodes if is_new(node)}
         self._whole = {group for group in self._written if len(self._bases.get(group, ())) != 1}

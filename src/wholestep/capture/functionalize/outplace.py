@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture.functionalize.mutation_subgraph import Groups, is_new, named_copy, shares_with, writes_to
+from wholestep.capture.functionalize.mutation_subgraph import AliasGroups, is_new, named_copy, shares_with, writes_to
 from wholestep.capture.functionalize.storage_resize import gives_memory
 from wholestep.capture.python.user_frame import ASKS_FOR_A_NUMBER
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.lazy_graph_module import module_of
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 
 _aten = torch.ops.aten
 
@@ -49,9 +49,9 @@ def _functional_form(op: Any) -> Any:
     return found if own == other else None
 
 
-def _written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
+def _written_as_a_whole(whole: fx.GraphModule) -> AliasGroups | None:
     """The groups of a graph that is taken; None for another one."""
-    groups = Groups(whole.graph, items_apart=True)
+    groups = AliasGroups(whole.graph, items_apart=True)
     seen_whole = {groups.bases[group][0] for group in groups.written}
     """Nodes that stand for all of their group. Where there may be two, the other one is not among them."""
     for place, node in enumerate(whole.graph.nodes):
@@ -73,7 +73,7 @@ def _written_as_a_whole(whole: fx.GraphModule) -> Groups | None:
 Rewritten = tuple[fx.GraphModule, list[Any], dict[int, fx.Node]]
 
 
-def rewritten(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
+def to_out_of_place(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
     """A graph as its functional form, the nodes of its results, and the new value per placeholder that was written to.
 
     Args:
@@ -86,7 +86,7 @@ def rewritten(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
     if any(map(_is_complex_by_a_number, whole.graph.nodes)) or (groups := _written_as_a_whole(whole)) is None:
         return None
     try:
-        with plainly():
+        with without_autocast():
             return _rewritten(whole, inputs, groups)
     except ASKS_FOR_A_NUMBER:
         return None
@@ -100,7 +100,7 @@ def _is_complex_by_a_number(node: fx.Node) -> bool:
     return numbers and any(tensor.is_complex() for one in given for tensor in node_meta.tensors(one))
 
 
-def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: Groups) -> Rewritten | None:
+def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: AliasGroups) -> Rewritten | None:
     graph = fx.Graph()
     new = dict[fx.Node, fx.Node]()
     last = dict[fx.Node, fx.Node]()

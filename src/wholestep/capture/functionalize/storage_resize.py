@@ -54,7 +54,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(slots=True)
-class Sizes:
+class StorageSizes:
     """Sizes of storages that a trace depends on. `why_not` is None if they are the same again."""
 
     state: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ def _is_internal(frame: FrameType | None) -> bool:
     return frame is not None and any(part in frame.f_code.co_filename for part in _INTERNAL)
 
 
-class Storages:
+class StorageRecorder:
     """The storages of one trace."""
 
     def __init__(self, reals: list[torch.Tensor]) -> None:

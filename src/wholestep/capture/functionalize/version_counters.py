@@ -28,7 +28,7 @@ _PRESERVES = torch.autograd.grad_mode.__file__
 _plain: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
-class Versions:
+class VersionRecorder:
     """The version counters of one trace."""
 
     def __init__(self, reals: list[torch.Tensor]) -> None:

@@ -23,14 +23,14 @@ from unittest.mock import patch
 
 import torch
 
-from wholestep.capture.python.code_owner import is_users_file
+from wholestep.capture.python.code_owner import is_user_file
 
 UNSET = "not set"
 _STARTED_S = time.time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
+class Environment:
     """What to compare, by name."""
 
     files: Mapping[str, str]
@@ -41,13 +41,13 @@ class Outside:
     """Variables that were read while the step was traced."""
 
     @classmethod
-    def seen(cls, environment: Mapping[str, str]) -> Outside:
+    def seen(cls, environment: Mapping[str, str]) -> Environment:
         """What there is behind a trace, with the variables that it read."""
         return cls(files=_user_files(), packages=_packages(_imported()), environment=environment)
 
-    def now(self) -> Outside:
+    def now(self) -> Environment:
         """The same files, packages and variables as they are at this moment."""
-        return Outside(
+        return Environment(
             files={path: _digest(path) for path in self.files},
             packages=_packages(self.packages),
             environment={name: os.environ.get(name, UNSET) for name in self.environment},
@@ -88,7 +88,7 @@ def _user_files() -> dict[str, str]:
     """
     modules = [module for name, module in _modules().items() if not name.startswith("torch.")]
     paths = {getattr(module, "__file__", None) for module in modules}
-    return {path: _digest(path) for path in sorted(filter(None, paths)) if path.endswith(".py") and is_users_file(path)}
+    return {path: _digest(path) for path in sorted(filter(None, paths)) if path.endswith(".py") and is_user_file(path)}
 
 
 def edited(files: Iterable[str]) -> str | None:
@@ -144,7 +144,7 @@ def _version(name: str) -> str:
 
 
 @functools.cache
-def own_digest() -> str:
+def source_digest() -> str:
     """Of wholestep's own source: the same version number does not mean the same code while it is developed."""
     made = hashlib.sha256()
     folder = Path(sys.modules["wholestep"].__file__ or "").parent
@@ -153,7 +153,7 @@ def own_digest() -> str:
     return made.hexdigest()[:20]
 
 
-def switches() -> list[tuple[str, str]]:
+def torch_switches() -> list[tuple[str, str]]:
     """Global switches of torch, besides the modes that guards watch, that decide which kernels a trace chooses."""
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     return [

@@ -14,20 +14,20 @@ from wholestep.capture.native import build
 from wholestep.capture.native.self_test import PARAMETER, STATE, VERSIONED, WITH_GRADIENT, WITHOUT_GRADIENT
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import CellView, ClassView
-from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.tracing.tracer import CAPTURING
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
 
 TENSORS, MODES = -1, -2
-"""Numbers that `Look.moved` gives besides those of containers."""
+"""Numbers that `StateGuard.moved` gives besides those of containers."""
 
 _THINGS = (bool, int, float, str, type(None), nn.Module, Optimizer)
 """Leaves without data that are compared natively: by identity, numbers and text by value."""
 
 
-class Look(Protocol):
+class StateGuard(Protocol):
     """What may have changed since everything was last compared."""
 
     def moved(self) -> tuple[int, ...]:
@@ -37,32 +37,34 @@ class Look(Protocol):
         """Says that everything which the last `moved` named was compared and is as it was."""
 
 
-class Match(Protocol):
+class SignatureGuard(Protocol):
     """The signature of a call."""
 
     def match(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any] | None:
         """The leaves of ``(args, kwargs)`` if the call surely has this signature, else None."""
 
 
-def look(tensors: Sequence[torch.Tensor], wants: Sequence[int], containers: Sequence[tuple[Any, Any]]) -> Look | None:
+def state_guard(
+    tensors: Sequence[torch.Tensor], wants: Sequence[int], containers: Sequence[tuple[Any, Any]]
+) -> StateGuard | None:
     """A native look at tensors and containers as they are now; None where everything has to be compared in full.
 
     Args:
         wants: per tensor what is looked at besides its layout, see `wholestep.capture.native.self_test`.
-        containers: pairs of a thing and what it held, as `watchable` gives them.
+        containers: pairs of a thing and what it held, as `guardable` gives them.
     """
     module = build.module()
     if module is None:
         return None
     try:
         things, held = zip(*containers, strict=True) if containers else ((), ())
-        made: Look = module.Look(tuple(tensors), bytes(wants), things, held)
+        made: StateGuard = module.Look(tuple(tensors), bytes(wants), things, held)
     except TypeError:  # a tensor that is more than its TensorImpl says: sparse, a subclass with dispatch of its own
         return None
     return made
 
 
-def watchable(watch: Watch) -> tuple[Any, Any] | None:
+def guardable(watch: Snapshot) -> tuple[Any, Any] | None:
     """A watched container as the native look takes it, with what it held; None if it cannot vouch for it."""
     container = watch.container
     if isinstance(container, CellView):
@@ -74,7 +76,7 @@ def watchable(watch: Watch) -> tuple[Any, Any] | None:
     return (container, None) if type(container) in VERSIONED else None
 
 
-def match(
+def signature_guard(
     spec: tree_util.TreeSpec,
     leaves: Sequence[Any],
     is_data: Sequence[bool],
@@ -82,7 +84,7 @@ def match(
     state: Sequence[Any],
     *,
     any_of_type: Collection[int] = (),
-) -> Match | None:
+) -> SignatureGuard | None:
     """The native signature of a call; None where only the full comparison can tell.
 
     Args:
@@ -101,7 +103,7 @@ def match(
     if not all(data or isinstance(leaf, _THINGS) for leaf, data in zip(leaves, is_data, strict=True)):
         return None
     try:
-        made: Match = module.Arguments(structure, described, tuple(state))
+        made: SignatureGuard = module.Arguments(structure, described, tuple(state))
     except TypeError:
         return None
     return made
@@ -111,7 +113,7 @@ Function = Callable[[list[Any]], tuple[Any, ...]]
 """What runs on flat inputs."""
 
 
-class Inputs(Protocol):
+class InputFiller(Protocol):
     """The flat inputs of calls."""
 
     def run(self, function: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
@@ -122,7 +124,7 @@ Number = tuple[int, dict[str, Any], str, int | None]
 """Where a number of a parameter group goes and is: input, group, key, and the place in a tuple such as ``betas``."""
 
 
-class PlainInputs:
+class PythonInputFiller:
     """The flat inputs of calls, in Python.
 
     Args:
@@ -160,34 +162,34 @@ class PlainInputs:
     def run(self, function: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         """``function(inputs)`` with gradients and autocast off. Then nothing of the call lives on."""
         flat = self.filled(leaves)
-        with plainly():
+        with without_autocast():
             found = function(flat)
         for index, _ in (*self._user, *self._grads):
             flat[index] = None
         self._free.append(flat)
         return found
 
-    def native(self) -> Inputs:
+    def native(self) -> InputFiller:
         """The same natively, if the library is there by now."""
         if (module := build.module()) is None:
             return self
-        made: Inputs = module.Inputs(
+        made: InputFiller = module.Inputs(
             self._tensors, tuple(self._numbers), tuple(self._user), tuple(self._grads), self._free
         )
         return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class FastRun:
     """What a call does once its trace is known to hold."""
 
-    inputs: Inputs
+    inputs: InputFiller
     function: Function
     finish: Callable[[tuple[Any, ...]], Any] | None
     """Makes the step's result of what `function` gives; None where that is its first part."""
 
 
-class Shortcut(Protocol):
+class FastCall(Protocol):
     """Calls with one signature, from the arguments to the result."""
 
     @property
@@ -199,10 +201,10 @@ class Shortcut(Protocol):
 
 
 WhyNot = Callable[[list[Any], tuple[int, ...]], str | None]
-"""Compares in full what `Look.moved` named for a call with these leaves. None if all is as it was."""
+"""Compares in full what `StateGuard.moved` named for a call with these leaves. None if all is as it was."""
 
 
-def shortcut(match: Match, look: Look, why_not: WhyNot, always: bool, run: Run) -> Shortcut | None:
+def fast_call(match: SignatureGuard, look: StateGuard, why_not: WhyNot, always: bool, run: FastRun) -> FastCall | None:
     """The shortcut of a signature; None while `run` has no native inputs.
 
     Args:
@@ -211,5 +213,5 @@ def shortcut(match: Match, look: Look, why_not: WhyNot, always: bool, run: Run) 
     module = build.module()
     if module is None or not isinstance(run.inputs, module.Inputs):
         return None
-    made: Shortcut = module.Shortcut(match, look, why_not, always, run.inputs, run.function, run.finish, CAPTURING)
+    made: FastCall = module.Shortcut(match, look, why_not, always, run.inputs, run.function, run.finish, CAPTURING)
     return made

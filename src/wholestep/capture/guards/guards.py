@@ -22,15 +22,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture.functionalize.storage_resize import Sizes
+from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import fast_guards
 from wholestep.capture.native import build
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.snapshot import Watch, same
-from wholestep.capture.reach.arguments import leaf_of, spelled
+from wholestep.capture.python.snapshot import Snapshot, same
+from wholestep.capture.reach.arguments import leaf_of, path_text
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
-from wholestep.capture.reach.train_state import Slot, State
-from wholestep.capture.scalars.counters import Counters, Moving, identity, moved
+from wholestep.capture.reach.train_state import Slot, TrainState
+from wholestep.capture.scalars.counters import Counters, VaryingValue, identity, scalar_locations
 from wholestep.ir.program import InputKind
 
 
@@ -99,7 +99,7 @@ class Guards:
     spec: tree_util.TreeSpec
     aliases: list[int]
     """Per leaf that is data: the first leaf that is the same tensor. See `aliases_of`."""
-    watches: list[Watch]
+    snapshots: list[Snapshot]
     grads: dict[int, bool]
     """id of a parameter whose gradient at entry matters -> whether it had one."""
     predicates: tuple[Any, list[Any], list[bool], list[str]] | None
@@ -115,9 +115,9 @@ class Guards:
     """The leaves that may be any text."""
     paths: Sequence[tuple[Any, ...]] = ()
     """Per leaf the way to it."""
-    outside: list[Watch] = field(default_factory=list)
-    """Those of `watches` that may hold numbers which the user moves between calls."""
-    storages: Sizes | None = None
+    outside: list[Snapshot] = field(default_factory=list)
+    """Those of `snapshots` that may hold numbers which the user moves between calls."""
+    storages: StorageSizes | None = None
     """Sizes of storages, where the step resizes some or asks for them."""
 
     def __post_init__(self) -> None:
@@ -130,21 +130,21 @@ class Guards:
         self._entry_kinds = [_kind(slot.tensor.grad) for slot in params]
         self._data = [number for number, data in enumerate(self.is_data) if data]
         self._things = [n for n, data in enumerate(self.is_data) if not data and n not in self.moving]
-        self.watches = [watch for watch in self.watches if watch.guard]
-        self._watched = [watch for watch in self.watches if fast_guards.watchable(watch) is not None]
-        self._opaque = [watch for watch in self.watches if fast_guards.watchable(watch) is None]
+        self.snapshots = [watch for watch in self.snapshots if watch.guard]
+        self._watched = [watch for watch in self.snapshots if fast_guards.guardable(watch) is not None]
+        self._opaque = [watch for watch in self.snapshots if fast_guards.guardable(watch) is None]
         self._everything = (fast_guards.MODES, fast_guards.TENSORS, *range(len(self._watched)))
         self._make_quick()
 
     def _make_quick(self) -> None:
         """The native look and match, once everything is known to be as it was while tracing."""
         tensors = [slot.tensor for slot in self.state]
-        containers = [fast_guards.watchable(watch) for watch in self._watched] + [
+        containers = [fast_guards.guardable(watch) for watch in self._watched] + [
             (hooks, None) for hooks in GLOBAL_HOOKS
         ]
         self._awaits_native = build.module() is None
-        self._look = fast_guards.look(tensors, [self._want(slot) for slot in self.state], containers)
-        self._match = fast_guards.match(
+        self._look = fast_guards.state_guard(tensors, [self._want(slot) for slot in self.state], containers)
+        self._match = fast_guards.signature_guard(
             self.spec, self.leaves, self.is_data, self.aliases, tensors, any_of_type=(*self.moving, *self.unread)
         )
 
@@ -156,13 +156,13 @@ class Guards:
             self.grads.get(id(slot.tensor))
         ]
 
-    def shortcut(self, run: fast_guards.Run) -> fast_guards.Shortcut | None:
+    def shortcut(self, run: fast_guards.FastRun) -> fast_guards.FastCall | None:
         """The quick way through a call: `run` where this trace holds. None where only `why_not` can tell."""
         if self._match is None or self._look is None:
             return None
         asked = (self.predicates, self.counters, self.storages)
         always = bool(self._opaque) or any(one is not None for one in asked)
-        return fast_guards.shortcut(self._match, self._look, self._state_why_not, always, run)
+        return fast_guards.fast_call(self._match, self._look, self._state_why_not, always, run)
 
     def why_not(self, leaves: list[Any], spec: tree_util.TreeSpec) -> str | None:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
@@ -188,7 +188,7 @@ class Guards:
     def _arguments(self, leaves: list[Any], spec: tree_util.TreeSpec) -> str | None:
         if spec is not self.spec and spec != self.spec:
             way, then, now = tree_util.difference(self.spec, spec)
-            return f"{spelled(way) if len(way) > 1 else 'the call'} was {then}, is {now}"
+            return f"{path_text(way) if len(way) > 1 else 'the call'} was {then}, is {now}"
         held = self.leaves
         for number in self._things:
             then, now = held[number], leaves[number]
@@ -206,7 +206,7 @@ class Guards:
                 return f"argument {number} was data of the call, is a tensor of the model, the optimizer or a closure"
         return self._repeats(leaves)
 
-    def others(self, leaves: list[Any]) -> Iterator[Moving]:
+    def others(self, leaves: list[Any]) -> Iterator[VaryingValue]:
         """Numbers and texts that were constants, and are others for a call with these leaves."""
         for leaf in self._things if len(leaves) == len(self.leaves) else ():
             one = leaf_of(self.paths[leaf], leaves[leaf]) if leaf not in self.unread else None
@@ -216,7 +216,7 @@ class Guards:
             if watch.guard and not _untouched(watch):
                 for key, path, then, now in watch.changed_items():
                     if key is not None and _is_other(then, now):
-                        yield from moved(watch.container, key, path, (then, now))
+                        yield from scalar_locations(watch.container, key, path, (then, now))
 
     def other_tensors(self) -> Iterator[Hashable]:
         """Places in which another tensor stands than in the trace, one of which the trace depends on the same."""
@@ -243,8 +243,8 @@ class Guards:
         other_modes = fast_guards.MODES in moved or max(numbers, default=0) >= len(self._watched)
         if other_modes and self.modes != (now := modes()):
             return "; ".join(f"{a[0]} was {a[1]}, is {b[1]}" for a, b in zip(self.modes, now, strict=True) if a != b)
-        watches = [self._watched[number] for number in sorted(numbers) if number < len(self._watched)]
-        for watch in (*watches, *self._opaque):
+        snapshots = [self._watched[number] for number in sorted(numbers) if number < len(self._watched)]
+        for watch in (*snapshots, *self._opaque):
             if not _untouched(watch):
                 for path, then, new in watch.changes():
                     return f"{path} was {_short(then)}, is {_short(new)}"
@@ -291,8 +291,8 @@ def _spell_kind(kind: tuple[Any, ...]) -> str:
     return ", ".join(one.__name__ if isinstance(one, type) else str(one).removeprefix("torch.") for one in kind)
 
 
-def _untouched(watch: Watch) -> bool:
-    """Whether a container holds the very objects it held: the usual case, told sooner than by `Watch.changes`."""
+def _untouched(watch: Snapshot) -> bool:
+    """Whether a container holds the very objects it held: the usual case, told sooner than by `Snapshot.changes`."""
     now, then = watch.container, watch.held
     if type(now) not in fast_guards.VERSIONED or len(now) != len(then):
         return False
@@ -326,7 +326,7 @@ def host_sources(predicates: tuple[fx.GraphModule, list[bool], list[str]], slots
     return module.forward, sources, truths, lines
 
 
-def state_slots(state: State, used: set[int]) -> list[Slot]:
+def state_slots(state: TrainState, used: set[int]) -> list[Slot]:
     """The slots whose description a trace depends on: every parameter, and what the graph reads."""
     read = (slot for number, slot in enumerate(state.slots) if number in used or slot.kind is InputKind.PARAM)
     return [slot for slot in read if slot.kind is not InputKind.GRAD]

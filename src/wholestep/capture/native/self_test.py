@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.python.container_views import behind
+from wholestep.capture.python.container_views import attribute_dict
 
 STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
 """What is looked at of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""
@@ -79,7 +79,7 @@ def fault(module: ModuleType) -> str:
         return "dict: an attribute written"
     for name, write in _ATTRIBUTE_WRITES.items():
         kind, one = type("Kind", (), {"a": 1}), _Owner()
-        for what, thing, attributes in (("class", kind, behind(kind)), ("dict", one, vars(one))):
+        for what, thing, attributes in (("class", kind, attribute_dict(kind)), ("dict", one, vars(one))):
             if not _seen(module, lambda _, write=write, thing=thing: write(thing), container=attributes):  # type: ignore[misc]
                 return f"{what}: {name}"
     for name, change in _LIST_WRITES.items():

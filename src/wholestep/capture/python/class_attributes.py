@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from wholestep.capture.python.code_owner import is_torchs_or_pythons
+from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.python.container_views import ClassView, is_dunder, is_special_method
 
 CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
@@ -34,7 +34,7 @@ NOT_IN_A_STEP = frozenset({
 """Special methods that are not read for the names in them: they name everything that an object has."""
 
 
-class Classes:
+class ClassAttributes:
     """The classes that a walk has met."""
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class Classes:
 
     def add(self, kind: type, *, whole: bool = False) -> None:
         """Looks at a class, its bases, and the class of the user's that it is an object of itself."""
-        above = [base for base in inspect.getmro(type(kind)) if not is_torchs_or_pythons(base)]
+        above = [base for base in inspect.getmro(type(kind)) if not is_library_class(base)]
         for base in (*kind.__mro__, *above):
             self._met[base] = self._met.get(base, False) or (whole and base not in above)
 
     def found(self, names: set[str]) -> Iterator[tuple[str, Any]]:
         """What lies behind attributes with these names, each given once, with its path."""
         for kind, whole in list(self._met.items()):
-            foreign = is_torchs_or_pythons(kind)
+            foreign = is_library_class(kind)
             for key, item in vars(kind).copy().items():
                 functions = functions_in(item)
                 named = key in names or key == "__call__"
@@ -69,7 +69,7 @@ class Classes:
         plain = {key for key in of_modules if not is_dunder(key) and not key.startswith("_abc_")}
         by_name, all_names = frozenset(names), frozenset(names | plain)
         for kind, whole in self._met.items():
-            if not is_torchs_or_pythons(kind):
+            if not is_library_class(kind):
                 yield kind.__name__, ClassView(kind, all_names if whole else by_name)
 
 

@@ -22,13 +22,13 @@ def is_user_code(function: types.FunctionType) -> bool:
     return not name.startswith(_LIBRARY_ROOTS) and "site-packages" not in function.__code__.co_filename
 
 
-def is_users(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Whether a class is neither torch's nor an installed library's."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return not kind.__module__.startswith(NO_STATE) and "site-packages" not in file
 
 
-def is_torchs_or_pythons(kind: type) -> bool:
+def is_library_class(kind: type) -> bool:
     """Whether a class is torch's or comes with Python, or is one of the libraries that are not looked into."""
     module = str(kind.__module__)
     root = module.partition(".")[0]
@@ -41,7 +41,7 @@ def is_torchs_or_pythons(kind: type) -> bool:
     return found is kind
 
 
-def is_users_file(path: str) -> bool:
+def is_user_file(path: str) -> bool:
     """Whether a source file belongs neither to Python, nor to an installed library, nor to wholestep."""
     if not path or path.startswith("<"):
         return False

@@ -40,7 +40,7 @@ class ClassView(dict[str, Any]):
     def __init__(self, kind: type, names: frozenset[str]) -> None:
         super().__init__()
         self.kind, self._names = kind, names
-        self.behind = behind(kind)
+        self.behind = attribute_dict(kind)
 
     def content(self) -> dict[str, Any]:
         """All of it at this moment."""
@@ -56,7 +56,7 @@ class ClassView(dict[str, Any]):
                 setattr(self.kind, key, item)
 
 
-def behind(kind: type) -> dict[str, Any]:
+def attribute_dict(kind: type) -> dict[str, Any]:
     """The dict in which a class keeps its attributes: ``vars`` gives a view of it, which has no version."""
     (found,) = gc.get_referents(vars(kind))
     assert isinstance(found, dict)

@@ -14,12 +14,12 @@ from wholestep.capture.python.container_views import CellView, ClassView, Conten
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of things that are compared by value."""
 
-Spot = tuple[Any, Any]
+Location = tuple[Any, Any]
 """A container and a key in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf:
+class AnyMatching:
     """What a watch holds in the place of a tensor that the step replaces."""
 
     fits: Callable[[Any], bool]
@@ -29,7 +29,7 @@ class AnyOf:
 
 
 @dataclass(slots=True)
-class Watch:
+class Snapshot:
     """One dict or list that the step may read, and what it held while tracing."""
 
     container: Any
@@ -75,7 +75,7 @@ class Watch:
                 yield key, path, then, new
 
     def _same(self, key: Any, then: Any, now: Any) -> bool:
-        if isinstance(then, AnyOf):
+        if isinstance(then, AnyMatching):
             return then.fits(now)
         return same(then, now) or (key in self.moving and _alike(then, now))
 

@@ -92,7 +92,7 @@ def calling_function(word: str) -> str | None:
     return found
 
 
-def place_of(step: Any) -> str:
+def defined_at(step: Any) -> str:
     """``train_step, file.py:10``: name, file and first line of a step."""
     function = inspect.unwrap(getattr(step, "func", step))
     code = getattr(getattr(function, "__func__", function), "__code__", None)
@@ -106,7 +106,7 @@ def naming(step: Any) -> Iterator[None]:
     try:
         yield
     except WholestepError as error:
-        place = place_of(step)
+        place = defined_at(step)
         if f"{place.rpartition(', ')[2].rpartition(':')[0]}:" not in str(error) and error.args:
             error.args = (f"{error.args[0]}\nThe step is {place}.", *error.args[1:])
         raise

@@ -13,14 +13,14 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.scalars.counters import Moving, Place
-from wholestep.capture.scalars.opaque_value import Unread
+from wholestep.capture.scalars.counters import ScalarLocation, VaryingValue
+from wholestep.capture.scalars.opaque_value import OpaqueValue
 
-Way = tuple[Any, ...]
+ArgumentPath = tuple[Any, ...]
 """From a call to something in its arguments: 0 and a place, or 1 and a name, then keys and attributes."""
 
 
-def spelled(way: Way) -> str:
+def path_text(way: ArgumentPath) -> str:
     """``argument 1['x']``."""
     kind, start, *keys = way
     return f"argument {start if kind == 0 else repr(start)}{''.join(f'[{key!r}]' for key in keys)}"
@@ -34,7 +34,7 @@ class Leaf:
     is_text: bool
 
     def __str__(self) -> str:
-        return spelled(self.path)
+        return path_text(self.path)
 
 
 def leaf_of(path: tuple[Any, ...], thing: Any) -> Leaf | None:
@@ -56,20 +56,20 @@ class Arguments:
         self.unread: tuple[int, ...] = ()
         """Leaves that are any text, at which the step does not look."""
 
-    def move(self, moving: Collection[Moving]) -> list[Place]:
+    def move(self, moving: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Has leaves be others in every call: the places of numbers, once text is noted."""
         known = {leaf: leaf_of(path, self.leaves[leaf]) for leaf, path in enumerate(self.paths)} if moving else {}
         found = [leaf for leaf, one in known.items() if one is not None and one in moving]
         self.unread = tuple(leaf for leaf in found if leaf not in self.numbers)
         self._moving = set(found)
         numbers = (leaf for leaf in found if leaf in self.numbers)
-        return [Place(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
+        return [ScalarLocation(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
 
     def traced(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a trace calls the step with: symbols for numbers that move, and text that cannot be looked at."""
         leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
         for leaf in self.unread:
-            leaves[leaf] = Unread(
+            leaves[leaf] = OpaqueValue(
                 f"The step looks at argument {leaf}, a text, which is another one in other calls.", str
             )
         return self._rebuilt(leaves)

@@ -29,7 +29,7 @@ def tensors(scaler: GradScaler) -> list[tuple[str, Tensor]]:
     return [(key, getattr(scaler, key)) for key in ("_scale", "_growth_tracker")]
 
 
-class Notes:
+class ScalerState:
     """What scalers have noted of their optimizers before a trace."""
 
     def __init__(self, scalers: list[tuple[str, GradScaler]]) -> None:

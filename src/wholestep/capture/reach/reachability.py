@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, NOT_IN_A_STEP, Classes, functions_in
-from wholestep.capture.python.code_owner import NO_STATE, is_torchs_or_pythons, is_user_code, is_users, is_users_file
+from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, NOT_IN_A_STEP, ClassAttributes, functions_in
+from wholestep.capture.python.code_owner import NO_STATE, is_library_class, is_user_class, is_user_code, is_user_file
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
-from wholestep.capture.python.snapshot import SCALARS, Watch
+from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach import grad_scaler, rng_and_iterators
 from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.scalars import hyperparameters
@@ -55,7 +55,7 @@ _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 @dataclass(slots=True)
-class Found:
+class Reachable:
     """What the walk found, each with the name under which the step reaches it."""
 
     modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Found:
     tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
     scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
-    watches: list[Watch] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """Random generators, of torch and others."""
     iterators: dict[int, str] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _names_in_library(kind: type) -> frozenset[str]:
     """Names in the methods of a class of an installed library, whose code is not looked through otherwise."""
-    bases = [base for base in kind.__mro__ if not is_torchs_or_pythons(base) and not is_users(base)]
+    bases = [base for base in kind.__mro__ if not is_library_class(base) and not is_user_class(base)]
     methods = [one for base in bases for key, item in vars(base).items() if key not in NOT_IN_A_STEP
                for one in functions_in(item)]  # fmt: skip
     return frozenset(name for one in methods for code in _codes(inspect.unwrap(one).__code__) for name in _names(code))
@@ -107,17 +107,17 @@ class Walker:
     """Walks from a step to everything it can reach. Holds the findings; used once."""
 
     def __init__(self) -> None:
-        self.found = Found()
+        self.found = Reachable()
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid while their objects live
         self._names: set[str] = set(CALLED_BY_TORCH)
         self._of_library: dict[type, frozenset[str]] = {}
         self._later: list[tuple[str, Any]] = []
-        self._classes = Classes()
+        self._classes = ClassAttributes()
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Looks at one reachable thing."""
-        if isinstance(thing, type) and not is_torchs_or_pythons(thing):
+        if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
         if isinstance(thing, SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
             return
@@ -138,7 +138,7 @@ class Walker:
             self.found.optimizers[id(thing)] = (name, thing)
             self._classes.add(type(thing))
             for key, item in list(vars(thing).items()):
-                if key not in hyperparameters.of_torch():
+                if key not in hyperparameters.torch_group_keys():
                     self.visit(f"{name}.{key}", item, depth + 1)
             self._hooks(f"{name}.step_pre_hooks", thing._optimizer_step_pre_hooks, depth)
             self._hooks(f"{name}.step_post_hooks", thing._optimizer_step_post_hooks, depth)
@@ -167,7 +167,7 @@ class Walker:
             for inside in (inside for kind, inside in _BEHIND if isinstance(thing, kind)):
                 self.visit(f"{name}.{inside}", getattr(thing, inside), depth + 1)
 
-    def finish(self) -> Found:
+    def finish(self) -> Reachable:
         """Walks plain objects and classes, whose attributes are looked at only by names that code uses."""
         looked: dict[int, int] = {}
         while True:
@@ -200,9 +200,9 @@ class Walker:
                 self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"))
 
     def _watch(self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True) -> None:
-        watch = Watch(container, path, keys, guard=guard)
+        watch = Snapshot(container, path, keys, guard=guard)
         watch.held = watch.now()
-        self.found.watches.append(watch)
+        self.found.snapshots.append(watch)
 
     def _sequence(self, name: str, thing: Any, depth: int) -> None:
         if isinstance(thing, (list, set, deque)):
@@ -315,10 +315,10 @@ class Walker:
 
 def _is_users_module(thing: Any) -> bool:
     """Whether a thing is a file of Python that the user has written: a constant in it is like a global."""
-    return isinstance(thing, types.ModuleType) and is_users_file(getattr(thing, "__file__", None) or "")
+    return isinstance(thing, types.ModuleType) and is_user_file(getattr(thing, "__file__", None) or "")
 
 
-def find(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def find_reachable(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachable:
     """Everything that a call ``step(*args, **kwargs)`` can reach.
 
     Tensors in the arguments themselves are left out: they are the inputs of the call.

@@ -12,13 +12,13 @@ from torch import nn
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
-from wholestep.capture.reach.train_state import LazyState, State
-from wholestep.capture.scalars.counters import Counters, Moving, Place, fits_a_box, identity
-from wholestep.capture.scalars.hyperparameters import Lifter
+from wholestep.capture.reach.train_state import LazyState, TrainState
+from wholestep.capture.scalars.counters import Counters, ScalarLocation, VaryingValue, fits_a_box, identity
+from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
 from wholestep.ir.program import InputKind
 
 
-class Scene:
+class StepContext:
     """What the walk found for one call, and the optimizer state that its first run would create.
 
     A context: an error inside takes that state back, so that a call which fails leaves nothing behind.
@@ -29,8 +29,8 @@ class Scene:
         step: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        places: Sequence[Place] = (),
-        moving: Collection[Moving] = (),
+        places: Sequence[ScalarLocation] = (),
+        moving: Collection[VaryingValue] = (),
         *,
         moved: Collection[Hashable] = (),
     ) -> None:
@@ -41,10 +41,10 @@ class Scene:
         """
         self.arguments, self.moved = Arguments(args, kwargs), moved
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
-        self.found = reachability.find(step, args, kwargs)
+        self.found = reachability.find_reachable(step, args, kwargs)
         self.lazy = LazyState(list(self.found.optimizers.values()))
         try:
-            self.state: State = stating.collect(self.found)
+            self.state: TrainState = stating.collect(self.found)
             self.outside = self._places_of(moving)
             self.count(list({place.identity: place for place in (*self.outside, *places)}.values()))
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
@@ -57,25 +57,27 @@ class Scene:
             self.lazy.take_back()
             raise
 
-    def count(self, places: Sequence[Place]) -> None:
+    def count(self, places: Sequence[ScalarLocation]) -> None:
         """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
         self.counters = Counters(places)
-        self.counters.mark(self.found.watches)
+        self.counters.mark(self.found.snapshots)
         for counter in self.counters.counters:
             self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
-        self.lifter = Lifter(self.state.optimizers, self.counters)
+        self.lifter = HyperparameterLifter(self.state.optimizers, self.counters)
 
-    def _places_of(self, moving: Collection[Moving]) -> list[Place]:
+    def _places_of(self, moving: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Where those numbers are. (A step that moves nothing is spared the search.)"""
-        known = set(map(identity, self.containers())) if any(isinstance(one, Place) for one in moving) else set()
+        known = (
+            set(map(identity, self.containers())) if any(isinstance(one, ScalarLocation) for one in moving) else set()
+        )
         found = self.arguments.move(moving)
-        found += [one for one in moving if isinstance(one, Place) and identity(one.container) in known]
+        found += [one for one in moving if isinstance(one, ScalarLocation) and identity(one.container) in known]
         return [place for place in found if type(place.read()) is place.kind and fits_a_box(place.read())]
 
     def containers(self) -> list[Any]:
         """Everything that may hold a number which a step moves, in an order that is the same in every process."""
         found: list[Any] = [self.arguments.numbers]
-        found += [watch.container for watch in self.found.watches]
+        found += [watch.container for watch in self.found.snapshots]
         for _, opt in self.state.optimizers:
             found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]
         return found
@@ -87,7 +89,7 @@ class Scene:
         found = (one for one in self.moved if isinstance(one, tuple) and one[0] in numbers)
         return sorted((f"container {numbers[container]}", repr(key)) for container, key in found)
 
-    def __enter__(self) -> Scene:
+    def __enter__(self) -> StepContext:
         return self
 
     def __exit__(

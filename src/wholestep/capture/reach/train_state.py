@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.reach.reachability import Found
+from wholestep.capture.reach.reachability import Reachable
 from wholestep.errors import CaptureError, ConfigError, HyperparameterError
 from wholestep.ir.program import InputKind
 
@@ -27,7 +27,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class State:
+class TrainState:
     """Every tensor that outlives a call, once each, in an order that is the same on every rank."""
 
     slots: list[Slot] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Address:
     slot: int | None = None
     """Of the parameter; -1 for its whole state, where some keep what belongs to no parameter."""
 
-    def holder(self, state: State) -> Callable[[], dict[Any, Any]]:
+    def holder(self, state: TrainState) -> Callable[[], dict[Any, Any]]:
         """What gives the dict with that key, which the optimizer may replace between calls."""
         opt = state.optimizers[self.optimizer][1]
         if self.slot == -1:
@@ -88,19 +88,19 @@ class Address:
             return lambda: opt.state[param]
         return lambda: vars(opt) if self.group is None else opt.param_groups[self.group]
 
-    def spelled(self, state: State) -> str:
+    def spelled(self, state: TrainState) -> str:
         """A name for it."""
         parts = [state.optimizers[self.optimizer][0]]
         parts += [] if self.group is None else ["groups", str(self.group)]
         return ".".join([*parts, str(self.key), *([] if self.slot in (None, -1) else [state.slots[self.slot].name])])
 
 
-def collect(found: Found) -> State:
+def collect(found: Reachable) -> TrainState:
     """Names and orders what the walk found.
 
     Raises ConfigError for modules that bring their own communication, CaptureError for parameters without a shape.
     """
-    state = State(optimizers=[_named(opt) for opt in found.optimizers.values()])
+    state = TrainState(optimizers=[_named(opt) for opt in found.optimizers.values()])
     single = len(found.modules) == 1
     for wanted in (InputKind.PARAM, InputKind.BUFFER):
         for root, module in found.modules.values():
@@ -129,7 +129,7 @@ def collect(found: Found) -> State:
     return state
 
 
-def _refuse_lazy(state: State) -> None:
+def _refuse_lazy(state: TrainState) -> None:
     for slot in state.slots:
         if nn.parameter.is_lazy(slot.tensor):
             raise CaptureError(
@@ -156,7 +156,7 @@ def _refuse_wrappers(root: str, module: nn.Module) -> None:
             )
 
 
-def _add_optimizer(state: State, name: str, opt: Optimizer) -> None:
+def _add_optimizer(state: TrainState, name: str, opt: Optimizer) -> None:
     for g, group in enumerate(opt.param_groups):
         for key, item in group.items():
             if isinstance(item, torch.Tensor):
@@ -245,7 +245,7 @@ def _refuse_optimizer(name: str, opt: Optimizer) -> None:
         )
 
 
-def check_devices(state: State, user: list[torch.Tensor]) -> None:
+def check_devices(state: TrainState, user: list[torch.Tensor]) -> None:
     """Raises CaptureError when parameters and arguments live on different kinds of device.
 
     A buffer that is one number may stay on the CPU: it counts calls, as AveragedModel's does.

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from torch._dynamo import config
 else:
-    config = later("torch._dynamo.config")
+    config = lazy_import("torch._dynamo.config")
 
 log = logging.getLogger("wholestep")
 _told: set[str] = set()
 
 
 @contextmanager
-def as_written() -> Iterator[None]:
+def compile_unwrapped() -> Iterator[None]:
     """While open, tracing goes through what torch.compile gives to what it was given."""
     with config.patch(error_on_nested_fx_trace=False):
         yield
@@ -39,7 +39,7 @@ def is_compiled(thing: Any) -> bool:
     return "_torchdynamo_orig_callable" in own and not own.get("_torchdynamo_disable", False)
 
 
-def tell(paths: Collection[str]) -> None:
+def log_unwrapped(paths: Collection[str]) -> None:
     """Says once of each that it has no part in the step."""
     for path in paths:
         name = path.removesuffix("._compiled_call_impl").removesuffix(".forward")

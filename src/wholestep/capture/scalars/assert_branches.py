@@ -32,7 +32,7 @@ _TRACES, _STEP = "wholestep/capture/tracing/tracer.py", "_body"
 
 
 @dataclass(frozen=True)
-class Check:
+class AssertedBranch:
     """What a value has to be, and what is raised otherwise."""
 
     wanted: bool
@@ -41,7 +41,7 @@ class Check:
     message: str
 
 
-def at(frame: FrameType | None) -> Check | None:
+def asserted_branch_at(frame: FrameType | None) -> AssertedBranch | None:
     """What the truth value decides that the expression running in `frame` asks for; None if it is more than raising."""
     if frame is None or (
         library_frame(frame.f_code.co_filename) and not any(part in _slashed(frame) for part in _MAY_ASK)
@@ -56,7 +56,7 @@ def at(frame: FrameType | None) -> Check | None:
     kind, message = _parts(raised, frame)
     if kind is None or _may_catch(frame, kind):
         return None
-    return Check(wanted, f"{kind.__module__}:{kind.__qualname__}", _text(message, frame))
+    return AssertedBranch(wanted, f"{kind.__module__}:{kind.__qualname__}", _text(message, frame))
 
 
 def _may_catch(frame: FrameType | None, error: type[Exception]) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
-from wholestep.capture.python.snapshot import Watch, same
+from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.scalars.host_scalars import picture
 from wholestep.errors import CaptureError
 
@@ -31,7 +31,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ScalarLocation:
     """Where Python keeps one number: a key of a dict, an item of a list, a variable of a closure."""
 
     container: Any
@@ -67,18 +67,18 @@ class Place:
     def write(self, number: Any) -> None:
         """Puts a number there."""
         if self.position is None:
-            put(self.container, self.key, number)
+            write_at(self.container, self.key, number)
         else:
             items = list(self.held())
             items[self.position] = number
-            put(self.container, self.key, type(self.held())(items))
+            write_at(self.container, self.key, type(self.held())(items))
 
 
-Moving = Hashable
-"""What is another one in other calls: a number in a `Place`, or a leaf of the arguments."""
+VaryingValue = Hashable
+"""What is another one in other calls: a number in a `ScalarLocation`, or a leaf of the arguments."""
 
 
-def put(container: Any, key: Any, thing: Any) -> None:
+def write_at(container: Any, key: Any, thing: Any) -> None:
     """Puts a thing under a key, into whatever the container stands for."""
     if isinstance(container, (CellView, SlotsView)):
         container.update({key: thing})
@@ -93,7 +93,9 @@ def identity(container: Any) -> int:
     return id(container.thing if isinstance(container, SlotsView) else container)
 
 
-def moved(container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: str = "") -> list[Place]:
+def scalar_locations(
+    container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: str = ""
+) -> list[ScalarLocation]:
     """The places of numbers that a step has changed; none for what is no number. `pair`: what was there, what is there.
 
     A list or tuple of numbers that another one has replaced, just as long, is one place per item.
@@ -103,12 +105,14 @@ def moved(container: Any, key: Any, path: str, pair: tuple[Any, Any], shared: st
         return []
     if type(then) is type(now) and _is_row(then) and len(then) == len(now) > 0:
         kinds = [_kind(one) if type(before) in _DTYPES else None for before, one in zip(then, now, strict=True)]
-        found = [Place(container, key, f"{path}[{i}]", kind, i) for i, kind in enumerate(kinds) if kind is not None]
+        found = [
+            ScalarLocation(container, key, f"{path}[{i}]", kind, i) for i, kind in enumerate(kinds) if kind is not None
+        ]
         return found if len(found) == len(kinds) else []
     number = _kind(now) if type(then) in _DTYPES else None
     if number is None:
         return []
-    return [Place(container, key, path, float if type(then) is float else number, shared=shared)]
+    return [ScalarLocation(container, key, path, float if type(then) is float else number, shared=shared)]
 
 
 def fits_a_box(number: Any) -> bool:
@@ -130,7 +134,7 @@ def _kind(thing: Any) -> type | None:
 class Moves(Exception):
     """A step has changed numbers that were constants of its trace. `sentence` says so to the user."""
 
-    def __init__(self, places: Sequence[Place], sentence: str = "") -> None:
+    def __init__(self, places: Sequence[ScalarLocation], sentence: str = "") -> None:
         super().__init__()
         self.places, self.sentence = places, sentence
 
@@ -140,7 +144,7 @@ class Counter:
     """One number, in all its places."""
 
     name: str
-    places: list[Place]
+    places: list[ScalarLocation]
     number: Any
     """What it was when the step was captured."""
     box: torch.Tensor
@@ -189,11 +193,11 @@ class Counter:
 class Counters:
     """All numbers that one step moves."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[ScalarLocation]) -> None:
         """`places`: once each."""
         self.places = list(places)
         self._keys: dict[int, set[Any]] = {}
-        self._saved: list[tuple[Place, Any]] = []
+        self._saved: list[tuple[ScalarLocation, Any]] = []
         self.counters: list[Counter] = []
         known: dict[Hashable, Counter] = {}
         for place in self.places:
@@ -216,9 +220,9 @@ class Counters:
         """Whether numbers under a key move."""
         return key in self._keys.get(identity(container), ())
 
-    def mark(self, watches: Iterable[Watch]) -> None:
+    def mark(self, snapshots: Iterable[Snapshot]) -> None:
         """Tells watches which numbers move."""
-        for watch in watches if self._keys else ():
+        for watch in snapshots if self._keys else ():
             watch.moving = frozenset(self._keys.get(identity(watch.container), ()))
 
     def moves(self, container: Any) -> bool:
@@ -243,7 +247,7 @@ class Counters:
     def restore(self) -> None:
         """Puts back what was there."""
         for place, held in self._saved:
-            put(place.container, place.key, held)
+            write_at(place.container, place.key, held)
         self._saved = []
 
     def why_not(self) -> str | None:

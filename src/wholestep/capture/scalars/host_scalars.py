@@ -33,12 +33,12 @@ from wholestep.capture.python import user_frame
 from wholestep.capture.scalars import assert_branches, random_ranges
 from wholestep.ir import op_info
 from wholestep.ir.ops.assertions import CHECK
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     import sympy  # type: ignore[import-untyped,unused-ignore]
 else:  # who only imports wholestep does not need it
-    sympy = later("sympy")
+    sympy = lazy_import("sympy")
 
 _UNKNOWN = object()
 Known = Sequence[torch.Tensor | int | None]
@@ -252,7 +252,7 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
                 if host is not None and host.is_chance(symbol):
                     error.add_note(user_frame.CHANCE)
                     raise
-                check = assert_branches.at(_asking()) if host is not None else None
+                check = assert_branches.asserted_branch_at(_asking()) if host is not None else None
                 if check is None:
                     raise
                 CHECK(symbol, check.wanted, check.error, check.message)

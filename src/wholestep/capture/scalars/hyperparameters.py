@@ -25,9 +25,9 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import here
-from wholestep.capture.scalars.counters import Counters, Place, moved
+from wholestep.capture.scalars.counters import Counters, ScalarLocation, scalar_locations
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 
@@ -39,7 +39,7 @@ _BY_VALUE: dict[type[Optimizer], tuple[str, ...]] = {
 
 
 @dataclass(slots=True)
-class Hyper:
+class Hyperparameter:
     """One number of a parameter group."""
 
     name: str
@@ -76,13 +76,13 @@ _GIVEN = {
 
 
 @cache
-def of_torch() -> frozenset[str]:
+def torch_group_keys() -> frozenset[str]:
     """Attributes that optimizers have of torch, or that schedulers and scalers give them."""
     return frozenset(vars(torch.optim.SGD([torch.zeros((), device="cpu")]))) | _GIVEN
 
 
 @dataclass(slots=True)
-class GroupWatch(Watch):
+class GroupSnapshot(Snapshot):
     """Watches one parameter group: of numbers that the graph reads their kind, since a rate that becomes a tensor means
     another graph; the rest by value."""
 
@@ -96,12 +96,12 @@ class GroupWatch(Watch):
 
 
 @dataclass(slots=True)
-class AttributesWatch(Watch):
+class AttributesSnapshot(Snapshot):
     """Watches the attributes of an optimizer that are its own and no part of torch's."""
 
     def now(self) -> dict[str, Any]:
         """By name."""
-        return {key: one for key, one in self.container.items() if key not in of_torch()}
+        return {key: one for key, one in self.container.items() if key not in torch_group_keys()}
 
 
 def _kinds(thing: Any) -> Any:
@@ -112,29 +112,29 @@ def _kind(thing: Any) -> type:
     return float if isinstance(thing, float) else type(thing)
 
 
-class Lifter:
+class HyperparameterLifter:
     """Lifts the numbers of all parameter groups for the time of one trace."""
 
     def __init__(self, optimizers: list[tuple[str, Optimizer]], counters: Counters) -> None:
-        self.hypers: list[Hyper] = []
-        self.watches: list[GroupWatch] = []
+        self.hypers: list[Hyperparameter] = []
+        self.snapshots: list[GroupSnapshot] = []
         """Of the groups."""
-        self.attributes: list[Watch] = []
+        self.attributes: list[Snapshot] = []
         """Of what the optimizers are besides."""
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._payloads: dict[float, Hyper] = {}
+        self._payloads: dict[float, Hyperparameter] = {}
         self._installed: list[Any] = []
         self.computed: dict[float, torch.SymFloat] = {}
         """Payload -> the number it stands for, of those that the step computes itself."""
         groups: set[int] = set()  # an optimizer around another one may share its groups
         for name, opt in optimizers:
-            self.attributes.append(AttributesWatch(vars(opt), name, None))
+            self.attributes.append(AttributesSnapshot(vars(opt), name, None))
             for g, group in enumerate(opt.param_groups):
                 if id(group) not in groups:
                     self._lift_group(f"{name}.groups.{g}", group, _BY_VALUE.get(type(opt), ()), counters)
                 groups.add(id(group))
-        counters.mark([*self.watches, *self.attributes])
-        for watch in (*self.watches, *self.attributes):
+        counters.mark([*self.snapshots, *self.attributes])
+        for watch in (*self.snapshots, *self.attributes):
             watch.held = watch.now()
 
     def _lift_group(self, name: str, group: dict[str, Any], by_value: tuple[str, ...], counters: Counters) -> None:
@@ -156,10 +156,10 @@ class Lifter:
                 found.add(key)
         read = {hyper.key for hyper in self.hypers if hyper.group is group}  # of betas one may be read and one watched
         self._saved.append((group, {key: before[key] for key in read}))
-        self.watches.append(GroupWatch(group, name, tuple(group), lifted=frozenset(found)))
+        self.snapshots.append(GroupSnapshot(group, name, tuple(group), lifted=frozenset(found)))
 
     def _lift(self, name: str, group: dict[str, Any], key: str, position: int | None, fused: bool) -> bool:
-        hyper = Hyper(name, group, key, position, torch.empty((), dtype=torch.float64, device="cpu"))
+        hyper = Hyperparameter(name, group, key, position, torch.empty((), dtype=torch.float64, device="cpu"))
         number = hyper.read()
         hyper.box.fill_(number)
         if fused:
@@ -178,15 +178,17 @@ class Lifter:
             self._installed.append(symbol)
             hyper.write(symbol)
 
-    def rewritten(self) -> list[Place]:
+    def rewritten(self) -> list[ScalarLocation]:
         """Numbers that the step itself has changed. Raises CaptureError for those that can be no counters."""
-        places: dict[Hashable, Place] = {}
+        places: dict[Hashable, ScalarLocation] = {}
         for hyper, symbol in zip(self.hypers, self._installed, strict=True):
             held = hyper.group[hyper.key]
             if (held if hyper.position is None else held[hyper.position]) is symbol:
                 continue
             before = 0.0 if hyper.position is None else (0.0,) * len(held)
-            found = moved(hyper.group, hyper.key, hyper.name.removesuffix(f".{hyper.position}"), (before, held))
+            found = scalar_locations(
+                hyper.group, hyper.key, hyper.name.removesuffix(f".{hyper.position}"), (before, held)
+            )
             if not found:
                 raise CaptureError(
                     f"The step itself changes {hyper.name}. That would happen once, while capturing, and never again. "

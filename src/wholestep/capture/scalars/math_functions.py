@@ -45,7 +45,7 @@ torch.library.register_fake(
 
 
 @contextmanager
-def of_symbols() -> Iterator[None]:
+def symbolic_math() -> Iterator[None]:
     """While open, functions of ``math`` take symbolic numbers. With others they do as ever, in every thread."""
     with ExitStack() as stack:
         for name in _FUNCTIONS:
@@ -60,7 +60,7 @@ def of_symbols() -> Iterator[None]:
             _answers.clear()
 
 
-def refuse_answers(leaves: Iterable[Any]) -> None:
+def refuse_predicates(leaves: Iterable[Any]) -> None:
     """Raises CaptureError where a step leaves such an answer: Python's is a bool, which the graph has not."""
     if any(leaf is answer for leaf in leaves for answer in _answers):
         raise CaptureError(

@@ -7,7 +7,7 @@ from typing import Any
 from wholestep.errors import CaptureError
 
 
-class Unread:
+class OpaqueValue:
     """Raises CaptureError where anybody asks it anything. No ``str``: C would read what is in it, and ask nobody."""
 
     __slots__ = ("_kind", "_sentence")
@@ -25,7 +25,7 @@ class Unread:
 
 
 def _asked(name: str) -> Any:
-    def asked(self: Unread, *args: Any) -> Any:
+    def asked(self: OpaqueValue, *args: Any) -> Any:
         return getattr(self, name)
 
     return asked
@@ -37,4 +37,4 @@ for _name in (
     "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__mod__", "__rmod__",
     "__or__", "__ror__", "__neg__", "__abs__", "__int__", "__float__", "__index__", "__bool__",
 ):  # fmt: skip
-    setattr(Unread, _name, _asked(_name))
+    setattr(OpaqueValue, _name, _asked(_name))

@@ -35,12 +35,12 @@ from wholestep.capture.scalars.host_scalars import HostValues
 from wholestep.ir import op_info
 from wholestep.ir.ops.collectives import BARRIER
 from wholestep.ir.program import Input, InputKind, MeshAxis
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from torch._dynamo import source
 else:  # it takes as long to import as half of torch, and only a capture on several ranks needs it
-    source = later("torch._dynamo.source")
+    source = lazy_import("torch._dynamo.source")
 
 
 @dataclass(frozen=True, slots=True)

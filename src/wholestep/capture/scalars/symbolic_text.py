@@ -16,12 +16,12 @@ from wholestep.capture.python import user_frame
 from wholestep.capture.python.code_owner import library_frame
 from wholestep.capture.python.tracing_thread import here
 
-LATER = "(a number of the step)"
+PLACEHOLDER_TEXT = "(a number of the step)"
 """What stands in texts for a number that is known when the step runs: no number, so that nobody takes it for one."""
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def symbolic_text() -> Iterator[None]:
     """While open, ``print`` of a tensor and text of a number warn, for the thread that opened it."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(builtins, "print", _warn_print(builtins.print)))
@@ -36,7 +36,7 @@ def _text(original: Callable[..., str]) -> Callable[..., str]:
         if library_frame(sys._getframe(2).f_code.co_filename):  # 1 is what `here` puts between
             return original(symbol, *args)
         _warn("text of a number")
-        return LATER
+        return PLACEHOLDER_TEXT
 
     return here(make, original)
 
@@ -53,7 +53,7 @@ def _warn_print(original: Callable[..., None]) -> Callable[..., None]:
 
 def _is_later(thing: Any) -> bool:
     text = str(thing)
-    return "FakeTensor(" in text or LATER in text
+    return "FakeTensor(" in text or PLACEHOLDER_TEXT in text
 
 
 def _warn(what: str) -> None:

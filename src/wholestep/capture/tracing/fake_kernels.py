@@ -82,7 +82,7 @@ _GROUPED = aten._grouped_mm.default
 _ROW_BYTES = 16
 
 
-class Fakes(FakeTensorMode):
+class LayoutFakeMode(FakeTensorMode):
     """The mode in which a step is traced."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,7 @@ import torch.fx as fx
 from wholestep.ir import graph_edit, op_info
 
 
-class Markers:
+class GradMarkers:
     """The markers of one trace. While it runs, a marker carries a number before the parameter's name."""
 
     def __init__(self) -> None:

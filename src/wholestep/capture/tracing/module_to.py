@@ -17,7 +17,7 @@ from wholestep.capture.python.tracing_thread import here
 
 
 @contextmanager
-def unconverted() -> Iterator[None]:
+def module_to_is_identity() -> Iterator[None]:
     """While open, a conversion that gives every parameter, gradient and buffer back as it was does nothing else."""
     original: Callable[..., nn.Module] = nn.Module._apply
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from wholestep.capture.python import user_frame
-from wholestep.capture.tracing.process_groups import Comm, Handle, Message, Part, Write
+from wholestep.capture.tracing.process_groups import Handle, Message, Part, ProcessGroupRecorder, Write
 from wholestep.errors import CaptureError
 from wholestep.ir.op_info import c10d
 from wholestep.ir.ops.collectives import BARRIER, EXCHANGE, GATHER, REDUCE, REDUCE_OPS, REDUCE_SCATTER, SCATTER
@@ -72,20 +72,24 @@ def _same_shapes(tensors: Tensors, shape: torch.Size, name: str) -> None:
 
 
 @torch.no_grad()
-def _all_reduce(comm: Comm, group: Any, tensors: Any, options: Any = None, *rest: Any, **kwargs: Any) -> Handle:
+def _all_reduce(
+    comm: ProcessGroupRecorder, group: Any, tensors: Any, options: Any = None, *rest: Any, **kwargs: Any
+) -> Handle:
     name, targets = _name_of(options if options is not None else kwargs.get("opts", kwargs.get("op"))), _listed(tensors)
     parts = [(c10d.all_reduce(_sent(t), name, group.group_name), _to(t)) for t in targets]
     return comm.handle("all_reduce", group, parts, targets)
 
 
 @torch.no_grad()
-def _all_reduce_coalesced(comm: Comm, group: Any, tensors: Tensors, options: Any = None) -> Handle:
+def _all_reduce_coalesced(comm: ProcessGroupRecorder, group: Any, tensors: Tensors, options: Any = None) -> Handle:
     started = c10d.all_reduce_coalesced([_sent(t) for t in tensors], _name_of(options), group.group_name)
     return comm.handle("all_reduce_coalesced", group, list(zip(started, map(_to, tensors), strict=True)), tensors)
 
 
 @torch.no_grad()
-def _broadcast(comm: Comm, group: Any, tensors: Any, options: Any = None, *rest: Any, **kwargs: Any) -> Handle:
+def _broadcast(
+    comm: ProcessGroupRecorder, group: Any, tensors: Any, options: Any = None, *rest: Any, **kwargs: Any
+) -> Handle:
     given = options if options is not None else kwargs.get("opts", kwargs.get("root"))
     root, targets = _root_of(given), _listed(tensors)
     parts = [(c10d.broadcast(_sent(t), root, group.group_name), _to(t)) for t in targets]
@@ -93,14 +97,16 @@ def _broadcast(comm: Comm, group: Any, tensors: Any, options: Any = None, *rest:
 
 
 @torch.no_grad()
-def _reduce(comm: Comm, group: Any, tensors: Any, options: Any = None, *rest: Any) -> Handle:
+def _reduce(comm: ProcessGroupRecorder, group: Any, tensors: Any, options: Any = None, *rest: Any) -> Handle:
     op = _name_of(getattr(options, "reduceOp", rest[0] if rest else None))
     parts = [(REDUCE(_sent(t), op, _root_of(options), group.group_name), _to(t)) for t in _listed(tensors)]
     return comm.handle("reduce", group, parts, _listed(tensors))
 
 
 @torch.no_grad()
-def _all_gather(comm: Comm, group: Any, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Handle:
+def _all_gather(
+    comm: ProcessGroupRecorder, group: Any, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None
+) -> Handle:
     if outputs and isinstance(outputs[0], torch.Tensor):
         outputs, inputs = [outputs], _listed(inputs)
     parts: list[Part] = []
@@ -113,7 +119,7 @@ def _all_gather(comm: Comm, group: Any, outputs: Sequence[Tensors], inputs: Tens
 
 @torch.no_grad()
 def _all_gather_lists(
-    comm: Comm, group: Any, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None
+    comm: ProcessGroupRecorder, group: Any, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None
 ) -> Handle:
     sent = [_sent(t).unsqueeze(0) for t in inputs]
     started = c10d.all_gather_into_tensor_coalesced(sent, group.size(), group.group_name)
@@ -122,13 +128,17 @@ def _all_gather_lists(
 
 
 @torch.no_grad()
-def _all_gather_single(comm: Comm, group: Any, output: Any, input: torch.Tensor, options: Any = None) -> Handle:
+def _all_gather_single(
+    comm: ProcessGroupRecorder, group: Any, output: Any, input: torch.Tensor, options: Any = None
+) -> Handle:
     started = c10d.all_gather_into_tensor(_rows(_sent(input)), group.size(), group.group_name)
     return comm.handle("all_gather_into_tensor", group, [(started, _to(output))], [output])
 
 
 @torch.no_grad()
-def _all_gather_coalesced(comm: Comm, group: Any, outputs: Tensors, inputs: Tensors, options: Any = None) -> Handle:
+def _all_gather_coalesced(
+    comm: ProcessGroupRecorder, group: Any, outputs: Tensors, inputs: Tensors, options: Any = None
+) -> Handle:
     sent = [_rows(_sent(t)) for t in inputs]
     started = c10d.all_gather_into_tensor_coalesced(sent, group.size(), group.group_name)
     parts = list(zip(started, map(_to, outputs), strict=True))
@@ -137,7 +147,7 @@ def _all_gather_coalesced(comm: Comm, group: Any, outputs: Tensors, inputs: Tens
 
 @torch.no_grad()
 def _reduce_scatter(
-    comm: Comm, group: Any, outputs: Any, inputs: Sequence[Tensors], options: Any = None, *rest: Any
+    comm: ProcessGroupRecorder, group: Any, outputs: Any, inputs: Sequence[Tensors], options: Any = None, *rest: Any
 ) -> Handle:
     targets = _listed(outputs)
     if inputs and isinstance(inputs[0], torch.Tensor):
@@ -151,14 +161,18 @@ def _reduce_scatter(
 
 
 @torch.no_grad()
-def _reduce_scatter_single(comm: Comm, group: Any, output: Any, input: torch.Tensor, options: Any = None) -> Handle:
+def _reduce_scatter_single(
+    comm: ProcessGroupRecorder, group: Any, output: Any, input: torch.Tensor, options: Any = None
+) -> Handle:
     sent = _divisible(_sent(input), group.size())
     started = c10d.reduce_scatter_tensor(sent, _name_of(options), group.size(), group.group_name)
     return comm.handle("reduce_scatter_tensor", group, [(started, _to(output))], [output])
 
 
 @torch.no_grad()
-def _reduce_scatter_coalesced(comm: Comm, group: Any, outputs: Tensors, inputs: Tensors, options: Any = None) -> Handle:
+def _reduce_scatter_coalesced(
+    comm: ProcessGroupRecorder, group: Any, outputs: Tensors, inputs: Tensors, options: Any = None
+) -> Handle:
     sent, size = [_divisible(_sent(t), group.size()) for t in inputs], group.size()
     started = c10d.reduce_scatter_tensor_coalesced(sent, _name_of(options), size, group.group_name)
     parts = list(zip(started, map(_to, outputs), strict=True))
@@ -175,7 +189,9 @@ def _divisible(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _all_to_all_single(comm: Comm, group: Any, output: torch.Tensor, input: torch.Tensor, *rest: Any) -> Handle:
+def _all_to_all_single(
+    comm: ProcessGroupRecorder, group: Any, output: torch.Tensor, input: torch.Tensor, *rest: Any
+) -> Handle:
     output_sizes, input_sizes = rest[:2]
     received, given = _sizes(output_sizes, output, group.size()), _sizes(input_sizes, input, group.size())
     started = c10d.all_to_all_single(_sent(input), received, given, group.group_name)
@@ -199,7 +215,9 @@ def _sizes(sizes: Sequence[Any], tensor: torch.Tensor, ranks: int) -> list[Any]:
 
 
 @torch.no_grad()
-def _all_to_all(comm: Comm, group: Any, outputs: Tensors, inputs: Tensors, options: Any = None) -> Handle:
+def _all_to_all(
+    comm: ProcessGroupRecorder, group: Any, outputs: Tensors, inputs: Tensors, options: Any = None
+) -> Handle:
     flat = torch.cat([_sent(t).reshape(-1) for t in inputs])
     received, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
     started = c10d.all_to_all_single(flat, received, given, group.group_name)
@@ -211,7 +229,9 @@ def _all_to_all(comm: Comm, group: Any, outputs: Tensors, inputs: Tensors, optio
 
 
 @torch.no_grad()
-def _gather(comm: Comm, group: Any, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Handle:
+def _gather(
+    comm: ProcessGroupRecorder, group: Any, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None
+) -> Handle:
     (tensor,), targets = inputs, [t for row in outputs for t in row]
     _same_shapes(targets, tensor.shape, "gather")
     started = GATHER(_sent(tensor), _root_of(options), group.size(), group.group_name)
@@ -219,23 +239,25 @@ def _gather(comm: Comm, group: Any, outputs: Sequence[Tensors], inputs: Tensors,
 
 
 @torch.no_grad()
-def _scatter(comm: Comm, group: Any, outputs: Tensors, inputs: Sequence[Tensors], options: Any = None) -> Handle:
+def _scatter(
+    comm: ProcessGroupRecorder, group: Any, outputs: Tensors, inputs: Sequence[Tensors], options: Any = None
+) -> Handle:
     (target,), tensors = outputs, [t for row in inputs for t in row]
     _same_shapes(tensors, target.shape, "scatter")
     started = SCATTER([_sent(t) for t in tensors], target.detach(), _root_of(options), group.group_name)
     return comm.handle("scatter", group, [(started, _to(target))], [target])
 
 
-def _send(comm: Comm, group: Any, tensors: Any, peer: Any, tag: int = 0) -> Handle | None:
+def _send(comm: ProcessGroupRecorder, group: Any, tensors: Any, peer: Any, tag: int = 0) -> Handle | None:
     return comm.message(group, Message(_listed(tensors)[0], True, peer, tag), _exchange)
 
 
-def _receive(comm: Comm, group: Any, tensors: Any, peer: Any, tag: int = 0) -> Handle | None:
+def _receive(comm: ProcessGroupRecorder, group: Any, tensors: Any, peer: Any, tag: int = 0) -> Handle | None:
     return comm.message(group, Message(_listed(tensors)[0], False, peer, tag), _exchange)
 
 
 @torch.no_grad()
-def _exchange(comm: Comm, group: Any, messages: Sequence[Message]) -> Handle:
+def _exchange(comm: ProcessGroupRecorder, group: Any, messages: Sequence[Message]) -> Handle:
     started = EXCHANGE(
         [_sent(m.tensor) if m.is_send else m.tensor.detach() for m in messages], [m.is_send for m in messages],
         [m.peer for m in messages], [m.tag for m in messages], group.group_name,
@@ -247,20 +269,20 @@ def _exchange(comm: Comm, group: Any, messages: Sequence[Message]) -> Handle:
     return comm.handle(name, group, parts, [m.tensor for m in messages])
 
 
-def _barrier(comm: Comm, group: Any, *args: Any, **kwargs: Any) -> Handle:
+def _barrier(comm: ProcessGroupRecorder, group: Any, *args: Any, **kwargs: Any) -> Handle:
     BARRIER(group.group_name)
     return comm.handle("barrier", group, [])
 
 
-def _start_coalescing(comm: Comm, group: Any, *args: Any) -> None:
+def _start_coalescing(comm: ProcessGroupRecorder, group: Any, *args: Any) -> None:
     comm.open_batch(group)
 
 
-def _end_coalescing(comm: Comm, group: Any, *args: Any) -> Handle:
+def _end_coalescing(comm: ProcessGroupRecorder, group: Any, *args: Any) -> Handle:
     return comm.close_batch(group, _exchange)
 
 
-def _refused(what: str, instead: str, comm: Comm, group: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _refused(what: str, instead: str, comm: ProcessGroupRecorder, group: Any, *args: Any, **kwargs: Any) -> NoReturn:
     _refuse(what, instead)
 
 

@@ -131,7 +131,7 @@ class _Overwritten(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class Comm:
+class ProcessGroupRecorder:
     """The communication of one trace."""
 
     _pending: list[Handle] = field(default_factory=list)

@@ -24,7 +24,7 @@ _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @contextmanager
-def step_by_step() -> Iterator[None]:
+def unrolled_rnns() -> Iterator[None]:
     """While open, recurrent layers on a GPU are computed by ATen, and the first one is told."""
     told: list[str] = []
 

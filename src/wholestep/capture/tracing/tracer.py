@@ -19,30 +19,30 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
 from torch.utils import _foreach_utils
 
 from wholestep.capture.effects.argument_effects import ArgumentEffects
-from wholestep.capture.effects.object_effects import Nests
-from wholestep.capture.effects.optimizer_effects import Left
-from wholestep.capture.effects.tensor_effects import Left as LeftInObjects
-from wholestep.capture.effects.tensor_effects import Replaced
-from wholestep.capture.functionalize.storage_resize import Storages, check_places, place_of
-from wholestep.capture.functionalize.version_counters import Versions
+from wholestep.capture.effects.object_effects import ObjectEffects
+from wholestep.capture.effects.optimizer_effects import OptimizerEffects
+from wholestep.capture.effects.tensor_effects import KeptTensors as LeftInObjects
+from wholestep.capture.effects.tensor_effects import TensorEffects
+from wholestep.capture.functionalize.storage_resize import StorageRecorder, check_places, place_of
+from wholestep.capture.functionalize.version_counters import VersionRecorder
 from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.node_origin import OriginRecorder
 from wholestep.capture.python.tracing_thread import here
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import Address
-from wholestep.capture.reach.unwrap_compiled import as_written
+from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
 from wholestep.capture.scalars.counters import Moves
 from wholestep.capture.scalars.host_scalars import HostValues, host_branches, predicate_graph
-from wholestep.capture.scalars.math_functions import of_symbols, refuse_answers
+from wholestep.capture.scalars.math_functions import refuse_predicates, symbolic_math
 from wholestep.capture.scalars.rank_symbols import Rank, RankSymbols
-from wholestep.capture.scalars.symbolic_text import LATER, told
+from wholestep.capture.scalars.symbolic_text import PLACEHOLDER_TEXT, symbolic_text
 from wholestep.capture.tracing import new_parameters
-from wholestep.capture.tracing.fake_kernels import Fakes
-from wholestep.capture.tracing.grad_markers import Markers
-from wholestep.capture.tracing.module_to import unconverted
+from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
+from wholestep.capture.tracing.grad_markers import GradMarkers
+from wholestep.capture.tracing.module_to import module_to_is_identity
 from wholestep.capture.tracing.process_group_rules import RULES
-from wholestep.capture.tracing.process_groups import Comm
-from wholestep.capture.tracing.rnn_unroll import step_by_step
+from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
+from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
 from wholestep.errors import CaptureError
 from wholestep.ir.lazy_graph_module import unwritten
@@ -117,18 +117,22 @@ def settle() -> None:
 class Tracer:
     """One trace of one call. `reals` are the tensors of the state, the boxes of numbers, and the arguments."""
 
-    def __init__(self, scene: Scene, left: Left, objects: Nests, arguments: ArgumentEffects) -> None:
-        state, lifter, user = scene.state, scene.lifter, scene.user
+    def __init__(
+        self, context: StepContext, left: OptimizerEffects, objects: ObjectEffects, arguments: ArgumentEffects
+    ) -> None:
+        state, lifter, user = context.state, context.lifter, context.user
         self._state, self._lifter, self._user = state, lifter, user
-        self._counters, self._left, self._replaced = scene.counters, left, Replaced(scene)
+        self._counters, self._left, self._replaced = context.counters, left, TensorEffects(context)
         self._arguments, self._nests = arguments, objects
         self.reals = [*(slot.tensor for slot in state.slots), *(h.box for h in lifter.hypers), *user]
         owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in state.params}
-        self._recorder, self._markers = OriginRecorder(scene.module_names(), owners), Markers()
-        self.storages, self._versions = Storages(self.reals), Versions(self.reals)
-        self._mode = Fakes(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True)
+        self._recorder, self._markers = OriginRecorder(context.module_names(), owners), GradMarkers()
+        self.storages, self._versions = StorageRecorder(self.reals), VersionRecorder(self.reals)
+        self._mode = LayoutFakeMode(
+            shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True
+        )
         assert self._mode.shape_env is not None
-        self._symbols, self._comm = RankSymbols(self._mode.shape_env), Comm()
+        self._symbols, self._comm = RankSymbols(self._mode.shape_env), ProcessGroupRecorder()
         self._caches_casts = _casts_are_cached()
         self._out: Trace | None = None
         self._host: HostValues | None = None
@@ -221,16 +225,16 @@ class Tracer:
         yield self._markers.on({id(s.tensor): (s.name, s.tensor) for s in self._state.params})
         yield self._recorder.recording()
         yield traced_generator()
-        yield step_by_step()
-        yield unconverted()
-        yield as_written()
-        yield of_symbols()
+        yield unrolled_rnns()
+        yield module_to_is_identity()
+        yield compile_unwrapped()
+        yield symbolic_math()
         yield self.storages.recording()
         yield self._versions.recording()
         yield from self._patches()
 
     def _patches(self) -> Iterator[Any]:
-        yield told()
+        yield symbolic_text()
         yield host_branches(lambda: self._host)
         yield self._lifter.fused_kernels()
         yield from self._symbols.patches(lambda: self._host)
@@ -289,14 +293,16 @@ class Tracer:
         self._comm.finish()
         leaves, out.result_spec = new_parameters.flatten(result, self._state.index)
         leaves, out.left = self._replaced.take(leaves)
-        refuse_answers(leaves)
+        refuse_predicates(leaves)
         if moved := self._lifter.rewritten():
             raise Moves(moved)
         self._counters.close()
         self._replaced.write()
         self._left.write_replaced()
         check_places(self.reals, places, self.names())
-        if any(isinstance(leaf, str) and LATER in leaf for leaf in leaves) or LATER in repr(out.result_spec):
+        if any(isinstance(leaf, str) and PLACEHOLDER_TEXT in leaf for leaf in leaves) or PLACEHOLDER_TEXT in repr(
+            out.result_spec
+        ):
             raise CaptureError("The step returns text that it made of a number it counts. Return the number itself.")
         out.num_results = len(leaves)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)

@@ -1,4 +1,4 @@
-"""The lanes: who runs a training, each at its best settings."""
+"""The contenders: who runs a training, each at its best settings."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ OWN = (Kind.OURS, Kind.LIMIT, Kind.OURS_BF16)
 STOCK = (Kind.EAGER, Kind.COMPILED_DDP, Kind.FSDP, Kind.DDP_COMPILED, Kind.EAGER_BF16)
 """What PyTorch has without us."""
 DEFAULT = tuple(kind for kind in Kind if kind is not Kind.EAGER_BF16)
-"""The order in which lanes are opened: what others are compared with comes first."""
+"""The order in which contenders are opened: what others are compared with comes first."""
 
 LEARNING_RATE = 1e-4
 
 
 @dataclass(slots=True, kw_only=True)
-class Lane:
+class Contender:
     """A training that is ready to run: ``call()`` is one step and gives the loss."""
 
     kind: Kind
     call: Callable[[], Tensor]
     step: ws.CompiledStep | None
-    """The compiled step of a lane of ours."""
+    """The compiled step of a contender of ours."""
 
 
-def prepare(kind: Kind, training: Training, world: ws.World) -> Lane:
-    """Builds a lane on the device of `world`; every rank has to. All start from the same weights."""
+def prepare(kind: Kind, training: Training, world: ws.World) -> Contender:
+    """Builds a contender on the device of `world`; every rank has to. All start from the same weights."""
     torch.manual_seed(0)
     x, y = (one.to(world.device) for one in training.draw(world.rank))
     model = training.build(world.device)
@@ -60,11 +60,11 @@ def prepare(kind: Kind, training: Training, world: ws.World) -> Lane:
         strategy = ws.DDP(compress=ws.CastCompress(torch.bfloat16)) if kind is Kind.OURS_BF16 else ws.DDP()
         compiled = ws.compile(training.step, strategy=strategy, backend="inductor")
         step = SilentStep(training.step) if kind is Kind.LIMIT else compiled
-        return Lane(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
+        return Contender(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
     wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)
     optimizer = _optimizer(wrapped)
     plain = training.sharded_step if kind is Kind.FSDP else training.step
-    return Lane(kind=kind, call=lambda: plain(wrapped, optimizer, x, y), step=None)
+    return Contender(kind=kind, call=lambda: plain(wrapped, optimizer, x, y), step=None)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -110,7 +110,7 @@ def train_step(state: Tree, tokens: Any, targets: Any, *, size: LanguageModelSiz
 
 
 def measure(name: str, nproc: int, num_steps: int) -> dict[str, Any]:
-    """What a `LaneResult` of this lane holds."""
+    """What a `ContenderResult` of this contender holds."""
     size, devices = REFERENCE[name], jax.devices()[:nproc]
     if len(devices) < nproc:
         raise RuntimeError(f"JAX sees {len(devices)} devices, and {nproc} were asked for")

@@ -20,7 +20,7 @@ from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.lower.base.eager_backend import Wait
 from wholestep.lower.inductor_backend import Inductor
-from wholestep.passes.comm.wire_dtype import narrow_messages
+from wholestep.passes.comm.wire_dtype import narrow_wire_dtype
 from wholestep.passes.pass_manager import Pass, pass_name
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import checked_options
@@ -48,7 +48,7 @@ def without_communication(program: Program) -> Program:
 class _Silent(Inductor):
     def passes(self, placed: Program) -> list[Pass]:
         """See `Inductor.passes`."""
-        return [one for one in super().passes(placed) if pass_name(one) != narrow_messages.__name__]
+        return [one for one in super().passes(placed) if pass_name(one) != narrow_wire_dtype.__name__]
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
         """See `Inductor.lower`."""

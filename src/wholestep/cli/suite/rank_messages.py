@@ -1,4 +1,4 @@
-"""What ranks tell each other about lanes: through the store, which cannot hang where a collective would."""
+"""What ranks tell each other about contenders: through the store, which cannot hang where a collective would."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from wholestep.runtime.distributed.store import PrefixStore
 from wholestep.runtime.distributed.world import World
 
 FAILED_WAIT_S = 20.0
-"""A rank whose lane failed waits so long for the others: they may be in a collective that it will never join."""
+"""A rank whose contender failed waits so long for the others: they may be in a collective that it will never join."""
 
 _made = itertools.count()  # a second one in the same processes reads no old news
 
 
-class Talk:
+class RankMessages:
     """Rounds in which every rank says something and hears all others."""
 
     def __init__(self, world: World, *, deadline: float) -> None:
@@ -40,10 +40,10 @@ class Talk:
             try:
                 self._store.wait([self._key(rank)], timedelta(seconds=wait_s))
             except Exception as error:
-                lost = f", whose lane failed: {said}" if failed else ""
+                lost = f", whose contender failed: {said}" if failed else ""
                 raise RankMissingError(
                     f"Rank {rank} did not come to round {self._rounds} of the suite within {wait_s:.0f} s of rank "
-                    f"{self._rank}{lost}. Lanes that were done are kept."
+                    f"{self._rank}{lost}. Contenders that were done are kept."
                 ) from error
             heard.append(json.loads(self._store.get(self._key(rank))))
         return heard

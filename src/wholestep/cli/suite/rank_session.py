@@ -1,13 +1,13 @@
-"""One training in many lanes on this rank: opened one by one, timed by turns, looked at by a profiler.
+"""One training in many contenders on this rank: opened one by one, timed by turns, looked at by a profiler.
 
-Note: what breaks a lane
-    An error of a lane is its result, and the others go on: after every stage the ranks tell each other through the
+Note: what breaks a contender
+    An error of a contender is its result, and the others go on: after every stage the ranks tell each other through the
     store whether it went well. Where one rank fails and the others wait for it in a collective, nobody can go on: it
     waits a little for them and ends the run. What was done by then is in the file.
 
 Note: memory
-    Lanes that take turns hold their state all at once, and a CUDA graph its own memory besides. A lane that would
-    not fit any more waits until those before it are done and freed; it is then timed among fewer, and says so.
+    Contenders that take turns hold their state all at once, and a CUDA graph its own memory besides. A contender that
+    would not fit any more waits until those before it are done and freed; it is then timed among fewer, and says so.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from rich.console import Console
 import wholestep as ws
 from wholestep.api.cache.warm_start import CACHE
 from wholestep.cli.common.options import threads_per_rank
-from wholestep.cli.suite.contenders import OWN, Kind, Lane, prepare
+from wholestep.cli.suite.contenders import OWN, Contender, Kind, prepare
 from wholestep.cli.suite.kernel_profile import Breakdown, behind_marker, breakdown, read_trace
-from wholestep.cli.suite.rank_messages import Talk
-from wholestep.cli.suite.results import LOSS_STEPS, LaneResult, SuiteReport, breakdown_from, keep
+from wholestep.cli.suite.rank_messages import RankMessages
+from wholestep.cli.suite.results import LOSS_STEPS, ContenderResult, SuiteReport, breakdown_from, keep
 from wholestep.cli.suite.workloads import training
 from wholestep.lower.kernels import copy_all_reduce
 
 BLOCK_STEPS = 10
-"""Steps of a lane before the next one takes over; each block is timed as a whole, behind one step that is not."""
+"""Steps of a contender before the next one takes over; each block is timed as a whole, behind one step that is not."""
 ALONE_BLOCKS = 2
-"""Blocks that a lane runs right after it was opened: so there is a time even if the run ends early."""
+"""Blocks that a contender runs right after it was opened: so there is a time even if the run ends early."""
 PROFILED_STEPS = 5
 PROFILER = "profiler"
-"""The stage whose failure leaves a lane as it is."""
+"""The stage whose failure leaves a contender as it is."""
 FIRST_LANE_S = 20.0
-"""What a lane is expected to take to be opened on a GPU, before one has been."""
+"""What a contender is expected to take to be opened on a GPU, before one has been."""
 
 _FINDS = {Kind.LIMIT: Kind.OURS, Kind.OURS_BF16: Kind.OURS, Kind.DDP_COMPILED: Kind.COMPILED_DDP}
-"""Lanes that run code, or kernels in the cache, of another one that was opened before: their first call is shorter."""
+"""Contenders that run code, or kernels in the cache, of another one that was opened before: their first call is
+shorter."""
 _SHARE = {Kind.COMPILED_DDP: 1.4, Kind.DDP_COMPILED: 1.4, Kind.FSDP: 0.7}
-"""Memory that a lane may need, of what the largest so far did: buckets beside gradients, or state in shards."""
+"""Memory that a contender may need, of what the largest so far did: buckets beside gradients, or state in shards."""
 
 
 ENVIRONMENT = {
@@ -66,34 +67,34 @@ class Plan:
     """What the ranks are to do."""
 
     report: SuiteReport
-    """Without lanes; ranks fill it."""
+    """Without contenders; ranks fill it."""
     earlier: tuple[SuiteReport, ...]
     """What stands in the file before it."""
     kinds: tuple[Kind, ...]
     num_steps: int
-    """Steps that each lane is timed for, in blocks."""
+    """Steps that each contender is timed for, in blocks."""
     deadline: float
-    """Of ``time.time``: no lane is begun that would not be done by then."""
+    """Of ``time.time``: no contender is begun that would not be done by then."""
     path: Path
     caches: Path
     """An empty folder for compilers."""
 
 
 def on_rank(plan: Plan) -> None:
-    """All lanes of `plan` on this rank; the results go into the file."""
+    """All contenders of `plan` on this rank; the results go into the file."""
     world = ws.init()
     os.environ.update(ENVIRONMENT)
     if world.device.type == "cpu":
         torch.set_num_threads(threads_per_rank(world.size))
     torch.set_float32_matmul_precision("high")
-    # Lanes share the code of the model, and each of them needs an entry of its own.
+    # Contenders share the code of the model, and each of them needs an entry of its own.
     torch.compiler.config.recompile_limit = 256
     _Session(plan, world).run()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    lane: Lane
+    contender: Contender
     times_ms: list[float]
     """Of blocks, per step."""
 
@@ -102,19 +103,20 @@ class _Session:
     def __init__(self, plan: Plan, world: ws.World) -> None:
         self.plan, self.world = plan, world
         self.training = training(plan.report.training)
-        self.talk = Talk(world, deadline=plan.deadline + 60)
-        self.results: dict[str, LaneResult] = {}
+        self.talk = RankMessages(world, deadline=plan.deadline + 60)
+        self.results: dict[str, ContenderResult] = {}
         self.on_gpu = world.device.type == "cuda"
         self.status = Console(stderr=True).status("")
         first_s = FIRST_LANE_S if self.on_gpu else 1.0
         self.longest_s = {True: first_s, False: first_s}
-        """The longest that lanes of ours, and stock ones, took to be opened: their compilers have little in common."""
+        """The longest that contenders of ours, and stock ones, took to be opened: their compilers have little in
+        common."""
         self.largest_bytes = 0
         name = torch.cuda.get_device_name(world.device) if self.on_gpu else "cpu"
         self.report = replace(plan.report, device=name)
 
     def run(self) -> None:
-        """Groups of lanes that fit beside each other, one after another."""
+        """Groups of contenders that fit beside each other, one after another."""
         if self.world.rank == 0:
             self.status.start()
         try:
@@ -128,17 +130,17 @@ class _Session:
         while waiting:
             number += 1
             self._group(waiting, number)
-            # Nothing of the lanes is held any more: their graphs go before the process group does.
+            # Nothing of the contenders is held any more: their graphs go before the process group does.
             torch.compiler.reset()
             self._settle()
 
     def _group(self, waiting: list[Kind], number: int) -> None:
-        """Opens lanes of `waiting`, which it takes from there, as long as they fit; times and profiles them."""
+        """Opens contenders of `waiting`, which it takes from there, as long as they fit; times and profiles them."""
         group: list[_Open] = []
         while waiting and self._has_room(group, waiting[0]):
             if not self._has_time(group, waiting[0]):
                 for kind in waiting:
-                    self._note(kind, LaneResult(outcome="not run", note="no time was left"))
+                    self._note(kind, ContenderResult(outcome="not run", note="no time was left"))
                 waiting.clear()
             elif (opened := self._open(waiting.pop(0))) is not None:
                 group.append(opened)
@@ -153,7 +155,7 @@ class _Session:
     # ---- whether there is room and time for one more -------------------------------------------------------------
 
     def _has_room(self, group: list[_Open], kind: Kind) -> bool:
-        """Whether one more lane fits into the memory that is free on every rank, by the largest one so far."""
+        """Whether one more contender fits into the memory that is free on every rank, by the largest one so far."""
         if not self.on_gpu or not group:
             return True
         self._settle()
@@ -161,13 +163,14 @@ class _Session:
         return bool(free > _SHARE.get(kind, 1.1) * self.largest_bytes + 2 * 2**30)
 
     def _has_time(self, group: list[_Open], kind: Kind) -> bool:
-        """Whether one more lane and the turns of all would be done in time, by rank 0's clock."""
+        """Whether one more contender and the turns of all would be done in time, by rank 0's clock."""
         turns_s = sum(1e-3 * statistics.median(one.times_ms) * (1.2 * self.plan.num_steps + 20) + 3 for one in group)
         left_s = self.plan.deadline - time.time()
         opening_s = self.longest_s[kind in OWN] * (0.4 if kind in _FINDS else 1.2)
         return bool(self.talk.first(left_s > opening_s + 1.3 * turns_s))
 
-    # ---- stages of a lane ----------------------------------------------------------------------------------------
+    # ---- stages of a contender
+    # ----------------------------------------------------------------------------------------
 
     def _attempt(self, kind: Kind, stage: str, work: Callable[[], Any]) -> tuple[Any, list[Any]] | None:
         """What `work` gives here and, told by JSON, on all ranks. None where a rank failed, which is then told."""
@@ -181,13 +184,13 @@ class _Session:
         if reasons:
             value = None
             self._settle()
-            before = self.results.get(kind.name.lower(), LaneResult())
+            before = self.results.get(kind.name.lower(), ContenderResult())
             self._note(kind, replace(before, outcome=outcome, note=_joined(before.note, reasons[0])))
             return None
         return value, [one for _, one in heard]
 
     def _open(self, kind: Kind) -> _Open | None:
-        """Builds a lane, runs its first steps alone, and times a few."""
+        """Builds a contender, runs its first steps alone, and times a few."""
         self._begin(f"{kind.value}: the first call")
         self._use_cache(kind)
         self._settle()
@@ -205,7 +208,7 @@ class _Session:
             note = _joined(note, f"found what {other.value} had compiled")
         if kind is Kind.LIMIT:
             note = _joined(note, "its numbers are wrong")
-        self._note(kind, LaneResult(
+        self._note(kind, ContenderResult(
             note=note, first_s=max(first_s), loss=statistics.fmean(losses),
             peak_bytes=max(peaks) if self.on_gpu else None, reserved_bytes=max(reserved) if self.on_gpu else None,
         ))  # fmt: skip
@@ -218,48 +221,48 @@ class _Session:
 
     def _first_steps(self, kind: Kind) -> tuple[_Open, list[Any]]:
         before = self._memory()
-        lane = prepare(kind, self.training, self.world)
+        contender = prepare(kind, self.training, self.world)
         start = time.perf_counter()
-        loss = float(lane.call())
+        loss = float(contender.call())
         first_s = time.perf_counter() - start
         for _ in range(LOSS_STEPS - 1):
-            loss = float(lane.call())
+            loss = float(contender.call())
         peak, reserved = (now - then for now, then in zip(self._memory(), before, strict=True))
-        times_ms = [self._block(lane, BLOCK_STEPS) for _ in range(ALONE_BLOCKS)]
-        note = "" if lane.step is None else lane.step.explain().backend
-        return _Open(lane=lane, times_ms=times_ms), [first_s, loss, peak, reserved, note]
+        times_ms = [self._block(contender, BLOCK_STEPS) for _ in range(ALONE_BLOCKS)]
+        note = "" if contender.step is None else contender.step.explain().backend
+        return _Open(contender=contender, times_ms=times_ms), [first_s, loss, peak, reserved, note]
 
     def _take_turns(self, group: list[_Open]) -> None:
-        """Times all lanes, a block of steps at a time, in an order that turns round."""
+        """Times all contenders, a block of steps at a time, in an order that turns round."""
         if len(group) < 2 and self.plan.num_steps <= ALONE_BLOCKS * BLOCK_STEPS:
             return
-        self._begin(f"{len(group)} lanes in turn")
+        self._begin(f"{len(group)} contenders in turn")
         for one in group:
             one.times_ms = []
         for number in range(max(2, self.plan.num_steps // BLOCK_STEPS)):
             if number > 1 and not self.talk.first(time.time() < self.plan.deadline):
                 break
             for one in list(group):
-                done = self._attempt(one.lane.kind, "in turn", partial(self._turn, one.lane))
+                done = self._attempt(one.contender.kind, "in turn", partial(self._turn, one.contender))
                 if done is None:
                     group.remove(one)
                 else:
                     one.times_ms.append(done[0])
             group.reverse()
 
-    def _turn(self, lane: Lane) -> tuple[float, None]:
+    def _turn(self, contender: Contender) -> tuple[float, None]:
         """ms of a step, over a block behind one that lets all ranks begin at the same time, by its collectives."""
-        lane.call()
-        return self._block(lane, BLOCK_STEPS), None
+        contender.call()
+        return self._block(contender, BLOCK_STEPS), None
 
     def _tell_times(self, one: _Open, told: str) -> None:
         """Puts the times of all ranks into the result: a block takes as long as on its slowest rank."""
         by_rank = self.talk.all(one.times_ms)
         slowest = sorted(max(block) for block in zip(*by_rank, strict=True))
         median_ms = statistics.median(slowest)
-        before = self.results[one.lane.kind.name.lower()]
+        before = self.results[one.contender.kind.name.lower()]
         note = _joined(before.note.removesuffix("timed alone").removesuffix("; "), told)
-        self._note(one.lane.kind, replace(
+        self._note(one.contender.kind, replace(
             before, median_ms=median_ms, p10_ms=slowest[len(slowest) // 10], p90_ms=slowest[(9 * len(slowest)) // 10],
             tokens_per_s=1e3 * self.training.tokens * self.world.size / median_ms, note=note,
         ))  # fmt: skip
@@ -267,9 +270,9 @@ class _Session:
     def _profile(self, one: _Open) -> None:
         if not self.on_gpu:
             return
-        kind = one.lane.kind
+        kind = one.contender.kind
         self._begin(f"{kind.value}: {PROFILED_STEPS} steps under the profiler")
-        done = self._attempt(kind, PROFILER, lambda: self._profiled(one.lane))
+        done = self._attempt(kind, PROFILER, lambda: self._profiled(one.contender))
         if done is None:
             return
         by_rank = [breakdown_from(told) for told in done[1]]
@@ -279,29 +282,29 @@ class _Session:
             before, exposed_ms=max(exposed, default=None), exposed_ms_by_rank=exposed, breakdown=by_rank[0],
         ))  # fmt: skip
 
-    def _profiled(self, lane: Lane) -> tuple[None, dict[str, Any] | None]:
+    def _profiled(self, contender: Contender) -> tuple[None, dict[str, Any] | None]:
         found: Breakdown | None = None
         with TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                lane.call()  # here ranks meet again, whose profilers took different times to start
+                contender.call()  # here ranks meet again, whose profilers took different times to start
                 torch.ones(8, dtype=torch.int32, device=self.world.device).bitwise_xor_(1)  # the marker
                 for _ in range(PROFILED_STEPS):
-                    lane.call()
+                    contender.call()
                 self._wait()
             profiler.export_chrome_trace(path)
             events = behind_marker(read_trace(path))
-            found = breakdown(events, num_steps=PROFILED_STEPS, by_copies=_reduces_by_copies(lane))
+            found = breakdown(events, num_steps=PROFILED_STEPS, by_copies=_reduces_by_copies(contender))
         return None, None if found is None else asdict(found)
 
     # ---- small things --------------------------------------------------------------------------------------------
 
-    def _block(self, lane: Lane, num_steps: int) -> float:
+    def _block(self, contender: Contender, num_steps: int) -> float:
         """ms of a step, over a block of them. The device is idle before and after."""
         self._wait()
         start = time.perf_counter()
         for _ in range(num_steps):
-            lane.call()
+            contender.call()
         self._wait()
         return 1e3 * (time.perf_counter() - start) / num_steps
 
@@ -325,13 +328,13 @@ class _Session:
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
     def _use_cache(self, kind: Kind) -> None:
-        """An empty cache for every compiler; lanes of ours share one, as they have the same kernels."""
+        """An empty cache for every compiler; contenders of ours share one, as they have the same kernels."""
         folder = self.plan.caches / ("ours" if kind in OWN else kind.name.lower())
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         os.environ.pop("TRITON_CACHE_DIR", None)  # Inductor puts it there, a folder per device
 
     def _set_up_compiler(self) -> None:
-        """What a process needs once, such as the compiler's own processes, is no lane's time."""
+        """What a process needs once, such as the compiler's own processes, is no contender's time."""
         if all(kind is Kind.EAGER for kind in self.plan.kinds):
             return
         self._begin("setting up the compiler")
@@ -340,10 +343,10 @@ class _Session:
         torch.compiler.reset()
         self.talk.all(None)
 
-    def _note(self, kind: Kind, result: LaneResult) -> None:
+    def _note(self, kind: Kind, result: ContenderResult) -> None:
         """Takes a result down; rank 0 writes it to the file."""
         self.results[kind.name.lower()] = result
-        self.report = replace(self.report, lanes=dict(self.results))
+        self.report = replace(self.report, contenders=dict(self.results))
         if self.world.rank == 0:
             keep(self.plan.path, [*self.plan.earlier, self.report])
             if result.outcome != "ok":
@@ -363,7 +366,7 @@ def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def _reduces_by_copies(lane: Lane) -> bool:
-    if lane.step is None or lane.kind is Kind.LIMIT:
+def _reduces_by_copies(contender: Contender) -> bool:
+    if contender.step is None or contender.kind is Kind.LIMIT:
         return False
-    return any(node.target in copy_all_reduce.STARTS for node in lane.step.graph.graph.nodes)
+    return any(node.target in copy_all_reduce.STARTS for node in contender.step.graph.graph.nodes)

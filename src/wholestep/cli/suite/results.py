@@ -1,4 +1,4 @@
-"""What became of each lane, as plain values: kept in a file from the first lane on, and shown as tables."""
+"""What became of each contender, as plain values: kept in a file from the first contender on, and shown as tables."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from wholestep.cli.suite.contenders import Kind
 from wholestep.cli.suite.kernel_profile import Breakdown
 
 LOSS_STEPS = 20
-"""Steps that each lane is opened with; the loss behind the last of them is compared."""
+"""Steps that each contender is opened with; the loss behind the last of them is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneResult:
-    """One lane. What was not measured is None."""
+class ContenderResult:
+    """One contender. What was not measured is None."""
 
     outcome: str = "ok"
     """"ok", "differs" (its loss is not that of eager DDP), "failed" or "not run"."""
     note: str = ""
     median_ms: float | None = None
-    """Of blocks of steps that took turns with the other lanes, or ran alone where the note says so; the slowest rank
-    of each block counts."""
+    """Of blocks of steps that took turns with the other contenders, or ran alone where the note says so; the slowest
+    rank of each block counts."""
     p10_ms: float | None = None
     p90_ms: float | None = None
     tokens_per_s: float | None = None
@@ -41,7 +41,7 @@ class LaneResult:
     loss_difference: float | None = None
     """From eager DDP, relative to it."""
     peak_bytes: int | None = None
-    """Most that was allocated at once, by this lane alone; the rank with most."""
+    """Most that was allocated at once, by this contender alone; the rank with most."""
     reserved_bytes: int | None = None
     """Most that was held from the device at once, memory of CUDA graphs included."""
     exposed_ms: float | None = None
@@ -68,7 +68,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteReport:
-    """One training in all lanes."""
+    """One training in all contenders."""
 
     training: str
     nproc: int
@@ -78,40 +78,41 @@ class SuiteReport:
     command: str
     floor: str = ""
     loss_tolerance: float = 0.0
-    lanes: Mapping[str, LaneResult] = field(default_factory=dict)
+    contenders: Mapping[str, ContenderResult] = field(default_factory=dict)
     """By the name of the kind, in the order of the run."""
     checks: tuple[Check, ...] = ()
 
-    def lane(self, kind: Kind) -> LaneResult:
-        """The result of a lane; one that was not run where there is none."""
-        return self.lanes.get(kind.name.lower(), LaneResult(outcome="not run"))
+    def contender(self, kind: Kind) -> ContenderResult:
+        """The result of a contender; one that was not run where there is none."""
+        return self.contenders.get(kind.name.lower(), ContenderResult(outcome="not run"))
 
     @property
     def is_sound(self) -> bool:
-        """Whether no lane failed and no loss is wrong. Speed is no matter of soundness."""
-        return all(one.outcome in ("ok", "not run") for one in self.lanes.values())
+        """Whether no contender failed and no loss is wrong. Speed is no matter of soundness."""
+        return all(one.outcome in ("ok", "not run") for one in self.contenders.values())
 
     def __rich__(self) -> RenderableType:
         caption = (
             f"torch {self.torch_version}, {self.date}, {self.command}. Blocks of steps in turn, the slowest rank "
-            f"counts; memory is that of the lane alone; first: the first call, which compiles, with an empty cache; "
+            f"counts; memory is that of the contender alone; first: the first call, which compiles, with an empty "
+            "cache; "
             f"loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP."
         )
         table = Table(title=f"{self.training}: {self.nproc} x {self.device}", title_justify="left")
-        table.add_column("lane", no_wrap=True)
+        table.add_column("contender", no_wrap=True)
         columns = ("ms", "10% to 90%", "x ours", "tokens/s", "peak GiB", "held GiB", "first s", "exposed ms", "loss")
         for column in columns:
             table.add_column(column, justify="right", no_wrap=True)
-        ours = self.lane(Kind.OURS).median_ms
-        for name, one in self.lanes.items():
+        ours = self.contender(Kind.OURS).median_ms
+        for name, one in self.contenders.items():
             table.add_row(Kind[name.upper()].value, *_cells(one, ours))
-        notes = [f"{Kind[name.upper()].value}: {said}" for name, one in self.lanes.items() if (said := _said(one))]
+        notes = [f"{Kind[name.upper()].value}: {said}" for name, one in self.contenders.items() if (said := _said(one))]
         lines = filter(None, (caption, *notes, self.floor, *map(str, self.checks)))
         return Group(table, *(Text(line) for line in lines))
 
     def breakdowns(self) -> Table | str:
-        """Where the time of a step goes, by kernel class, a column per lane; ms of rank 0."""
-        found = {name: one.breakdown for name, one in self.lanes.items() if one.breakdown is not None}
+        """Where the time of a step goes, by kernel class, a column per contender; ms of rank 0."""
+        found = {name: one.breakdown for name, one in self.contenders.items() if one.breakdown is not None}
         title = (
             f"{self.training}: ms of a step by kernel class (rank 0, profiled; kernels beside each other count twice)"
         )
@@ -132,11 +133,11 @@ class SuiteReport:
         return table
 
 
-def _said(one: LaneResult) -> str:
+def _said(one: ContenderResult) -> str:
     return "; ".join(filter(None, (one.outcome if one.outcome != "ok" else "", one.note)))
 
 
-def _cells(one: LaneResult, ours_ms: float | None) -> list[str]:
+def _cells(one: ContenderResult, ours_ms: float | None) -> list[str]:
     def shown(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:
         return "" if value is None else format(value / unit, form)
 
@@ -167,14 +168,14 @@ def load(path: Path) -> list[SuiteReport]:
 
 
 def _report(fields: dict[str, Any]) -> SuiteReport:
-    lanes = {name: _lane(one) for name, one in fields["lanes"].items()}
+    contenders = {name: _contender(one) for name, one in fields["contenders"].items()}
     checks = tuple(Check(**one) for one in fields["checks"])
-    return SuiteReport(**{**fields, "lanes": lanes, "checks": checks})
+    return SuiteReport(**{**fields, "contenders": contenders, "checks": checks})
 
 
-def _lane(fields: dict[str, Any]) -> LaneResult:
+def _contender(fields: dict[str, Any]) -> ContenderResult:
     told = breakdown_from(fields["breakdown"])
-    return LaneResult(**{**fields, "breakdown": told, "exposed_ms_by_rank": tuple(fields["exposed_ms_by_rank"])})
+    return ContenderResult(**{**fields, "breakdown": told, "exposed_ms_by_rank": tuple(fields["exposed_ms_by_rank"])})
 
 
 def breakdown_from(fields: dict[str, Any] | None) -> Breakdown | None:

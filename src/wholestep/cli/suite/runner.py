@@ -20,7 +20,7 @@ from rich.console import Console
 import wholestep as ws
 from wholestep.cli.suite.contenders import DEFAULT, Kind
 from wholestep.cli.suite.rank_session import Plan, on_rank
-from wholestep.cli.suite.results import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.results import ContenderResult, SuiteReport, keep, load
 from wholestep.cli.suite.roofline import floors
 from wholestep.cli.suite.targets import judged
 from wholestep.cli.suite.workloads import SUITES, training
@@ -42,7 +42,7 @@ class SuiteSettings:
     num_steps: int = 60
     budget_s: float = 540.0
     path: Path | None = None
-    """A file for all results, written whenever a lane has something new."""
+    """A file for all results, written whenever a contender has something new."""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -55,10 +55,10 @@ class SuiteSettings:
 
 
 def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
-    """The lanes called so; all that run by default for no names. Raises ConfigError for unknown ones."""
+    """The contenders called so; all that run by default for no names. Raises ConfigError for unknown ones."""
     known = {kind.name.lower(): kind for kind in Kind}
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--lanes wants some of {', '.join(known)}, got {', '.join(unknown)}.")
+        raise ConfigError(f"--contenders wants some of {', '.join(known)}, got {', '.join(unknown)}.")
     return tuple(kind for kind in Kind if kind.name.lower() in names) or DEFAULT
 
 
@@ -107,8 +107,8 @@ def _one(
             )  # fmt: skip
             report = _on_ranks(plan, nproc)
     if with_jax:
-        lanes = {**report.lanes, Kind.JAX.name.lower(): _jax(settings, name, nproc=nproc, end=end)}
-        report = replace(report, lanes=lanes)
+        contenders = {**report.contenders, Kind.JAX.name.lower(): _jax(settings, name, nproc=nproc, end=end)}
+        report = replace(report, contenders=contenders)
     return judged(report)
 
 
@@ -123,24 +123,26 @@ def _on_ranks(plan: Plan, nproc: int) -> SuiteReport:
             f"{plan.report.training}: the ranks ended early. {why}", highlight=False, markup=False
         )
     report = load(plan.path)[-1]
-    lanes = dict(report.lanes)
+    contenders = dict(report.contenders)
     for kind in plan.kinds if why else ():
-        lanes.setdefault(kind.name.lower(), LaneResult(outcome="failed", note=f"the ranks ended early: {why}"))
-    return replace(report, lanes=lanes)
+        contenders.setdefault(
+            kind.name.lower(), ContenderResult(outcome="failed", note=f"the ranks ended early: {why}")
+        )
+    return replace(report, contenders=contenders)
 
 
 def _has_jax() -> bool:
     return importlib.util.find_spec("jax") is not None
 
 
-def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> LaneResult:
-    """The lane of JAX, in a process of its own behind those of torch."""
+def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> ContenderResult:
+    """The contender of JAX, in a process of its own behind those of torch."""
     if not _has_jax():
-        return LaneResult(outcome="not run", note="not installed")
+        return ContenderResult(outcome="not run", note="not installed")
     if training(name).size is None:
-        return LaneResult(outcome="not run", note="there is no JAX version of this training")
+        return ContenderResult(outcome="not run", note="there is no JAX version of this training")
     if (left_s := end - time.time()) < 10:
-        return LaneResult(outcome="not run", note="no time was left")
+        return ContenderResult(outcome="not run", note="no time was left")
     Console(stderr=True).print(f"{name}: {Kind.JAX.value}", highlight=False)
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if not torch.cuda.is_available():
@@ -149,8 +151,8 @@ def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> LaneR
     try:
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:
-        return LaneResult(outcome="not run", note=f"not done within the {left_s:.0f} s that were left")
+        return ContenderResult(outcome="not run", note=f"not done within the {left_s:.0f} s that were left")
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return LaneResult(outcome="failed", note=said[0][:400])
-    return LaneResult(**json.loads(done.stdout.strip().splitlines()[-1]))
+        return ContenderResult(outcome="failed", note=said[0][:400])
+    return ContenderResult(**json.loads(done.stdout.strip().splitlines()[-1]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from wholestep.cli.suite.contenders import STOCK, Kind
-from wholestep.cli.suite.results import Check, LaneResult, SuiteReport
+from wholestep.cli.suite.results import Check, ContenderResult, SuiteReport
 
 MOST_EXPOSED = 0.02
 """Communication that nothing hides, of the step."""
@@ -20,7 +20,7 @@ class Aim:
 
     most_ms: float | None = None
     over_stock: float | None = None
-    """Median of the quickest stock lane over ours."""
+    """Median of the quickest stock contender over ours."""
     over_jax: float | None = None
     over_eager: float | None = None
     hides: bool = False
@@ -43,15 +43,16 @@ AIMS: Mapping[str, Aim] = {
 
 def judged(report: SuiteReport) -> SuiteReport:
     """The report with losses compared with eager DDP's, and with checks."""
-    wanted = report.lane(Kind.EAGER).loss
-    lanes = {
-        name: _compared(Kind[name.upper()], one, wanted, report.loss_tolerance) for name, one in report.lanes.items()
+    wanted = report.contender(Kind.EAGER).loss
+    contenders = {
+        name: _compared(Kind[name.upper()], one, wanted, report.loss_tolerance)
+        for name, one in report.contenders.items()
     }
-    report = replace(report, lanes=lanes)
+    report = replace(report, contenders=contenders)
     return replace(report, checks=tuple(_checks(report, AIMS.get(report.training, Aim()))))
 
 
-def _compared(kind: Kind, one: LaneResult, wanted: float | None, tolerance: float) -> LaneResult:
+def _compared(kind: Kind, one: ContenderResult, wanted: float | None, tolerance: float) -> ContenderResult:
     # The limit trains every rank on its own; JAX draws other weights; bfloat16 on the wire rounds gradients besides.
     if wanted is None or one.loss is None or kind in (Kind.LIMIT, Kind.JAX):
         return one
@@ -62,16 +63,16 @@ def _compared(kind: Kind, one: LaneResult, wanted: float | None, tolerance: floa
 
 
 def _checks(report: SuiteReport, aim: Aim) -> list[Check]:
-    ours, limit, compiled = (report.lane(kind) for kind in (Kind.OURS, Kind.LIMIT, Kind.COMPILED_DDP))
-    stock = min((ms for kind in STOCK if (ms := report.lane(kind).median_ms) is not None), default=None)
+    ours, limit, compiled = (report.contender(kind) for kind in (Kind.OURS, Kind.LIMIT, Kind.COMPILED_DDP))
+    stock = min((ms for kind in STOCK if (ms := report.contender(kind).median_ms) is not None), default=None)
     difference = ours.loss_difference
     checks = [_at_most("loss from eager DDP's, relative", difference, report.loss_tolerance, form=".2g")]
     if aim.most_ms is not None:
         checks.append(_at_most("median step, ms", ours.median_ms, aim.most_ms))
     for what, least, other_ms in (
-        ("the quickest stock lane over ours", aim.over_stock, stock),
-        ("JAX over ours", aim.over_jax, report.lane(Kind.JAX).median_ms),
-        ("eager DDP over ours", aim.over_eager, report.lane(Kind.EAGER).median_ms),
+        ("the quickest stock contender over ours", aim.over_stock, stock),
+        ("JAX over ours", aim.over_jax, report.contender(Kind.JAX).median_ms),
+        ("eager DDP over ours", aim.over_eager, report.contender(Kind.EAGER).median_ms),
     ):
         if least is not None:
             checks.append(_at_least(what, _ratio(other_ms, ours.median_ms), least))
@@ -88,8 +89,8 @@ def _checks(report: SuiteReport, aim: Aim) -> list[Check]:
     return checks
 
 
-def _gib(*lanes: LaneResult) -> Sequence[float | None]:
-    return [one.peak_bytes / 2**30 if one.peak_bytes is not None else None for one in lanes]
+def _gib(*contenders: ContenderResult) -> Sequence[float | None]:
+    return [one.peak_bytes / 2**30 if one.peak_bytes is not None else None for one in contenders]
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:

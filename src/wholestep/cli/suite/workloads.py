@@ -1,4 +1,4 @@
-"""What the suites train: a model, a step and a batch each, the same in every lane."""
+"""What the suites train: a model, a step and a batch each, the same in every contender."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The model and the training step of the demo: a byte-level GPT, written the ordinary way.
 
-Nothing here knows wholestep. The same `train_step` is compiled in one lane of the demo and runs eagerly in the other.
-Shapes: B rows in the batch, T bytes of context, D width, V = 256 byte values.
+Nothing here knows wholestep. The same `train_step` is compiled in one contender of the demo and runs eagerly in the
+other. Shapes: B rows in the batch, T bytes of context, D width, V = 256 byte values.
 """
 
 from __future__ import annotations

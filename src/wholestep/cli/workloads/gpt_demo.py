@@ -20,14 +20,14 @@ class DemoSettings:
     """Everything that decides the numbers of a demo, except the number of ranks."""
 
     model: GPTConfig = field(default_factory=partial(GPTConfig, width=128, context=64))
-    """Small, so that a step is more than its matrix products: those are the same in both lanes."""
+    """Small, so that a step is more than its matrix products: those are the same in both contenders."""
     steps: int = 300
     seed: int = 0
     rows: int = 4
     """Windows of text per rank and step."""
     learning_rate: float = 2e-3
     block_steps: int = 10
-    """Steps of one lane before the other takes over."""
+    """Steps of one contender before the other takes over."""
     text_bytes: int = 4 * 2**20
     held_out_batches: int = 16
     sample_bytes: int = 300
@@ -41,7 +41,7 @@ class DemoSettings:
 
 
 def demo_recipe(settings: DemoSettings) -> Recipe:
-    """The training of the demo, for `open_lane`."""
+    """The training of the demo, for `open_contender`."""
     return Recipe(
         build=partial(GPT, settings.model),
         step=train_step,

@@ -1,6 +1,6 @@
-"""The same training in several lanes, in alternating blocks of steps, so that a machine that slows down slows all.
+"""The same training in several contenders, in alternating blocks of steps, so that a machine that slows down slows all.
 
-A lane owns its model, optimizer and schedule; all lanes start from the same seed and see the same batches.
+A contender owns its model, optimizer and schedule; all contenders start from the same seed and see the same batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[..., Any]
 
 
-class LaneKind(Enum):
+class ContenderKind(Enum):
     """Who runs the step. The value is what a reader sees."""
 
     WHOLESTEP = "wholestep"
@@ -35,7 +35,7 @@ class LaneKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What all lanes do alike."""
+    """What all contenders do alike."""
 
     build: Callable[[], nn.Module]
     """Makes the model on the CPU, from torch's global generator."""
@@ -49,10 +49,10 @@ class Recipe:
 
 
 @dataclass(slots=True, kw_only=True)
-class Lane:
+class Contender:
     """One training on this rank, and what was measured of it."""
 
-    kind: LaneKind
+    kind: ContenderKind
     step: Step
     module: nn.Module
     """The plain module; what is trained, wrapped or not."""
@@ -66,17 +66,17 @@ class Lane:
     """Wall time of every step, until the device is idle; batches and schedule are outside. The first one compiles."""
 
 
-def open_lane(kind: LaneKind, recipe: Recipe, world: ws.World) -> Lane:
-    """Build a lane on the device of `world`: the same weights in every lane and on every rank."""
+def open_contender(kind: ContenderKind, recipe: Recipe, world: ws.World) -> Contender:
+    """Build a contender on the device of `world`: the same weights in every contender and on every rank."""
     torch.manual_seed(recipe.seed)
     module = recipe.build().to(world.device)
     step, model = recipe.step, module
-    if kind is LaneKind.WHOLESTEP:
+    if kind is ContenderKind.WHOLESTEP:
         step = ws.compile(recipe.step, strategy=ws.DDP())
     else:
         model = DistributedDataParallel(module, device_ids=[world.device] if world.device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    return Lane(
+    return Contender(
         kind=kind,
         step=step,
         module=module,
@@ -86,11 +86,13 @@ def open_lane(kind: LaneKind, recipe: Recipe, world: ws.World) -> Lane:
     )
 
 
-def compiled_step(lane: Lane) -> ws.CompiledStep:
-    """The compiled step of a lane that has one. Raises InternalError for an eager lane."""
-    if not isinstance(lane.step, ws.CompiledStep):
-        raise InternalError(f"The lane {lane.kind.value!r} was asked for a compiled step, but runs a plain function.")
-    return lane.step
+def compiled_step(contender: Contender) -> ws.CompiledStep:
+    """The compiled step of a contender that has one. Raises InternalError for an eager contender."""
+    if not isinstance(contender.step, ws.CompiledStep):
+        raise InternalError(
+            f"The contender {contender.kind.value!r} was asked for a compiled step, but runs a plain function."
+        )
+    return contender.step
 
 
 def warmup_cosine(done: int, *, num_steps: int, warmup: float = 0.08, floor: float = 0.1) -> float:
@@ -103,28 +105,33 @@ def warmup_cosine(done: int, *, num_steps: int, warmup: float = 0.08, floor: flo
 
 
 def race(
-    lanes: Sequence[Lane], batches: Iterable[Batch], *, block_steps: int, on_step: Callable[[Lane], None] | None = None
+    contenders: Sequence[Contender],
+    batches: Iterable[Batch],
+    *,
+    block_steps: int,
+    on_step: Callable[[Contender], None] | None = None,
 ) -> None:
-    """Run every lane over `batches`, `block_steps` at a time. The order of the lanes turns round at every block."""
+    """Run every contender over `batches`, `block_steps` at a time. The order of the contenders turns round at every
+    block."""
     stream = iter(batches)
-    order = list(lanes)
+    order = list(contenders)
     while block := list(islice(stream, block_steps)):
-        for lane in order:
+        for contender in order:
             for x, y in block:
-                _one_step(lane, x, y)
+                _one_step(contender, x, y)
                 if on_step is not None:
-                    on_step(lane)
+                    on_step(contender)
         order.reverse()
 
 
-def _one_step(lane: Lane, x: Tensor, y: Tensor) -> None:
+def _one_step(contender: Contender, x: Tensor, y: Tensor) -> None:
     _wait_for_device(x.device)
     start = time.perf_counter()
-    loss = lane.step(lane.model, lane.optimizer, x, y)
+    loss = contender.step(contender.model, contender.optimizer, x, y)
     _wait_for_device(x.device)
-    lane.times_ms.append(1e3 * (time.perf_counter() - start))
-    lane.losses.append(float(loss))
-    lane.scheduler.step()
+    contender.times_ms.append(1e3 * (time.perf_counter() - start))
+    contender.losses.append(float(loss))
+    contender.scheduler.step()
 
 
 def _wait_for_device(device: torch.device) -> None:
@@ -134,7 +141,7 @@ def _wait_for_device(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Step times of one lane over all ranks; a step is as slow as its slowest rank."""
+    """Step times of one contender over all ranks; a step is as slow as its slowest rank."""
 
     first_ms: float
     """The first call, which compiles."""
@@ -157,7 +164,7 @@ def timing(times_ms_by_rank: Sequence[Sequence[float]]) -> Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Times of one lane over those of another, block by block: above one, the other is faster."""
+    """Times of one contender over those of another, block by block: above one, the other is faster."""
 
     median: float
     p10: float
@@ -165,10 +172,10 @@ class Ratio:
 
 
 def ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], *, block_steps: int) -> Ratio:
-    """Compares times by rank of two lanes that raced in blocks of `block_steps`, at least two steps each.
+    """Compares times by rank of two contenders that raced in blocks of `block_steps`, at least two steps each.
 
-    A block of one lane is compared with that of the other beside it, by their medians: what slows the machine down for
-    longer than two blocks slows both. The first step of all, which compiles, is left out.
+    A block of one contender is compared with that of the other beside it, by their medians: what slows the machine down
+    for longer than two blocks slows both. The first step of all, which compiles, is left out.
     """
     blocks = []
     for times_by_rank in (one, other):

@@ -14,7 +14,7 @@ import torch
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
     """While open, operators compute what they say."""
     with torch.no_grad(), torch._C._DisableAutocast():
         yield

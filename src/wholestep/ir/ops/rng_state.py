@@ -29,7 +29,7 @@ _instead: ContextVar[_Ways | None] = ContextVar("_instead", default=None)
 
 
 @contextmanager
-def instead(get: Callable[[], torch.Tensor], set_: Callable[[torch.Tensor], object]) -> Iterator[None]:
+def redirected(get: Callable[[], torch.Tensor], set_: Callable[[torch.Tensor], object]) -> Iterator[None]:
     """Meanwhile a graph that this thread runs reads and sets the state of a GPU's generator by these."""
     before = _instead.set((get, set_))
     try:

@@ -33,14 +33,14 @@ from torch._inductor.triton_bundler import TritonBundler
 
 from wholestep.lower.codecache.prune_imports import lightened
 from wholestep.lower.codecache.relocate_device import CannotMove, kernel_texts, moved
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from torch._inductor import async_compile, codecache, select_algorithm
 else:
-    async_compile = later("torch._inductor.async_compile")
-    codecache = later("torch._inductor.codecache")
-    select_algorithm = later("torch._inductor.select_algorithm")
+    async_compile = lazy_import("torch._inductor.async_compile")
+    codecache = lazy_import("torch._inductor.codecache")
+    select_algorithm = lazy_import("torch._inductor.select_algorithm")
 
 _OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
 """What a kernel holds of the process that it runs in, besides what it takes off itself. The last one keeps the block

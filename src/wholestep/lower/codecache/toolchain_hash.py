@@ -14,14 +14,14 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from torch._inductor import codecache
     from torch._inductor.runtime import triton_compat
 else:
-    codecache = later("torch._inductor.codecache")
-    triton_compat = later("torch._inductor.runtime.triton_compat")
+    codecache = lazy_import("torch._inductor.codecache")
+    triton_compat = lazy_import("torch._inductor.runtime.triton_compat")
 
 
 @functools.cache

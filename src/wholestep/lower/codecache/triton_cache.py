@@ -36,7 +36,7 @@ def build_beside(jobs: Iterable[Job], device: torch.device) -> None:
 
     What goes wrong there goes wrong again where the kernel is launched, and is told there.
     """
-    _underway.extend(background.begun(partial(_build, job, device)) for job in jobs)
+    _underway.extend(background.start_in_background(partial(_build, job, device)) for job in jobs)
 
 
 def wait() -> None:

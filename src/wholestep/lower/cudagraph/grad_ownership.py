@@ -31,7 +31,7 @@ def apart(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[int
     return {n: grad for n, grad in grads.items() if _is_dense(grad) and storage_of(grad) not in taken}
 
 
-class Lent:
+class GradOwnership:
     """Gradients that lie in the memory of graphs, which nobody else has yet."""
 
     def __init__(self, grads: Mapping[int, torch.Tensor]) -> None:

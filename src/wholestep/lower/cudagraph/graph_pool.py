@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from wholestep.lower.cudagraph import capture_hooks, memset_nodes, rng_replay
-from wholestep.util.gc_pause import uncollected
+from wholestep.util.gc_pause import gc_paused
 
 
 class Member(Protocol):
@@ -72,7 +72,7 @@ class Pool:
             self._lender = lambda: None
 
     def capture(
-        self, body: Callable[[], Sequence[Any]], rewound: rng_replay.Rewinds | None = None
+        self, body: Callable[[], Sequence[Any]], rewound: rng_replay.RngReplay | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rewound` are its
         settings of the random generator, if there are any.
@@ -81,7 +81,7 @@ class Pool:
         it was before.
         """
         gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
-        with torch.cuda.device(self.device), uncollected():
+        with torch.cuda.device(self.device), gc_paused():
             if self._keeper is None:
                 self._renew()
             graph, results = self._captured(body, rewound)
@@ -90,7 +90,7 @@ class Pool:
             return graph, results
 
     def _captured(
-        self, body: Callable[[], Any], rewound: rng_replay.Rewinds | None = None
+        self, body: Callable[[], Any], rewound: rng_replay.RngReplay | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """What `body` does, as a graph that cannot run yet, and what `body` gives."""
         graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()

@@ -78,7 +78,7 @@ def _culprit(error: BaseException) -> tuple[Any, str] | None:
     return node.target, _said(first)
 
 
-class Graphed:
+class GraphRunner:
     """Runs a scheduled program as CUDA graphs, mostly one: a function from flat inputs to flat results.
 
     A call that turns out to wait for the GPU (a custom operator does so inside) cuts the step from then on.
@@ -101,7 +101,7 @@ class Graphed:
         """Why a capture has failed in the call that is running."""
         self.why_none = ""
         """Why all runs as it is, where a capture has failed for good."""
-        self._lent: grad_ownership.Lent | None = None
+        self._lent: grad_ownership.GradOwnership | None = None
         """The gradients that were not copied."""
         self._lends = grad_ownership.is_possible()
         self._takings: dict[int, output_copies.Taking] | None = None
@@ -250,7 +250,7 @@ class Graphed:
             return
         alone = output_copies.alone(in_graphs)
         own = {target: in_graphs[number] for target, number in self._grads.items() if number in alone & self._may_stay}
-        self._lent = grad_ownership.Lent(grad_ownership.apart(own, taken))
+        self._lent = grad_ownership.GradOwnership(grad_ownership.apart(own, taken))
         if self._lent.given():  # else the graphs of others stay as they are
             self._pool.lends_to(self)
 
@@ -298,7 +298,7 @@ class _Piece:
         self._static: dict[int, torch.Tensor] = {}
         self._addresses: list[int] = []
         self._outputs: Sequence[Any] = ()
-        self._rewinds = rng_replay.Rewinds.of(piece.program, pool.device) if piece.captured else None
+        self._rewinds = rng_replay.RngReplay.of(piece.program, pool.device) if piece.captured else None
 
     def let_go(self) -> None:
         """Gives up the graph, which nothing may be running of."""

@@ -70,7 +70,7 @@ def planned(settings: Sequence[tuple[int, int]]) -> Plan | None:
 
 
 @dataclass(slots=True)
-class Rewinds:
+class RngReplay:
     """Of one body on one device."""
 
     device: torch.device
@@ -78,7 +78,7 @@ class Rewinds:
     _others: list[torch.Generator] = field(default_factory=list)
 
     @classmethod
-    def of(cls, body: Program, device: torch.device) -> Rewinds | None:
+    def of(cls, body: Program, device: torch.device) -> RngReplay | None:
         """None if the body sets no state."""
         sets = any(node.target is rng_state.SET for node in body.graph.nodes)
         return cls(device) if sets else None
@@ -99,7 +99,7 @@ class Rewinds:
             settings.append((generator.get_offset() - begun, wanted - begun))
             generator.set_state(state)
 
-        with rng_state.instead(generator.get_state, set_):
+        with rng_state.redirected(generator.get_state, set_):
             yield
         self.plan = planned(settings)
 
@@ -115,7 +115,7 @@ class Rewinds:
         states = [generator.graphsafe_get_state(), *self._others]
         turns = iter(self.plan.turns)
         try:
-            with rng_state.instead(
+            with rng_state.redirected(
                 lambda: torch.empty(0, device="cpu"), lambda state: generator.graphsafe_set_state(states[next(turns)])
             ):
                 yield

@@ -87,7 +87,7 @@ class Plans:
         for text in wanted:
             _built(text)  # once: what two threads made would be two kernels, of which one is built
         if wanted:
-            self._building = background.begun(functools.partial(_build, wanted))
+            self._building = background.start_in_background(functools.partial(_build, wanted))
 
     def compile(self, segment: Segment) -> Lists | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from wholestep.ir.ops.library import LIBRARY
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from torch._inductor import codecache
 else:
-    codecache = later("torch._inductor.codecache")
+    codecache = lazy_import("torch._inductor.codecache")
 
 log = logging.getLogger("wholestep")
 

@@ -36,7 +36,7 @@ from wholestep.lower.decompositions import interpolate
 from wholestep.lower.decompositions.tensor_scalars import Numbers
 from wholestep.lower.gemm import cpu_matmul, onednn
 from wholestep.lower.inductor import dependent_launch, post_grad_passes, wrapper_patch
-from wholestep.lower.inductor.config_fallback import is_of_triton, patient
+from wholestep.lower.inductor.config_fallback import config_fallback, is_of_triton
 from wholestep.lower.inductor.deferred_wait import put_off
 from wholestep.lower.inductor.war_order import kept_order
 from wholestep.lower.kernels import row_sum
@@ -132,11 +132,11 @@ def _begun(
     settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
     context = TracingContext(mode)
     ways = own_ways(device, early_launches=early_launches, own_products=own_products)
-    with tracing(context), mode, inductor_config.patch(settings), ways, patient(), put_off() as rest:
+    with tracing(context), mode, inductor_config.patch(settings), ways, config_fallback(), put_off() as rest:
         found = compile_fx_inner(graph, inputs)
 
     def finish() -> None:
-        with tracing(context), mode, inductor_config.patch(settings), patient():
+        with tracing(context), mode, inductor_config.patch(settings), config_fallback():
             rest()
 
     return found, finish
@@ -174,7 +174,7 @@ def _own_passes(device: torch.device, own_products: bool) -> dict[str, object]:
             _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
         else:
             own["wholestep::product", torch.get_num_threads()] = cpu_matmul.choose
-    return {_BEHIND: post_grad_passes.Behind(getattr(inductor_config, _BEHIND), own)}
+    return {_BEHIND: post_grad_passes.PostGradPasses(getattr(inductor_config, _BEHIND), own)}
 
 
 @functools.cache

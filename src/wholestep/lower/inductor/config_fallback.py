@@ -41,7 +41,7 @@ def is_of_triton(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def patient() -> Iterator[None]:
+def config_fallback() -> Iterator[None]:
     """While it is open, a kernel needs one block size that compiles. Nothing changes with a torch of another form."""
     if not _KNOWN:
         yield

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 GraphPass = Callable[[fx.Graph], object]
 
 
-class Behind(CustomGraphPass):
+class PostGradPasses(CustomGraphPass):
     """What stands in the option ``post_grad_custom_post_pass`` of Inductor."""
 
     def __init__(self, others: Any, own: Mapping[object, GraphPass]) -> None:

@@ -38,13 +38,13 @@ from wholestep.lower.decompositions.tensor_scalars import takes_numbers
 from wholestep.lower.gemm import matmul_autotune
 from wholestep.lower.inductor import cpu_isa
 from wholestep.passes.rewrites import matmul_out_dtype
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from wholestep.lower.inductor import compile_fx
     from wholestep.lower.inductor.compile_fx import Begun, Compiled
 else:
-    compile_fx = later("wholestep.lower.inductor.compile_fx")
+    compile_fx = lazy_import("wholestep.lower.inductor.compile_fx")
 
 log = logging.getLogger("wholestep")
 

@@ -27,7 +27,7 @@ from wholestep.passes.analysis.foreach_items import follow, joined
 from wholestep.passes.analysis.task_graph import sharing
 from wholestep.passes.comm import wire_format
 from wholestep.passes.comm.bucket_planner import Costs, Cuts, fixed_cuts, pack, planned_cuts
-from wholestep.passes.comm.wire_format import TravelsAs, Way, as_it_is
+from wholestep.passes.comm.wire_format import TravelsAs, WireFormat, unchanged
 
 _aten = torch.ops.aten
 
@@ -59,13 +59,13 @@ def choose_alone(text: str, plan: Callable[[], Cuts]) -> Cuts:
     return plan()
 
 
-def bucket(
+def bucket_gradients(
     program: Program,
     *,
     cost: CostModel,
     bucket_bytes: int | None = None,
     choose: Choose = choose_alone,
-    travels_as: TravelsAs = as_it_is,
+    travels_as: TravelsAs = unchanged,
     aligned: bool = True,
 ) -> Program:
     """The program with its gradient reductions in buckets.
@@ -121,7 +121,7 @@ def bucket(
     return program.with_notes(*notes)
 
 
-def _tables(reductions: Sequence[_Reduction], ways: Sequence[Way], choose: Choose) -> Cuts:
+def _tables(reductions: Sequence[_Reduction], ways: Sequence[WireFormat], choose: Choose) -> Cuts:
     """The gradients that travel as rows, each with the reason: as it pays for rank 0 and its first batch."""
 
     def plan() -> Cuts:

@@ -23,7 +23,7 @@ from wholestep.ir.program import Program, Stage
 _aten = torch.ops.aten
 
 
-def average_on_the_way(program: Program, *, averages: Callable[[str, torch.device], bool]) -> Program:
+def fold_mean(program: Program, *, averages: Callable[[str, torch.device], bool]) -> Program:
     """The program with reductions that average in the place of multiplications and sums.
 
     `averages` says whether the backend of a group, by its name, averages tensors of a device. The note says how many

@@ -67,7 +67,7 @@ class _Part:
         return node_meta.num_bytes(self.flat)
 
 
-def fill_buckets(program: Program) -> Program:
+def grads_as_bucket_views(program: Program) -> Program:
     """The scheduled program with gradients written into the slices of their buckets where that is possible."""
     graph = program.graph
     direct = total = 0

@@ -29,7 +29,7 @@ from wholestep.passes.analysis import foreach_items
 from wholestep.passes.analysis.foreach_items import Masks
 
 
-def split_updates(program: Program) -> Program:
+def split_optimizer(program: Program) -> Program:
     """The program with every foreach or fused call over parameters of several buckets in a part per bucket."""
     starts = [
         node for node in program.graph.nodes if op_info.is_collective(node) and node_meta.bucket(node) is not None

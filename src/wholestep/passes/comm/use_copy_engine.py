@@ -23,7 +23,7 @@ MIN_BYTES = 4 << 20
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def reduce_by_copies(program: Program, *, why_not: Callable[[str, torch.device], str]) -> Program:
+def use_copy_engine(program: Program, *, why_not: Callable[[str, torch.device], str]) -> Program:
     """The program with its large sums and means by copies.
 
     `why_not` says of a group, by its name, and a device why that cannot be; empty if it can. The note says how many

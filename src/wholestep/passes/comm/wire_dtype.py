@@ -10,7 +10,7 @@ such gradients alone::
     start = all_reduce_by_copies(flat, "avg")
 
 Each gradient is rounded as eager code rounds it, and sums are float32, as those of DistributedDataParallel are.
-Products write to their slice of the bucket (`fill_buckets`), half as many bytes as in float32.
+Products write to their slice of the bucket (`grads_as_bucket_views`), half as many bytes as in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def narrow_type(grad: fx.Node, *, makes: Makes) -> torch.dtype | None:
     return None if found is None else node_meta.tensor(found.product).dtype
 
 
-def narrow_messages(program: Program, *, makes: Makes) -> Program:
+def narrow_wire_dtype(program: Program, *, makes: Makes) -> Program:
     """The program with buckets by copies that hold such gradients of one type alone in that type.
 
     The note says how many buckets those are, and how many bytes travel to be added.

@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class WireFormat:
     """How a gradient goes to who adds it."""
 
     dtype: torch.dtype
@@ -41,13 +41,13 @@ class Way:
     rank, whatever its batch is."""
 
 
-TravelsAs = Callable[[fx.Node, str], Way]
+TravelsAs = Callable[[fx.Node, str], WireFormat]
 """Of a gradient and the group that reduces it, its way."""
 
 
-def as_it_is(grad: fx.Node, group: str) -> Way:
+def unchanged(grad: fx.Node, group: str) -> WireFormat:
     """Whole, in its own type."""
-    return Way(dtype=node_meta.tensor(grad).dtype)
+    return WireFormat(dtype=node_meta.tensor(grad).dtype)
 
 
 def looked_up(grad: fx.Node) -> fx.Node | None:

@@ -92,7 +92,7 @@ class Planner:
     """Finds plans for the calls of one step."""
 
     def __init__(self, problem: Problem) -> None:
-        self.weigher = weigher = Weigher(problem)
+        self.weigher = weigher = PlanEvaluator(problem)
         calls, kept = problem.calls, {*problem.kept, *problem.pinned}
         kept.update(buffer for call in calls if call.again_us is None and not call.late for buffer in call.buffers)
         self.candidates = [
@@ -196,7 +196,7 @@ class Planner:
         return now
 
 
-class Weigher:
+class PlanEvaluator:
     """Weighs what is dropped: which calls are done again, where, in what time, and what is alive when."""
 
     def __init__(self, problem: Problem) -> None:
@@ -323,7 +323,7 @@ class _Live:
     What the second call makes in the place of a buffer is called ``~buffer``.
     """
 
-    def __init__(self, weigher: Weigher, repeats: dict[int, int]) -> None:
+    def __init__(self, weigher: PlanEvaluator, repeats: dict[int, int]) -> None:
         self.weigher, self.calls, self.repeats = weigher, weigher.calls, repeats
         self.again = {number: place + index for index, (number, place) in enumerate(repeats.items())}
         """When a call is done again."""

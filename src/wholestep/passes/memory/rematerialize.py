@@ -44,7 +44,7 @@ Budget = int | float
 """Bytes that live besides the inputs (int), or a fraction of what the step needs without recomputation (float)."""
 
 
-def remat(program: Program, *, cost: CostModel, budget: Budget) -> Program:
+def rematerialize(program: Program, *, cost: CostModel, budget: Budget) -> Program:
     """The program whose live bytes stay within the budget, in the least additional time that was found.
 
     Args:

@@ -15,7 +15,7 @@ from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import Program
 
 
-def dedupe(program: Program) -> Program:
+def eliminate_common_subexpressions(program: Program) -> Program:
     """The program with one collective, or one host scalar, in the place of several that have the same arguments.
 
     Placement asks for a value where it is needed, so two readers of one value may both ask. Gradients that

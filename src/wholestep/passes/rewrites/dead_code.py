@@ -33,7 +33,7 @@ _VIEWS = frozenset({
 })  # fmt: skip
 
 
-def cleanup(program: Program) -> Program:
+def eliminate_dead_code(program: Program) -> Program:
     """The program without profiler marks, needless views and dead code."""
     graph = program.graph
     marks = _strip_profiler(graph)

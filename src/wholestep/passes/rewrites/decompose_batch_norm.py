@@ -35,7 +35,7 @@ _PLACES = {
 """Operator -> where each result of its twin stands in ATen's form; None: nowhere, it is cuDNN's reserve."""
 
 
-def plain_batch_norms(program: Program) -> Program:
+def decompose_batch_norm(program: Program) -> Program:
     """The program with batch norms of ATen's functional form, and a note of how many were rewritten."""
     if program.stage is Stage.SCHEDULED:
         return program

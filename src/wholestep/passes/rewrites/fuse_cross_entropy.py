@@ -75,7 +75,7 @@ class _Loss:
         return self.forward.args[4]
 
 
-def lean_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = lambda product: False) -> Program:
+def fuse_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = lambda product: False) -> Program:
     """The program with its cross-entropies rewritten. Those with weights or without a reduction stay as they are.
 
     `fuses` says of the operator that gives the logits, before views and a cast to float32, whether `CROSS_ENTROPY` is

@@ -58,7 +58,7 @@ _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default})
 """What a linear layer on more than two dimensions has around its product. Of a contiguous tensor the results are so."""
 
 
-def fuse_activations(program: Program, *, fuses: Callable[[fx.Node], bool]) -> Program:
+def fuse_gelu(program: Program, *, fuses: Callable[[fx.Node], bool]) -> Program:
     """The program with GELUs in the tanh form computed by the products whose results they take.
 
     `fuses` says of a product, ``addmm`` in the forward and ``mm`` in the backward, whether its device's library does.

@@ -7,8 +7,8 @@ product adds up in float32 anyway. Before and after::
     grad = aten._to_copy(mm, dtype=float32)                ->   flat = aten.cat([mm, ...])
     flat = aten.cat([grad, ...])
 
-and `fill_buckets` lets the product write to its slice of the bucket. A cast of a gradient reads and writes 6 bytes per
-element, which go. The gradient is rounded once less than eager code rounds it.
+and `grads_as_bucket_views` lets the product write to its slice of the bucket. A cast of a gradient reads and writes 6
+bytes per element, which go. The gradient is rounded once less than eager code rounds it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WIDE = _aten.mm.dtype
 """A product with a result of another type than its factors."""
 
 
-def widen_products(program: Program, *, widens: Callable[[fx.Node], bool]) -> Program:
+def widen_matmul_out_dtype(program: Program, *, widens: Callable[[fx.Node], bool]) -> Program:
     """The program with casts of weight gradients to float32 left to their products.
 
     `widens` says of a product whether its device can. That is done for buckets of which such gradients are at least
-    half, since `fill_buckets` leaves others as they are. The note says how many products those are, and the bytes of
-    casts that are not read and written.
+    half, since `grads_as_bucket_views` leaves others as they are. The note says how many products those are, and the
+    bytes of casts that are not read and written.
     """
     if program.stage is Stage.SCHEDULED:
         return program

@@ -67,7 +67,7 @@ class Rates:
     """What such a kernel takes besides."""
 
 
-def pad_products(program: Program, *, pads: Callable[[fx.Node], bool], rates: Rates = Rates()) -> Program:
+def pad_matmul(program: Program, *, pads: Callable[[fx.Node], bool], rates: Rates = Rates()) -> Program:
     """The program with products of odd sizes padded, where that pays.
 
     `pads` says of a product, ``mm`` or ``addmm``, whether its device is one that is slow with odd sizes. It pays where

@@ -1,6 +1,6 @@
 """The kernel of cross-entropy reads and writes rows that products have padded, as they are.
 
-`pad_products` leaves it a part of padded logits, and puts zeros behind the gradient that it gives: the largest tensor
+`pad_matmul` leaves it a part of padded logits, and puts zeros behind the gradient that it gives: the largest tensor
 of a language model, written twice. The kernel writes the zeros itself. Before and after, with V classes in rows of W::
 
     both = cross_entropy(wide[:, :V], ...)            both = cross_entropy(wide, ..., classes=V)
@@ -23,7 +23,7 @@ from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 _aten = torch.ops.aten
 
 
-def write_whole_rows(program: Program) -> Program:
+def pad_cross_entropy(program: Program) -> Program:
     """The program with cross-entropies that give their gradient with zeros behind it, where it is padded.
 
     The note says how many do.

@@ -25,7 +25,7 @@ from wholestep.ir.program import Program
 _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
 
 
-def settle_generators(program: Program) -> Program:
+def clean_up_rng(program: Program) -> Program:
     """The program without settings of generators to the state that they are in, or that nobody draws from, and without
     states that nobody sets. The note says how many calls went."""
     graph = program.graph

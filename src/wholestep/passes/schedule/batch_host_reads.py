@@ -31,7 +31,7 @@ Place = tuple[int, bool]
 """A round, and whether a call is the host's in it."""
 
 
-def read_in_rounds(program: Program) -> Program:
+def batch_host_reads(program: Program) -> Program:
     """The program with as few turns of GPU and host as its numbers need. The note says how many there were.
 
     Calls with effects, draws and collectives keep their order among each other.

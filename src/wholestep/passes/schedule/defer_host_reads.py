@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 20
 """Larger tensors are copied to the host where the step does it: they would take memory of the GPU until the end."""
 
 
-def delay_host_reads(program: Program) -> Program:
+def defer_host_reads(program: Program) -> Program:
     """The program with such reads behind all other calls. The note says how many of them have others to pass."""
     if program.stage is Stage.SCHEDULED:
         return program

@@ -93,7 +93,7 @@ def form_segments(
         runs = repeated_layers.pieces(runs, by_library=by_library, updates=updates, whole=alone)
     saved_bytes = 0
     if goes_by_number is not None:
-        runs, saved_bytes = segment_recompute.carry_less(
+        runs, saved_bytes = segment_recompute.recompute_in_segments(
             graph, runs, repeats=goes_by_number, by_library=by_library,
             fixed=lambda node: node in alone or node_meta.origin(node).region is Region.OPTIMIZER,
         )  # fmt: skip

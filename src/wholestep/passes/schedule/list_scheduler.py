@@ -61,7 +61,7 @@ class Order:
     reason: str
 
 
-def schedule(problem: Problem, bound_bytes: int) -> Order:
+def list_schedule(problem: Problem, bound_bytes: int) -> Order:
     """The fastest of several orders whose live bytes stay within `bound_bytes`; of about equal ones the smallest.
 
     Of those that are about equal in both, the one that exposes least, and if possible one with updates beside the
@@ -83,8 +83,8 @@ def schedule(problem: Problem, bound_bytes: int) -> Order:
 
 def reachable_bytes(problem: Problem, bound_bytes: int) -> int:
     """The smallest bound that is known to be kept, for one that no order keeps."""
-    found_bytes = schedule(problem, bound_bytes).peak_bytes
-    kept = schedule(problem, found_bytes).peak_bytes <= found_bytes
+    found_bytes = list_schedule(problem, bound_bytes).peak_bytes
+    kept = list_schedule(problem, found_bytes).peak_bytes <= found_bytes
     return found_bytes if kept else given(problem).peak_bytes
 
 

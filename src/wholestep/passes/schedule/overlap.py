@@ -31,7 +31,7 @@ SLACK = 0.02
 """How much more memory than the order given the schedule may take, if no bound is set."""
 
 
-def schedule(
+def overlap_communication(
     program: Program, *, cost: CostModel, bound_bytes: int | None = None, hold_updates: bool = False
 ) -> Program:
     """The program in the order with the shortest predicted step whose live bytes stay within the bound.
@@ -61,7 +61,7 @@ def schedule(
     )  # fmt: skip
     given = list_scheduler.given(problem)
     bound = int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes
-    chosen = list_scheduler.schedule(problem, bound) if moves else given
+    chosen = list_scheduler.list_schedule(problem, bound) if moves else given
     if chosen.peak_bytes > bound:
         _refuse(bound, list_scheduler.reachable_bytes(problem, bound) if moves else given.peak_bytes)
     if not moves:

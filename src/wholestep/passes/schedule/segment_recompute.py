@@ -34,12 +34,12 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.node_meta import Region
-from wholestep.util.lazy_import import later
+from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     import networkx
 else:
-    networkx = later("networkx")  # it comes with torch, and takes a while to import
+    networkx = lazy_import("networkx")  # it comes with torch, and takes a while to import
 
 Says = Callable[[fx.Node], bool]
 
@@ -48,7 +48,7 @@ LEAST_BYTES = 1 << 16
 _SOURCE, _SINK = "source", "sink"
 
 
-def carry_less(
+def recompute_in_segments(
     graph: fx.Graph, runs: Sequence[list[fx.Node]], *, repeats: Says, by_library: Says, fixed: Says
 ) -> tuple[list[list[fx.Node]], int]:
     """The runs with calls done again in those that read them, and the bytes that are not written or read for it.

@@ -17,7 +17,7 @@ from wholestep.ir import op_info
 from wholestep.ir.program import Program, Stage
 
 
-def delay_waits(program: Program) -> Program:
+def sink_waits(program: Program) -> Program:
     """The program with every wait, and the views behind it, right before the first call that reads them.
 
     The note says how many waits have others to pass.

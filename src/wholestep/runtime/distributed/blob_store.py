@@ -17,7 +17,7 @@ _PART_BYTES = 1 << 22
 """TCPStore refuses values of more than 8 MiB."""
 
 
-class Shelf:
+class BlobStore:
     """One rank's way to the shelf of a name, of which every rank has one."""
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.errors import InternalError, RankMismatchError, RankMissingError, WholestepError
-from wholestep.runtime.distributed.rank_diff import clipped, difference, misfit, ranks_text
+from wholestep.runtime.distributed.rank_diff import clipped, difference, mismatch, ranks_text
 from wholestep.runtime.distributed.rank_diff import groups as groups_of
 from wholestep.runtime.distributed.store import PrefixStore, Store, default_store
 
@@ -269,7 +269,7 @@ class _Meeting:
             for rank in group:
                 # A group whose text is not shown needs one that equals no other.
                 by_rank[rank] = texts.get(group[0], f"(the text of rank {group[0]} was not received, group {number})")
-        if not misfit(by_rank):
+        if not mismatch(by_rank):
             _publish(self.store, "ok", "")
             return
         message = (

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from wholestep.errors import RankMissingError
-from wholestep.runtime.distributed.heartbeat import Beat, Pulse
+from wholestep.runtime.distributed.heartbeat import Beat, Heartbeat
 from wholestep.runtime.distributed.rank_diff import ranks_text
 from wholestep.runtime.distributed.world import World
 
@@ -36,11 +36,11 @@ def named_failures(world: World, what: Callable[[], str]) -> Iterator[None]:
     call. Another thread calls it now and then, so it only reads. The original error is kept as the cause; other
     errors pass through untouched.
     """
-    pulse = world.pulse
-    if pulse is None:
+    heartbeat = world.heartbeat
+    if heartbeat is None:
         yield
         return
-    outer, pulse.at = pulse.at, what
+    outer, heartbeat.at = heartbeat.at, what
     try:
         yield
     except Exception as error:
@@ -49,7 +49,7 @@ def named_failures(world: World, what: Callable[[], str]) -> Iterator[None]:
             raise
         raise named from error
     finally:
-        pulse.at = outer
+        heartbeat.at = outer
 
 
 def explain_failure(error: BaseException, world: World, what: str) -> RankMissingError | None:
@@ -57,12 +57,12 @@ def explain_failure(error: BaseException, world: World, what: str) -> RankMissin
 
     Takes up to a few seconds: a rank counts as dead when its signs of life have stopped.
     """
-    pulse = world.pulse
-    if pulse is None or not is_communication_failure(error):
+    heartbeat = world.heartbeat
+    if heartbeat is None or not is_communication_failure(error):
         return None
     said = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[0]
     try:
-        message = _verdict(pulse, what, said)
+        message = _verdict(heartbeat, what, said)
     except dist.DistError:
         message = (
             f"Rank 0 of {world.size}, or the launcher, died: {what} failed on rank {world.rank}, and the rendezvous "
@@ -79,59 +79,61 @@ def is_communication_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS)
 
 
-def _verdict(pulse: Pulse, what: str, said: str) -> str:
+def _verdict(heartbeat: Heartbeat, what: str, said: str) -> str:
     """Published by the first rank that failed in `what`, read by the others that fail there."""
     key = f"verdict/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-    if not pulse.store.check([key]):
-        pulse.store.compare_set(key, "", _diagnosis(pulse, key, what, said))
-    return pulse.store.get(key).decode()
+    if not heartbeat.store.check([key]):
+        heartbeat.store.compare_set(key, "", _diagnosis(heartbeat, key, what, said))
+    return heartbeat.store.get(key).decode()
 
 
-def _diagnosis(pulse: Pulse, key: str, what: str, said: str) -> str:
+def _diagnosis(heartbeat: Heartbeat, key: str, what: str, said: str) -> str:
     """Watch the others until one is found to be gone, or all have shown that they live."""
-    others = [rank for rank in range(pulse.size) if rank != pulse.rank]
+    others = [rank for rank in range(heartbeat.size) if rank != heartbeat.rank]
     started = time.monotonic()
-    silent_s = max(DEAD_AFTER_S, 4 * pulse.beat_every_s)
-    first = {rank: beat.count for rank, beat in pulse.beats(others).items()}
+    silent_s = max(DEAD_AFTER_S, 4 * heartbeat.beat_every_s)
+    first = {rank: beat.count for rank, beat in heartbeat.beats(others).items()}
     while True:
-        beats = pulse.beats(others)
-        ended = {rank: how for rank, how in pulse.farewells().items() if rank in others}
+        beats = heartbeat.beats(others)
+        ended = {rank: how for rank, how in heartbeat.farewells().items() if rank in others}
         quiet = [rank for rank in others if rank not in ended and beats[rank].count == first[rank]]
-        if pulse.store.check([key]):
+        if heartbeat.store.check([key]):
             return ""  # somebody else knows; what is returned here is not used
         if ended or not quiet or time.monotonic() - started > silent_s:
             break
         time.sleep(0.1)
     alive = [rank for rank in others if rank not in ended and rank not in quiet]
-    tail = f"The collective failed on rank {pulse.rank} with: {said}"
+    tail = f"The collective failed on rank {heartbeat.rank} with: {said}"
     if ended:
         how = "; ".join(f"rank {rank} {ended[rank]}" for rank in sorted(ended))
         return (
-            f"{ranks_text(ended).capitalize()} of {pulse.size} ended while {ranks_text([pulse.rank, *alive])} needed "
-            f"{'it' if len(ended) == 1 else 'them'} in {what}: {how}. Every rank must run the same number of steps; "
-            f"uneven data is the usual cause. {tail}"
+            f"{ranks_text(ended).capitalize()} of {heartbeat.size} ended while "
+            f"{ranks_text([heartbeat.rank, *alive])} needed {'it' if len(ended) == 1 else 'them'} in {what}: {how}. "
+            f"Every rank must run the same number of steps; uneven data is the usual cause. {tail}"
         )
     if quiet:
         places = "; ".join(f"rank {rank} was last {beats[rank]}" for rank in quiet)
         return (
-            f"{ranks_text(quiet).capitalize()} of {pulse.size} died during {what} (no sign of life for "
-            f"{silent_s:.0f} s, while {ranks_text([pulse.rank, *alive])} lived): {places}. See the output of "
+            f"{ranks_text(quiet).capitalize()} of {heartbeat.size} died during {what} (no sign of life for "
+            f"{silent_s:.0f} s, while {ranks_text([heartbeat.rank, *alive])} lived): {places}. See the output of "
             f"{ranks_text(quiet)}: a crash in native code, or the system ending it for memory. {tail}"
         )
-    return _all_alive(pulse, beats, what, tail)
+    return _all_alive(heartbeat, beats, what, tail)
 
 
-def _all_alive(pulse: Pulse, beats: dict[int, Beat], what: str, tail: str) -> str:
+def _all_alive(heartbeat: Heartbeat, beats: dict[int, Beat], what: str, tail: str) -> str:
     """Nobody died, so somebody is elsewhere or too slow: say where everybody is."""
     where: dict[str, list[int]] = defaultdict(list)
-    for rank, beat in (beats | pulse.beats([pulse.rank])).items():
+    for rank, beat in (beats | heartbeat.beats([heartbeat.rank])).items():
         where[str(beat)].append(rank)
     absent = [rank for rank, beat in beats.items() if beat.at != what]
     places = "; ".join(f"{ranks_text(ranks)}: {place}" for place, ranks in where.items())
     if absent:
-        head = f"{ranks_text(absent).capitalize()} of {pulse.size} did not take part in {what}, though alive. {places}."
+        ranks = f"{ranks_text(absent).capitalize()} of {heartbeat.size}"
+        head = f"{ranks} did not take part in {what}, though alive. {places}."
     else:
-        head = f"A collective in {what} failed on rank {pulse.rank} while all {pulse.size} ranks are alive and in it."
+        rank, size = heartbeat.rank, heartbeat.size
+        head = f"A collective in {what} failed on rank {rank} while all {size} ranks are alive and in it."
     return (
         f"{head} Look for a rank that waits (a data loader, a file, a breakpoint) or took another branch, or raise the "
         f"timeout of wholestep.init(timeout_s=...). {tail}"

@@ -12,7 +12,7 @@ from typing import Any
 from wholestep.errors import ConfigError
 
 
-def packed(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def dump_function(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """A call as bytes.
 
     Raises:
@@ -58,8 +58,8 @@ def _pickled_by_value(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     return data
 
 
-def unpacked(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The call that `packed` made bytes of, in another process.
+def load_function(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call that `dump_function` made bytes of, in another process.
 
     Raises:
         ConfigError: the function cannot be imported here.

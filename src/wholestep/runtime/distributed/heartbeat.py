@@ -49,7 +49,7 @@ class Beat:
         return f"{place} ({self.line})" if self.line else place
 
 
-class Pulse:
+class Heartbeat:
     """Beats for this rank and keeps what it has seen of the others. `start` and `stop` bound its thread.
 
     `at` may be set to a callable that says where the rank is; it is called by the thread, so it only reads.

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wholestep.errors import ConfigError, RankMissingError, WholestepError
-from wholestep.runtime.distributed.function_pickle import packed, unpacked
+from wholestep.runtime.distributed.function_pickle import dump_function, load_function
 from wholestep.runtime.distributed.rank_diff import ranks_text
 from wholestep.runtime.distributed.store import TCPStore
 
@@ -111,7 +111,7 @@ class Workers:
             RankMissingError: a rank ended without a report, or did not finish within `timeout_s`.
             Exception: what the first failing rank raised, with its own class and a `RemoteTraceback` as its cause.
         """
-        payload = packed(fn, args)
+        payload = dump_function(fn, args)
         self.healthy = False
         for channel in self._connections:
             with contextlib.suppress(BrokenPipeError, ConnectionError):  # a dead process is found below
@@ -251,7 +251,7 @@ def _serve(channel: connection.Connection, rank: int) -> None:
 def _attempt(message: bytes) -> dict[str, Any]:
     """The fields of a `Report`. An exit is none: SystemExit ends the process with its status, as anywhere."""
     try:
-        fn, args = unpacked(message)
+        fn, args = load_function(message)
         result = fn(*args)
         try:
             return {"value": pickle.dumps(result)}

@@ -37,7 +37,7 @@ def begin(axis: MeshAxis | None, device: torch.device) -> None:
         with torch.cuda.device(device):
             connects(device)
 
-    _underway.append(background.begun(connect))
+    _underway.append(background.start_in_background(connect))
 
 
 def wait() -> None:

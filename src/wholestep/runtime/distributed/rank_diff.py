@@ -13,7 +13,7 @@ MAX_COLUMNS = 200  # characters per line
 MAX_COMPARED_LINES = 600  # lines that are compared once equal heads and tails are cut off
 
 
-def misfit(texts: Mapping[int, str]) -> bool:
+def mismatch(texts: Mapping[int, str]) -> bool:
     """Whether the plans of the ranks, from rank to `plan_text`, do not belong together.
 
     What concerns all ranks must be the same text; every line that begins with ranks must be found on all of

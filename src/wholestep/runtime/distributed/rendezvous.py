@@ -8,14 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.blob_store import BlobStore
 from wholestep.runtime.distributed.consensus import abandon, agree
 from wholestep.runtime.distributed.world import World
 
 _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # compiled steps of each name
 
 
-class Meetings:
+class Rendezvous:
     """The meetings of one compiled step. Ranks hold them in the same order; a step that fails disturbs no other one."""
 
     def __init__(self, name: str, calls: Callable[[], int] = lambda: 0) -> None:
@@ -91,11 +91,11 @@ class Meetings:
         said = (world.store.get(f"wholestep/{key}/{rank}").decode() for rank in range(world.size))
         return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
 
-    def shelf(self, world: World) -> Shelf | None:
+    def blob_store(self, world: World) -> BlobStore | None:
         """Where the other ranks find what rank 0 makes for this step; None for a single process."""
         if world.size == 1:
             return None
-        return Shelf(world.store, f"{self._name}/{self._number}", rank=world.rank, size=world.size)
+        return BlobStore(world.store, f"{self._name}/{self._number}", rank=world.rank, size=world.size)
 
     def _next(self) -> str:
         return f"plan/{self._name}/{self._number}/{next(self._count)}"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wholestep.errors import ConfigError, RankMissingError
 from wholestep.runtime.distributed.consensus import agree
-from wholestep.runtime.distributed.heartbeat import Pulse
+from wholestep.runtime.distributed.heartbeat import Heartbeat
 from wholestep.runtime.distributed.launch import REPORT_GRACE_S, Workers
 from wholestep.runtime.distributed.store import HashStore, PrefixStore, Store, TCPStore, default_store
 
@@ -70,18 +70,18 @@ class World:
 
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of `ranks` that have ended or given no sign of life for long, and how that is known."""
-        pulse = _session_of(self).pulse
-        return {} if pulse is None else pulse.gone(ranks)
+        heartbeat = _session_of(self).heartbeat
+        return {} if heartbeat is None else heartbeat.gone(ranks)
 
     def places(self, ranks: Iterable[int]) -> dict[int, str]:
         """Where each of `ranks` was when last heard of: in which compiled step, at which line of the user's code."""
-        pulse = _session_of(self).pulse
-        return {} if pulse is None else {rank: str(beat) for rank, beat in pulse.beats(ranks).items()}
+        heartbeat = _session_of(self).heartbeat
+        return {} if heartbeat is None else {rank: str(beat) for rank, beat in heartbeat.beats(ranks).items()}
 
     def stuck(self, ranks: Iterable[int], call: str) -> dict[int, str]:
         """Those of `ranks` that have been in the run of `call` (``train_step, call 7``) for long, and at which line."""
-        pulse = _session_of(self).pulse
-        return {} if pulse is None else {rank: str(beat) for rank, beat in pulse.stuck(ranks, call).items()}
+        heartbeat = _session_of(self).heartbeat
+        return {} if heartbeat is None else {rank: str(beat) for rank, beat in heartbeat.stuck(ranks, call).items()}
 
     @property
     def store(self) -> Store:
@@ -89,9 +89,9 @@ class World:
         return _session_of(self).store
 
     @property
-    def pulse(self) -> Pulse | None:
+    def heartbeat(self) -> Heartbeat | None:
         """The signs of life of the ranks; None for a single process."""
-        return _session_of(self).pulse
+        return _session_of(self).heartbeat
 
     def close(self) -> None:
         """Leave: end the process group if `init` made it, so that a later `init` starts anew. Closing twice is fine."""
@@ -100,8 +100,8 @@ class World:
         if session is None or session.world is not self:
             return
         _session = None
-        if session.pulse is not None:
-            session.pulse.stop("left its World")
+        if session.heartbeat is not None:
+            session.heartbeat.stop("left its World")
         if session.owned and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -113,7 +113,7 @@ class _Session:
     world: World
     group: dist.ProcessGroup | None
     store: Store
-    pulse: Pulse | None
+    heartbeat: Heartbeat | None
     owned: bool
     number: int
     backend: str
@@ -157,8 +157,8 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
         _session = _alone(backend, timeout_s)
     else:
         _session = _joined(place, backend, timeout_s)
-    if _session.pulse is not None:
-        _session.pulse.start()
+    if _session.heartbeat is not None:
+        _session.heartbeat.start()
     return _session.world
 
 
@@ -258,11 +258,11 @@ def _session_record(
     world: World, group: dist.ProcessGroup | None, store: Store, backend: str, *, owned: bool
 ) -> _Session:
     number = _sessions_made
-    pulse = None
+    heartbeat = None
     if world.size > 1:
-        pulse = Pulse(PrefixStore(f"wholestep/world/{number}", store), rank=world.rank, size=world.size)
+        heartbeat = Heartbeat(PrefixStore(f"wholestep/world/{number}", store), rank=world.rank, size=world.size)
     return _Session(
-        world=world, group=group, store=store, pulse=pulse, owned=owned, number=number, backend=_full(backend)
+        world=world, group=group, store=store, heartbeat=heartbeat, owned=owned, number=number, backend=_full(backend)
     )
 
 

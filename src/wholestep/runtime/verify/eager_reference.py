@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.capture.reach.train_state import Slot, State
+from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.config import DDP
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import InputKind, Output, OutputKind, Program
@@ -73,7 +73,7 @@ class Ranks:
     """Whether random numbers were drawn."""
 
 
-def compare_with_eager(step: Callable[..., Any], batch: Batch, state: State, ranks: Ranks) -> Check:
+def compare_with_eager(step: Callable[..., Any], batch: Batch, state: TrainState, ranks: Ranks) -> Check:
     """Runs the user's step on the whole batch, on the user's own objects, and compares it step by step.
 
     The caller puts the user's objects back.

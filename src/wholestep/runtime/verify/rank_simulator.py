@@ -29,7 +29,7 @@ import torch.fx as fx
 from wholestep.errors import ConfigError, InternalError, VerificationError
 from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.ops.collectives import BARRIER
-from wholestep.ir.ops.dispatch_guard import plainly
+from wholestep.ir.ops.dispatch_guard import without_autocast
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.passes.analysis.alias_analysis import COPY_FIRST
 from wholestep.runtime.verify.collective_semantics import RULES
@@ -143,7 +143,7 @@ def run(
     Raises:
         VerificationError: for a value that is used before its wait, with the node and the user's line.
     """
-    with plainly():
+    with without_autocast():
         return _Run(program, inputs, blocks, streams).run(watch)
 
 

@@ -12,11 +12,11 @@ import torch
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.functionalize.storage_resize import is_freed
 from wholestep.capture.python import tree_util
-from wholestep.capture.reach.train_state import State
+from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.errors import ConfigError
 from wholestep.ir.program import Input, InputKind, OutputKind, Program
-from wholestep.runtime.compression_state import CommState, Held
+from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
 from wholestep.runtime.verify.rank_simulator import blocks_of
 from wholestep.runtime.verify.state_backup import freed_like, overwrite
 
@@ -28,7 +28,7 @@ class Batch:
     the rows one place further on. Everything else is given whole.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, num_ranks: int) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: TrainState, num_ranks: int) -> None:
         """Raises ConfigError where the batch size is no multiple of `num_ranks`."""
         self._leaves, self.spec = tree_util.flatten((args, kwargs))
         data = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in state.index]
@@ -79,17 +79,17 @@ class Batch:
         return [made.get(id(leaf), leaf) for leaf in self._leaves]
 
 
-class Side:
+class RankState:
     """The state of all virtual ranks under one program: every rank has copies of its own, which outlive a step."""
 
-    def __init__(self, num_ranks: int, comms: Sequence[CommState] = ()) -> None:
+    def __init__(self, num_ranks: int, comms: Sequence[CompressionState] = ()) -> None:
         """`comms`: per rank, what its compressed communication remembers; none where the program has no such inputs."""
         self._num_ranks, self._comms = num_ranks, comms
         self._copies: list[dict[int, torch.Tensor]] = [{} for _ in range(num_ranks)]
         """Per rank: id of a tensor of the user's -> the rank's own."""
         self._grads: list[dict[int, torch.Tensor | None]] = [{} for _ in range(num_ranks)]
         """Per rank: id of a parameter -> its gradient between calls."""
-        self._held: list[Held] = []
+        self._held: list[CompressionBuffers] = []
         self._alive: list[Any] = []  # ids stay valid while their objects live
 
     def inputs(self, program: Program, captured: Captured, leaves: list[list[Any]]) -> list[list[Any]]:
@@ -160,7 +160,7 @@ class Side:
                 self._alive.append(held)
                 self._copies[rank][id(held)] = value
 
-    def copy_from(self, other: Side) -> None:
+    def copy_from(self, other: RankState) -> None:
         """Takes over the state of another side, copied."""
         for mine, theirs in zip(self._copies, other._copies, strict=True):
             for key, value in theirs.items():

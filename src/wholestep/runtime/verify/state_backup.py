@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from wholestep.capture.functionalize.storage_resize import is_freed
-from wholestep.capture.reach.reachability import Found
-from wholestep.capture.reach.train_state import State, states
+from wholestep.capture.reach.reachability import Reachable
+from wholestep.capture.reach.train_state import TrainState, states
 from wholestep.ir import op_info
 
 
-class Saved:
+class StateBackup:
     """The state of a step at one moment: tensors bit by bit, gradients, optimizers, Python values.
 
     Costs a copy of the state. `restore` may be called several times, and leaves every object in its place: tensors
@@ -20,7 +20,7 @@ class Saved:
     own, and a step that draws does not run eagerly.
     """
 
-    def __init__(self, found: Found, state: State) -> None:
+    def __init__(self, found: Reachable, state: TrainState) -> None:
         self._found = found
         self._tensors = [(slot.tensor, _contents(slot.tensor), _version(slot.tensor)) for slot in state.slots]
         self._grads = [(slot.tensor, slot.tensor.grad) for slot in state.params]
@@ -32,7 +32,7 @@ class Saved:
 
     def restore(self) -> None:
         """Puts everything back as it was."""
-        for watch in self._found.watches:
+        for watch in self._found.snapshots:
             if next(watch.changes(), None) is not None:
                 watch.restore()
         for opt, attributes, whole, parts in self._optimizers:

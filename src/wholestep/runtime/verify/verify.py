@@ -24,20 +24,20 @@ from wholestep.capture.bind.captured import Captured
 from wholestep.capture.python import tree_util
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
-from wholestep.capture.scalars.hyperparameters import Hyper
+from wholestep.capture.scalars.hyperparameters import Hyperparameter
 from wholestep.config import DDP
 from wholestep.errors import ConfigError, VerificationError
 from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
 from wholestep.passes.comm.bucketing import Choose, choose_alone
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.strategies import place
-from wholestep.runtime.compression_state import CommState
+from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.verify.eager_reference import NAME as WHOLE
 from wholestep.runtime.verify.eager_reference import Movement, Ranks, compare_with_eager, kept
 from wholestep.runtime.verify.first_divergence import Comparer, Recorder, difference_at
 from wholestep.runtime.verify.rank_simulator import Streams, blocks_of, run
-from wholestep.runtime.verify.rank_state import Batch, Side, copies_of
-from wholestep.runtime.verify.state_backup import Saved, overwrite
+from wholestep.runtime.verify.rank_state import Batch, RankState, copies_of
+from wholestep.runtime.verify.state_backup import StateBackup, overwrite
 from wholestep.runtime.verify.tolerance import Gap, gap
 from wholestep.runtime.verify.verification import Check, Difference, Outcome, Verification
 
@@ -55,11 +55,11 @@ class Subject:
     name: str
     step: Callable[..., Any]
     capture: Callable[[tuple[Any, ...], dict[str, Any]], Captured]
-    passes: Callable[[Captured, CommState | None, Choose], list[Pass]]
+    passes: Callable[[Captured, CompressionState | None, Choose], list[Pass]]
     """The passes for a captured program, while compressed communication is where the CommState says."""
     strategy: DDP
     comm_state: dict[str, Any]
-    """Where compressed communication of the step stands, from `CommState.state_dict`."""
+    """Where compressed communication of the step stands, from `CompressionState.state_dict`."""
     axis: MeshAxis
     """The axis of virtual ranks."""
 
@@ -111,10 +111,10 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
             f"verify(ranks=..., steps=...) wants at least 2 virtual ranks and 1 step, got {subject.axis.size} and "
             f"{trial.num_steps}."
         )
-    found = reachability.find(subject.step, args, kwargs)
+    found = reachability.find_reachable(subject.step, args, kwargs)
     state = stating.collect(found)
     batch = Batch(args, kwargs, state, subject.axis.size)
-    saved = Saved(found, state)
+    saved = StateBackup(found, state)
     try:
         virtual = _Virtual(subject, batch)
         checks = virtual.run(trial.num_steps)
@@ -138,9 +138,9 @@ class _Virtual:
         self._subject, self._batch = subject, batch
         self._ranks = range(subject.axis.size)
         self._comms = _comm_states(subject)
-        self._optimised, self._unoptimised = Side(len(self._ranks), self._comms), Side(len(self._ranks))
+        self._optimised, self._unoptimised = RankState(len(self._ranks), self._comms), RankState(len(self._ranks))
         self._plans: list[_Plan] = []
-        self._hypers: dict[tuple[int, str, int | None], Hyper] = {}
+        self._hypers: dict[tuple[int, str, int | None], Hyperparameter] = {}
         self._num_rounded = 0  # values that differ as rounding explains
         self._streams = Streams([(torch.initial_seed() + rank) % 2**63 for rank in self._ranks], batch.device)
         self._optimised_streams = self._streams.copy()
@@ -216,7 +216,7 @@ class _Virtual:
             results=results,
         )  # fmt: skip
 
-    def _inputs(self, side: Side, program: Program, plan: _Plan, number: int) -> list[list[Any]]:
+    def _inputs(self, side: RankState, program: Program, plan: _Plan, number: int) -> list[list[Any]]:
         return side.inputs(program, plan.captured, [self._batch.of_rank(rank, number) for rank in self._ranks])
 
     def _blocks(self, program: Program) -> dict[str, list[list[int]]]:
@@ -299,10 +299,10 @@ class _Virtual:
         return None
 
 
-def _comm_states(subject: Subject) -> list[CommState]:
+def _comm_states(subject: Subject) -> list[CompressionState]:
     """What compressed communication remembers on each rank; nothing without compression."""
     how = subject.strategy.compress
-    comms = [CommState(how) for _ in range(subject.axis.size)] if how is not None else []
+    comms = [CompressionState(how) for _ in range(subject.axis.size)] if how is not None else []
     for comm in comms:
         comm.load_state_dict(subject.comm_state)
     return comms

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture.effects.optimizer_effects import Left
+from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects, writer_of
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.step_context import StepContext
 from wholestep.errors import CaptureError, HyperparameterError
 
 
@@ -31,9 +31,9 @@ class Trainer:
 
 
 def around(trainer: Trainer) -> SideEffects:
-    scene = Scene(trainer.step, (torch.ones(2),), {})
-    scene.lazy.take_back()
-    return SideEffects(scene, Left(scene))
+    context = StepContext(trainer.step, (torch.ones(2),), {})
+    context.lazy.take_back()
+    return SideEffects(context, OptimizerEffects(context))
 
 
 def test_a_run_without_effects() -> None:

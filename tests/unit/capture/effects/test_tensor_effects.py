@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.effects.object_effects import Nests
-from wholestep.capture.effects.tensor_effects import Mirror, Way
+from wholestep.capture.effects.object_effects import ObjectEffects
+from wholestep.capture.effects.tensor_effects import Mirror, MirrorMode
 
 
-def mirror(way: Way) -> tuple[Mirror, dict[str, Tensor]]:
+def mirror(way: MirrorMode) -> tuple[Mirror, dict[str, Tensor]]:
     place = {"mean": torch.ones(3)}
     return Mirror(torch.zeros(3), (place, "mean"), way), place
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", MirrorMode)
 def test_a_call_begins_with_what_stands_there(way):
     made, place = mirror(way)
     made.take()
@@ -34,7 +34,7 @@ def test_a_call_begins_with_what_stands_there(way):
 
 
 def test_what_a_failed_call_has_written_is_forgotten():
-    made, place = mirror(Way.REPLACES)
+    made, place = mirror(MirrorMode.REPLACES)
     made.take()
     made.give()
     for _ in range(2):
@@ -45,7 +45,7 @@ def test_what_a_failed_call_has_written_is_forgotten():
 
 
 def test_nothing_is_copied_where_nobody_has_touched_it():
-    for way in (Way.READS, Way.REPLACES):
+    for way in (MirrorMode.READS, MirrorMode.REPLACES):
         made, _ = mirror(way)
         made.take()
         made.give()
@@ -55,7 +55,7 @@ def test_nothing_is_copied_where_nobody_has_touched_it():
 
 
 def test_what_stands_there_behind_a_call():
-    for way, is_new in ((Way.READS, False), (Way.WRITES, False), (Way.REPLACES, True)):
+    for way, is_new in ((MirrorMode.READS, False), (MirrorMode.WRITES, False), (MirrorMode.REPLACES, True)):
         made, place = mirror(way)
         before = place["mean"]
         made.take()
@@ -63,13 +63,13 @@ def test_what_stands_there_behind_a_call():
         made.give()
         assert (place["mean"] is not before) == is_new
         assert place["mean"] is not made.tensor
-        assert float(place["mean"][0]) == (1.0 if way is Way.READS else 4.0)
+        assert float(place["mean"][0]) == (1.0 if way is MirrorMode.READS else 4.0)
 
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_in_inference_mode(inference):
     with torch.inference_mode(inference):
-        made, place = mirror(Way.REPLACES)
+        made, place = mirror(MirrorMode.REPLACES)
         for number in range(3):
             made.take()
             assert torch.equal(made.tensor, place["mean"])
@@ -106,13 +106,13 @@ def test_a_result_is_the_tensor_that_the_step_has_left():
 def test_nobody_hides_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where something stood before, one trace more cannot look at it. `hidden` has an item for each look."""
     hidden: list[bool] = []
-    original = Nests.__init__
+    original = ObjectEffects.__init__
 
-    def noted(self: Nests, *args: Any) -> None:
+    def noted(self: ObjectEffects, *args: Any) -> None:
         original(self, *args)
         hidden.append(self.hides)
 
-    monkeypatch.setattr(Nests, "__init__", noted)
+    monkeypatch.setattr(ObjectEffects, "__init__", noted)
     held = {"logs": None}
 
     @ws.compile(backend="eager")

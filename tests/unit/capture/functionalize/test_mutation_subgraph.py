@@ -207,9 +207,9 @@ def assert_it_computes_what_the_step_does(step: Callable[..., Any]) -> None:
 def test_forward_and_backward_are_not_traced_again(monkeypatch: pytest.MonkeyPatch, never_directly: None) -> None:
     """Of an ordinary training, what updates parameters alone is."""
     seen: list[list[Any]] = []
-    original = mutation_subgraph.part_of
+    original = mutation_subgraph.mutation_subgraph
 
-    def watched(whole: fx.GraphModule) -> mutation_subgraph.Part:
+    def watched(whole: fx.GraphModule) -> mutation_subgraph.MutationSubgraph:
         made = original(whole)
         seen.append([node.target for node in made.stands_for])
         return made

@@ -238,7 +238,7 @@ def test_the_work_is_linear_in_the_length_of_lists() -> None:
 
         sys.setprofile(count_frames)
         try:
-            assert outplace.rewritten(module, list(inputs)) is not None
+            assert outplace.to_out_of_place(module, list(inputs)) is not None
         finally:
             sys.setprofile(None)
         return frames

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit import builders
-from wholestep.capture.functionalize.storage_resize import Sizes, is_freed, num_bytes, place_of
+from wholestep.capture.functionalize.storage_resize import StorageSizes, is_freed, num_bytes, place_of
 from wholestep.errors import InternalError
 from wholestep.ir import op_info
 from wholestep.ir.verifier import verify
@@ -16,7 +16,7 @@ from wholestep.ir.verifier import verify
 
 def test_the_sentence_says_which_storage_has_another_size():
     buffer, argument = torch.ones(3), torch.ones(2)
-    sizes = Sizes(state=[("cache", buffer, 12)], arguments=[(1, 8)])
+    sizes = StorageSizes(state=[("cache", buffer, 12)], arguments=[(1, 8)])
     assert sizes.why_not([0, argument]) is None
     buffer.untyped_storage().resize_(0)
     assert sizes.why_not([0, argument]) == "the storage of cache had 12 bytes, has 0"

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from wholestep.capture.guards.environment import UNSET, Outside, environment_read
+from wholestep.capture.guards.environment import UNSET, Environment, environment_read
 
 
 def test_variables_that_were_read_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_another_thread_may_import_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
     gc.callbacks.append(imports)
     gc.set_threshold(1)
     try:
-        seen = Outside.seen({})
+        seen = Environment.seen({})
     finally:
         gc.set_threshold(*often)
         gc.callbacks.remove(imports)

@@ -21,7 +21,7 @@ from torch import nn
 
 from wholestep.capture.guards import fast_guards
 from wholestep.capture.native import self_test
-from wholestep.capture.python.container_views import behind
+from wholestep.capture.python.container_views import attribute_dict
 
 WATCHED = sys.version_info >= (3, 12)
 """Whether Python tells of writes."""
@@ -192,7 +192,7 @@ def test_a_write_to_an_attribute_is_seen(module: ModuleType, owner: str, name: s
         write(one)
         write(OWNERS[owner]())
     thing = OWNERS[owner]()
-    attributes = behind(thing) if isinstance(thing, type) else vars(thing)
+    attributes = attribute_dict(thing) if isinstance(thing, type) else vars(thing)
     look = look_at(module, {"a": 1}, attributes)
     assert look.moved() == ()
     write(thing)

@@ -50,7 +50,7 @@ def test_signatures_in_turn_are_counted_once_each() -> None:
     for number, rows in enumerate((2, 2, 3, 3, 3, 2, 2, 3), 1):
         assert torch.equal(step(torch.ones(rows)), torch.full((rows,), 2.0))
         assert step.program().inputs[0].shape == (rows,), "the last signature used comes first"
-        assert step._meetings.call().endswith(f", call {number}")
+        assert step._rendezvous.call().endswith(f", call {number}")
     assert (step.cache_info().traces, step.cache_info().hits) == (2, 6)
     assert hits(step) == 4, "all but the captures and the two calls of the other signature than before"
 

@@ -29,7 +29,7 @@ from wholestep.capture.guards import fast_guards
 from wholestep.capture.guards.guards import aliases_of, describe
 from wholestep.capture.native import build, self_test
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.container_views import behind
+from wholestep.capture.python.container_views import attribute_dict
 
 Change = Callable[[Any], object]
 
@@ -241,7 +241,7 @@ def test_every_write_to_a_dict_is_seen(module: ModuleType, kind: Callable[[], An
 def test_every_write_to_a_class_is_seen_and_none_to_its_base(module: ModuleType) -> None:
     base = type("Base", (), {"a": 1})
     kind = type("Kind", (base,), {"a": 1})
-    look = module.Look((), b"", (behind(base), behind(kind)), (None, None))
+    look = module.Look((), b"", (attribute_dict(base), attribute_dict(kind)), (None, None))
     writes: list[Callable[[], Any]] = [
         lambda: setattr(kind, "a", 2), lambda: setattr(kind, "b", 1), lambda: delattr(kind, "a"),
         lambda: setattr(kind, "__call__", len), lambda: setattr(kind, "__doc__", "a text"),
@@ -384,18 +384,18 @@ def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
 
 
 @pytest.fixture(params=["native", "plain"])
-def inputs(request: pytest.FixtureRequest) -> Callable[..., fast_guards.Inputs]:
+def inputs(request: pytest.FixtureRequest) -> Callable[..., fast_guards.InputFiller]:
     """Makes inputs of: tensors, numbers, user, grads."""
     assert build.wait() == ""
 
-    def make(tensors: list[Any], numbers: Any = (), user: Any = (), grads: Any = ()) -> fast_guards.Inputs:
-        made = fast_guards.PlainInputs(tensors, numbers, user, grads)
+    def make(tensors: list[Any], numbers: Any = (), user: Any = (), grads: Any = ()) -> fast_guards.InputFiller:
+        made = fast_guards.PythonInputFiller(tensors, numbers, user, grads)
         return made.native() if request.param == "native" else made
 
     return make
 
 
-Make = Callable[..., fast_guards.Inputs]
+Make = Callable[..., fast_guards.InputFiller]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -489,14 +489,16 @@ def test_inputs_in_a_cycle_are_collected(inputs: Make) -> None:
 # ---- arguments
 
 
-def matcher(args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Tensor, ...] = ()) -> fast_guards.Match | None:
+def matcher(
+    args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Tensor, ...] = ()
+) -> fast_guards.SignatureGuard | None:
     leaves, spec = tree_util.flatten((args, kwargs))
     data = [isinstance(leaf, torch.Tensor) and all(leaf is not one for one in state) for leaf in leaves]
     described = [describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
-    return fast_guards.match(spec, described, data, aliases_of(leaves, data), state)
+    return fast_guards.signature_guard(spec, described, data, aliases_of(leaves, data), state)
 
 
-def same_as_flatten(made: fast_guards.Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def same_as_flatten(made: fast_guards.SignatureGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     found = made.match((args, kwargs))
     wanted = tree_util.flatten((args, kwargs))[0]
     return found is not None and len(found) == len(wanted) and all(a is b for a, b in zip(found, wanted, strict=True))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.api.cache.object_fingerprint import Line, NotComparable, portrait
-from wholestep.capture.reach.reachability import find
-from wholestep.capture.reach.step_context import Scene
+from wholestep.api.cache.object_fingerprint import Line, NotComparable, object_fingerprint
+from wholestep.capture.reach.reachability import find_reachable
+from wholestep.capture.reach.step_context import StepContext
 
 FACTOR = 2.0
 
@@ -303,14 +303,14 @@ class Trainer:
 
 def test_constructors_and_comparisons_are_not_read_for_names() -> None:
     trainer = Trainer(Net())
-    found = find(trainer.step, (torch.ones(1, 2),), {})
+    found = find_reachable(trainer.step, (torch.ones(1, 2),), {})
     trainer.seen_by_loop += 1
-    assert not [path for watch in found.watches for path, *_ in watch.changes()]
+    assert not [path for watch in found.snapshots for path, *_ in watch.changes()]
 
 
 def lines_of(net: Net) -> list[Line]:
-    with Scene(lambda x: net(x), (torch.ones(1, 2),), {}) as scene:
-        return portrait(scene, {})
+    with StepContext(lambda x: net(x), (torch.ones(1, 2),), {}) as context:
+        return object_fingerprint(context, {})
 
 
 def test_another_process_sees_what_classes_have(monkeypatch: pytest.MonkeyPatch) -> None:

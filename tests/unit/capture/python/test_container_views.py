@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.capture.python.container_views import ContentView
-from wholestep.capture.python.snapshot import Watch
+from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach import reachability
 from wholestep.errors import CaptureError
 
@@ -132,14 +132,14 @@ def test_an_ordinary_model_has_nothing_that_python_has_to_compare() -> None:
         opt.step()
         return x
 
-    found = reachability.find(step, (model, torch.optim.AdamW(model.parameters()), torch.ones(2, 2)), {})
-    assert not [watch.path for watch in found.watches if isinstance(watch.container, ContentView)]
+    found = reachability.find_reachable(step, (model, torch.optim.AdamW(model.parameters()), torch.ones(2, 2)), {})
+    assert not [watch.path for watch in found.snapshots if isinstance(watch.container, ContentView)]
 
 
 @pytest.mark.parametrize("held", [{1, 2}, deque([1, 2]), bytearray(b"ab"), np.arange(4.0), np.array([1, "a"], object)])
 def test_what_a_watch_puts_back_is_what_it_held(held: Any) -> None:
     before = repr(held)
-    watch = Watch(ContentView(held), "held", None)
+    watch = Snapshot(ContentView(held), "held", None)
     watch.held = watch.now()
     if isinstance(held, (set, deque)):
         held.clear()

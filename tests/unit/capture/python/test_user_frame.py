@@ -55,10 +55,10 @@ def test_a_step_is_placed_by_name_file_and_first_line() -> None:
         failing_in_torch()
 
     wanted = f"failing_in_torch, {__file__}:{first_line(failing_in_torch)}"
-    assert user_frame.place_of(failing_in_torch) == wanted
-    assert user_frame.place_of(wrapped) == wanted
-    assert user_frame.place_of(functools.partial(failing_in_torch)).endswith(f":{first_line(failing_in_torch)}")
-    assert user_frame.place_of(object()) == "object"
+    assert user_frame.defined_at(failing_in_torch) == wanted
+    assert user_frame.defined_at(wrapped) == wanted
+    assert user_frame.defined_at(functools.partial(failing_in_torch)).endswith(f":{first_line(failing_in_torch)}")
+    assert user_frame.defined_at(object()) == "object"
 
 
 def test_our_errors_get_the_place_of_the_step_once() -> None:

@@ -11,28 +11,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.api.cache.object_fingerprint import portrait
+from wholestep.api.cache.object_fingerprint import object_fingerprint
 from wholestep.capture.python import code_owner
-from wholestep.capture.python.snapshot import Watch, same
+from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach import reachability
-from wholestep.capture.reach.reachability import Found, find
-from wholestep.capture.reach.step_context import Scene
+from wholestep.capture.reach.reachability import Reachable, find_reachable
+from wholestep.capture.reach.step_context import StepContext
 
 GLOBAL_MODEL = nn.Linear(2, 2)
 GLOBAL_FACTOR = 2.0
 UNUSED_MODEL = nn.Linear(2, 2)
 
 
-def named(found: Found) -> dict[str, nn.Module]:
+def named(found: Reachable) -> dict[str, nn.Module]:
     return dict(found.modules.values())
 
 
-def paths(found: Found) -> list[str]:
-    return [watch.path for watch in found.watches]
+def paths(found: Reachable) -> list[str]:
+    return [watch.path for watch in found.snapshots]
 
 
-def changed(found: Found) -> list[tuple[str, Any, Any]]:
-    return [change for watch in found.watches for change in watch.changes()]
+def changed(found: Reachable) -> list[tuple[str, Any, Any]]:
+    return [change for watch in found.snapshots for change in watch.changes()]
 
 
 def use_globals(x: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ class Trainer:
 
 
 def test_globals_that_the_code_names() -> None:
-    found = find(use_globals, (torch.ones(2),), {})
+    found = find_reachable(use_globals, (torch.ones(2),), {})
     assert named(found) == {"GLOBAL_MODEL": GLOBAL_MODEL}
-    watch = next(w for w in found.watches if w.path.startswith("globals"))
+    watch = next(w for w in found.snapshots if w.path.startswith("globals"))
     assert watch.held["GLOBAL_FACTOR"] == 2.0
     assert "UNUSED_MODEL" not in watch.held
 
@@ -69,7 +69,7 @@ def test_closures_arguments_and_partials() -> None:
     def step(model: Any, x: Tensor, other: Any) -> Any:
         return model, other, a
 
-    found = find(functools.partial(step, b), (torch.ones(1),), {"other": {"inner": [c]}})
+    found = find_reachable(functools.partial(step, b), (torch.ones(1),), {"other": {"inner": [c]}})
     assert set(map(id, named(found).values())) == {id(a), id(b), id(c)}
     assert named(found)["a"] is a
     assert named(found)["other.inner.0"] is c
@@ -77,13 +77,13 @@ def test_closures_arguments_and_partials() -> None:
 
 def test_positional_arguments_have_the_names_of_the_signature() -> None:
     a, b = nn.Linear(1, 1), nn.Linear(2, 2)
-    found = find(lambda generator, critic: None, (a, b), {})
+    found = find_reachable(lambda generator, critic: None, (a, b), {})
     assert named(found) == {"generator": a, "critic": b}
 
 
 def test_a_trainer_is_followed_through_self_and_its_methods() -> None:
     trainer = Trainer()
-    found = find(trainer.step, (torch.ones(2),), {})
+    found = find_reachable(trainer.step, (torch.ones(2),), {})
     assert list(named(found).values()) == [trainer.model]  # `unused` is named nowhere
     assert [opt for _, opt in found.optimizers.values()] == [trainer.opt]
     assert [name for name, tensor in found.tensors.values() if tensor is trainer.average] == ["self.average"]
@@ -91,7 +91,7 @@ def test_a_trainer_is_followed_through_self_and_its_methods() -> None:
 
 def test_attributes_are_watched_only_where_code_names_them() -> None:
     trainer = Trainer()
-    found = find(trainer.step, (torch.ones(2),), {})
+    found = find_reachable(trainer.step, (torch.ones(2),), {})
     trainer.seen_by_loop = 7
     assert changed(found) == []
     trainer.calls = 1
@@ -105,7 +105,7 @@ def test_children_are_no_roots_and_are_watched_by_their_path() -> None:
         return net[1], net(x), inner(x)
 
     inner = net[0]
-    found = find(step, (torch.ones(2),), {})
+    found = find_reachable(step, (torch.ones(2),), {})
     assert list(named(found).values()) == [net]
     net[1].eval()
     assert changed(found) == [("net.1.training", True, False)]
@@ -123,7 +123,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_a_module_are_named(name: str) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    found = find(lambda x: net(x), (torch.ones(2),), {})
+    found = find_reachable(lambda x: net(x), (torch.ones(2),), {})
     assert changed(found) == []
     change, path = CHANGES[name]
     change(net)
@@ -136,21 +136,21 @@ def test_a_long_list_is_looked_at_and_its_items_are_not_walked() -> None:
     def step(x: Tensor) -> Any:
         return x * table[0][0]
 
-    watched = paths(find(step, (torch.ones(2),), {}))
+    watched = paths(find_reachable(step, (torch.ones(2),), {}))
     assert "table" in watched
     assert "table.0" not in watched
 
 
 def test_tensors_of_the_call_are_not_state_and_batches_are_not_walked() -> None:
     batch = SimpleNamespace(x=torch.ones(2))
-    found = find(lambda x, batch: batch.x + x, (torch.ones(2), batch), {})
+    found = find_reachable(lambda x, batch: batch.x + x, (torch.ones(2), batch), {})
     assert found.tensors == {}
     assert [path for path in paths(found) if path.startswith("batch")] == []
 
 
 def test_an_object_with_a_module_is_walked() -> None:
     holder = SimpleNamespace(x=torch.ones(2), model=nn.Linear(1, 1))
-    found = find(lambda holder: holder.model(holder.x), (holder,), {})
+    found = find_reachable(lambda holder: holder.model(holder.x), (holder,), {})
     assert list(named(found).values()) == [holder.model]
     assert [tensor for _, tensor in found.tensors.values() if tensor is holder.x]
 
@@ -166,11 +166,11 @@ def test_schedulers_lead_to_their_optimizer_and_move_freely_unless_read() -> Non
         return x * scheduler.get_last_lr()[0]
 
     for step, guard in ((holds, False), (reads, True)):
-        found = find(step, (torch.ones(1),), {})
+        found = find_reachable(step, (torch.ones(1),), {})
         assert [o for _, o in found.optimizers.values()] == [opt]
-        watches = [w for w in found.watches if w.container is vars(scheduler)]
-        assert {w.guard for w in watches if w.keys is None} == {False}
-        assert [w.keys for w in watches if w.guard] == [("last_epoch", "_step_count", "_last_lr")] * guard
+        snapshots = [w for w in found.snapshots if w.container is vars(scheduler)]
+        assert {w.guard for w in snapshots if w.keys is None} == {False}
+        assert [w.keys for w in snapshots if w.guard] == [("last_epoch", "_step_count", "_last_lr")] * guard
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_bound_methods_are_the_same_by_object_and_function() -> None:
     assert not same(one.step, other.step)
 
 
-def watched(container: Any, keys: tuple[Any, ...] | None = None) -> Watch:
-    watch = Watch(container, "thing", keys)
+def watched(container: Any, keys: tuple[Any, ...] | None = None) -> Snapshot:
+    watch = Snapshot(container, "thing", keys)
     watch.held = watch.now()
     return watch
 
@@ -234,9 +234,9 @@ def test_a_closure_cell_is_watched_and_restored() -> None:
         calls += 1
         return x
 
-    found = find(step, (torch.ones(1),), {})
+    found = find_reachable(step, (torch.ones(1),), {})
     step(torch.ones(1))
-    (watch,) = (w for w in found.watches if w.path == "closure")
+    (watch,) = (w for w in found.snapshots if w.path == "closure")
     assert list(watch.changes()) == [("closure.calls", 0, 1)]
     watch.restore()
     assert calls == 0
@@ -273,11 +273,11 @@ def names() -> Iterator[None]:
 
 
 def test_another_thread_may_write_to_a_set_meanwhile(names: None) -> None:
-    find(look_at_names, (torch.ones(2),), {})
+    find_reachable(look_at_names, (torch.ones(2),), {})
     assert "worker 3" in NAMES
-    with Scene(look_at_names, (torch.ones(2),), {}) as scene:
+    with StepContext(look_at_names, (torch.ones(2),), {}) as context:
         count = len(NAMES)
-        portrait(scene, {"names": NAMES})
+        object_fingerprint(context, {"names": NAMES})
         assert len(NAMES) > count
 
 
@@ -295,9 +295,9 @@ def test_a_hash_that_an_object_keeps_does_not_show_in_another_process() -> None:
     def painted(**attributes: object) -> str:
         held = Held("a")
         vars(held).update(attributes)
-        return dict(portrait(scene, {"held": held}))["held"]
+        return dict(object_fingerprint(context, {"held": held}))["held"]
 
-    with Scene(lambda x: x * 2, (torch.ones(2),), {}) as scene:
+    with StepContext(lambda x: x * 2, (torch.ones(2),), {}) as context:
         assert painted(_original_object_hash=1) == painted(_original_object_hash=2)
         assert painted(_original_object_hash="1") != painted(_original_object_hash="2")
         assert painted(hash=1) != painted(hash=2)
@@ -305,9 +305,9 @@ def test_a_hash_that_an_object_keeps_does_not_show_in_another_process() -> None:
 
 def test_the_order_in_which_attributes_were_set_does_not_show_in_another_process() -> None:
     """A library that goes through a set of names sets them in another order wherever strings have other hashes."""
-    with Scene(lambda x: x * 2, (torch.ones(2),), {}) as scene:
+    with StepContext(lambda x: x * 2, (torch.ones(2),), {}) as context:
         one, other, without = (
-            dict(portrait(scene, {"held": Held(*names)}))["held"]
+            dict(object_fingerprint(context, {"held": Held(*names)}))["held"]
             for names in (("a", "b", "last"), ("last", "b", "a"), ("a", "last"))
         )
     assert one == other

@@ -15,7 +15,7 @@ from torch.nn import functional
 import wholestep as ws
 from tests.unit.capture.steps import calls, captured, differing, program_of, train
 from wholestep.errors import CaptureError
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 
 Ask = Callable[[Tensor, float], Any]
 """Compares numbers that were drawn with a number."""
@@ -88,7 +88,7 @@ def test_the_draws_alone_stay_in_the_graph(backend: str) -> None:
 
 def test_a_draw_on_a_gpu_is_not_waited_for() -> None:
     program = program_of(Skipping(0.0, lambda: torch.rand([], device="cuda")).forward, torch.randn(2, 4))
-    cleanup(program)
+    eliminate_dead_code(program)
     names = [str(node.target) for node in calls(program)]
     assert names.count("aten.rand.default") == 3
     assert not set(names) & {"aten.lt.Scalar", "aten._local_scalar_dense.default", "<built-in function ne>"}

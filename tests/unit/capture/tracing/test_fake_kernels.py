@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholestep as ws
-from wholestep.capture.tracing.fake_kernels import Fakes
+from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 
 aten = torch.ops.aten
 SHAPES = ((4, 3), (4, 3, 5), (2, 3, 4, 5), (1, 3, 4, 4), (2, 3, 2, 4, 5))
@@ -129,7 +129,7 @@ def test_a_fake_has_the_strides_of_the_real_one(name: str, shape: tuple[int, ...
         pytest.skip("takes images alone")
     for x in layouts(shape):
         operator, args = CALLS[name](x)
-        mode = Fakes()
+        mode = LayoutFakeMode()
         fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
         with mode:
             made = operator(*fakes)
@@ -182,7 +182,7 @@ def test_products_of_groups(groups: str, dtype: torch.dtype) -> None:
             b = b.mT.contiguous().mT
             b = b[..., :-2] if groups in ("rows", "each") else b  # a result whose rows do not fill 16 bytes
         real = aten._grouped_mm.default(a, b, offs)
-        mode = Fakes()
+        mode = LayoutFakeMode()
         with mode:
             made = aten._grouped_mm.default(*(one if one is None else mode.from_tensor(one) for one in (a, b, offs)))
         assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import differing, twins
-from wholestep.capture.tracing.module_to import unconverted
+from wholestep.capture.tracing.module_to import module_to_is_identity
 from wholestep.errors import CaptureError
 
 
@@ -68,6 +68,6 @@ def test_what_converts_is_refused_and_changes_nothing(convert: object) -> None:
 
 def test_the_method_of_torch_is_put_back() -> None:
     original = nn.Module._apply
-    with unconverted():
+    with module_to_is_identity():
         assert nn.Module._apply is not original
     assert nn.Module._apply is original

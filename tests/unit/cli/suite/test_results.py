@@ -11,88 +11,93 @@ from rich.console import Console
 
 from wholestep.cli.suite.contenders import Kind
 from wholestep.cli.suite.kernel_profile import KernelEvent, breakdown
-from wholestep.cli.suite.results import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.results import ContenderResult, SuiteReport, keep, load
 from wholestep.cli.suite.roofline import floors
 from wholestep.cli.suite.targets import AIMS, judged
 from wholestep.cli.suite.workloads import SUITES, training
 from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModel
 
-LANE = LaneResult(median_ms=10.0, p10_ms=9.0, p90_ms=11.0, tokens_per_s=5.0, first_s=3.0, loss=8.0, peak_bytes=2**30)
+CONTENDER = ContenderResult(
+    median_ms=10.0, p10_ms=9.0, p90_ms=11.0, tokens_per_s=5.0, first_s=3.0, loss=8.0, peak_bytes=2**30
+)
 
 
-def report(name: str = "W2", **lanes: LaneResult) -> SuiteReport:
+def report(name: str = "W2", **contenders: ContenderResult) -> SuiteReport:
     return SuiteReport(
         training=name, nproc=4, device="a", torch_version="2", date="2026", command="c", loss_tolerance=2.0**-8,
-        lanes=lanes,
+        contenders=contenders,
     )  # fmt: skip
 
 
 def outcomes(of: SuiteReport) -> dict[str, str]:
-    return {name: one.outcome for name, one in of.lanes.items()}
+    return {name: one.outcome for name, one in of.contenders.items()}
 
 
 def test_reports_come_back_from_the_file(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     told = breakdown([KernelEvent(name="nvjet", start_us=0.0, stop_us=3.0)], num_steps=1)
-    full = replace(LANE, exposed_ms=1.5, exposed_ms_by_rank=(1.5, 1.0), breakdown=told, note="n")
-    kept = [report(eager=full, jax=LaneResult(outcome="not run")), judged(report("W1", eager=LANE, ours=LANE))]
+    full = replace(CONTENDER, exposed_ms=1.5, exposed_ms_by_rank=(1.5, 1.0), breakdown=told, note="n")
+    kept = [
+        report(eager=full, jax=ContenderResult(outcome="not run")),
+        judged(report("W1", eager=CONTENDER, ours=CONTENDER)),
+    ]
     keep(path, kept)
     assert load(path) == kept
     assert [one.name for one in tmp_path.iterdir()] == ["out.json"]
-    assert json.loads(path.read_text())[0]["lanes"]["eager"]["breakdown"]["busy_ms"]["matrix products"] == 0.003
+    assert json.loads(path.read_text())[0]["contenders"]["eager"]["breakdown"]["busy_ms"]["matrix products"] == 0.003
 
 
 @pytest.mark.parametrize(
     ("loss", "outcome"), [(8.0 + 8.0 * 2**-8, "ok"), (8.0 - 8.1 * 2**-8, "differs"), (float("nan"), "differs")]
 )
 def test_a_loss_is_compared_with_eager_ddp(loss: float, outcome: str) -> None:
-    found = judged(report(eager=LANE, ours=replace(LANE, loss=loss), fsdp=LANE))
+    found = judged(report(eager=CONTENDER, ours=replace(CONTENDER, loss=loss), fsdp=CONTENDER))
     assert outcomes(found) == {"eager": "ok", "ours": outcome, "fsdp": "ok"}
     assert found.is_sound is (outcome == "ok")
 
 
 def test_the_limit_and_jax_have_losses_of_their_own_and_what_failed_stays_so() -> None:
-    away = replace(LANE, loss=1.0)
-    found = judged(report(eager=LANE, limit=away, jax=away, ours=replace(away, outcome="failed")))
+    away = replace(CONTENDER, loss=1.0)
+    found = judged(report(eager=CONTENDER, limit=away, jax=away, ours=replace(away, outcome="failed")))
     assert outcomes(found) == {"eager": "ok", "limit": "ok", "jax": "ok", "ours": "failed"}
     assert not found.is_sound
     assert judged(report(ours=away)).is_sound  # nothing to compare it with
-    assert report(fsdp=LaneResult(outcome="not run")).is_sound
+    assert report(fsdp=ContenderResult(outcome="not run")).is_sound
 
 
 def test_aims_are_reached_or_not_with_both_figures() -> None:
-    ours = replace(LANE, median_ms=15.0, exposed_ms=0.3, first_s=50.0)
-    lanes = {
-        "eager": replace(LANE, median_ms=33.0), "ours": ours, "limit": replace(LANE, median_ms=14.0),
-        "compiled_ddp": replace(LANE, median_ms=27.0, first_s=40.0), "jax": replace(LANE, median_ms=18.0),
+    ours = replace(CONTENDER, median_ms=15.0, exposed_ms=0.3, first_s=50.0)
+    contenders = {
+        "eager": replace(CONTENDER, median_ms=33.0), "ours": ours, "limit": replace(CONTENDER, median_ms=14.0),
+        "compiled_ddp": replace(CONTENDER, median_ms=27.0, first_s=40.0), "jax": replace(CONTENDER, median_ms=18.0),
     }  # fmt: skip
-    found = {check.what: check for check in judged(report(**lanes)).checks}
+    found = {check.what: check for check in judged(report(**contenders)).checks}
     reached = {what: check.reached for what, check in found.items()}
     assert reached == {
         "loss from eager DDP's, relative": True,
         "median step, ms": True,
-        "the quickest stock lane over ours": True,
+        "the quickest stock contender over ours": True,
         "JAX over ours": False,
         "exposed communication, of the step": True,
         "the step over the same graph without communication": False,
         "first call in s, at most torch.compile(DDP)'s": False,
     }
     assert str(found["JAX over ours"]) == "not reached: JAX over ours: wanted >= 1.250, found 1.200"
-    lanes.pop("jax")
-    without = {check.what: check.reached for check in judged(report(**lanes)).checks}
+    contenders.pop("jax")
+    without = {check.what: check.reached for check in judged(report(**contenders)).checks}
     assert without["JAX over ours"] is None
 
 
 def test_the_bound_of_memory_is_that_of_torch_compile() -> None:
-    lanes = {"ours": LANE, "compiled_ddp": replace(LANE, peak_bytes=2**30 - 1)}
-    (memory,) = [check for check in judged(report("W3", **lanes)).checks if "GiB" in check.what]
+    contenders = {"ours": CONTENDER, "compiled_ddp": replace(CONTENDER, peak_bytes=2**30 - 1)}
+    (memory,) = [check for check in judged(report("W3", **contenders)).checks if "GiB" in check.what]
     assert memory.reached is False
 
 
 def test_tables_show_every_lane_and_every_class() -> None:
     told = breakdown([KernelEvent(name="nvjet", start_us=0.0, stop_us=3000.0)], num_steps=1)
-    full = replace(LANE, exposed_ms=0.25, breakdown=told)
-    found = judged(report(eager=full, fsdp=LaneResult(outcome="failed", note="rank 1: OutOfMemoryError: 3 [GiB]")))
+    full = replace(CONTENDER, exposed_ms=0.25, breakdown=told)
+    found = judged(report(eager=full, fsdp=ContenderResult(outcome="failed", note="rank 1: OutOfMemoryError: 3 [GiB]")))
     console = Console(file=io.StringIO(), width=160)
     console.print(found)
     console.print(found.breakdowns())
@@ -100,7 +105,7 @@ def test_tables_show_every_lane_and_every_class() -> None:
     for part in ("eager DDP", "10.00", "9.00 to 11.00", "0.25", "1.00", "8.0000", "matrix products", "3.00"):
         assert part in shown
     assert "FSDP2, compiled by block: failed; rank 1: OutOfMemoryError: 3 [GiB]" in shown
-    assert "no kernels" in str(report(eager=LANE).breakdowns())
+    assert "no kernels" in str(report(eager=CONTENDER).breakdowns())
 
 
 @pytest.mark.parametrize("name", REFERENCE)

@@ -13,11 +13,11 @@ from wholestep.cli import bench, main
 from wholestep.cli.suite import runner
 from wholestep.cli.suite.contenders import DEFAULT, Kind
 from wholestep.cli.suite.rank_session import Plan
-from wholestep.cli.suite.results import LaneResult, SuiteReport, keep, load
+from wholestep.cli.suite.results import ContenderResult, SuiteReport, keep, load
 from wholestep.cli.suite.runner import SuiteSettings, run_suite
 from wholestep.errors import RankMissingError
 
-LANE = LaneResult(median_ms=10.0, loss=8.0)
+CONTENDER = ContenderResult(median_ms=10.0, loss=8.0)
 
 
 def leave(*args: str) -> int:
@@ -30,11 +30,11 @@ def leave(*args: str) -> int:
     ("args", "said"),
     [
         (["--suite", "cpu", "--workload", "W9"], "W9"),
-        (["--suite", "cpu", "--lanes", "ours,nobody"], "got nobody"),
+        (["--suite", "cpu", "--contenders", "ours,nobody"], "got nobody"),
         (["--suite", "cpu", "--steps", "5"], "at least 20"),
         (["--suite", "cpu", "--budget-s", "0"], "--budget-s"),
         (["--suite", "cpu", "--out", "nowhere/x.json"], "nowhere"),
-        (["--lanes", "ours"], "go with --suite"),
+        (["--contenders", "ours"], "go with --suite"),
         (["--workload", "W1"], "got W1"),
     ],
     ids=" ".join,
@@ -61,30 +61,32 @@ def test_the_exit_status_is_that_of_losses_and_errors(
 
     def report(settings: SuiteSettings, *, nproc: int) -> list[SuiteReport]:
         asked.append(settings)
-        lanes = {"eager": LANE, "ours": replace(LANE, outcome=outcome)}
+        contenders = {"eager": CONTENDER, "ours": replace(CONTENDER, outcome=outcome)}
         return [
-            SuiteReport(training="W1", nproc=nproc, device="d", torch_version="2", date="", command="c", lanes=lanes)
+            SuiteReport(
+                training="W1", nproc=nproc, device="d", torch_version="2", date="", command="c", contenders=contenders
+            )
         ]
 
     monkeypatch.setattr(bench, "run_suite", report)
-    assert leave("--suite", "cpu", "--workload", "tiny,mlp", "--lanes", "limit,ours", "--nproc", "2") == status
+    assert leave("--suite", "cpu", "--workload", "tiny,mlp", "--contenders", "limit,ours", "--nproc", "2") == status
     assert "wholestep" in capsys.readouterr().out
     assert leave("--suite", "cpu", "--json", "--nproc", "2") == status
     (printed,) = json.loads(capsys.readouterr().out)
-    assert printed["lanes"]["ours"]["outcome"] == outcome
+    assert printed["contenders"]["ours"]["outcome"] == outcome
     first, second = asked
     assert (first.trainings, first.kinds) == (("tiny", "mlp"), (Kind.OURS, Kind.LIMIT))
     assert (second.trainings, second.kinds) == (("mlp", "gpt", "conv", "tiny"), DEFAULT)
 
 
 def ranks(error: Exception | None) -> Callable[..., None]:
-    """In the place of the ranks: two lanes are done, then an end or an error."""
+    """In the place of the ranks: two contenders are done, then an end or an error."""
 
     def started(fn: Any, nproc: int, plan: Plan, *, timeout_s: float) -> None:
         assert 0 < timeout_s < 200
         assert plan.caches.is_dir()
-        lanes = {"eager": LANE, "ours": replace(LANE, loss=8.01)}
-        keep(plan.path, [*plan.earlier, replace(plan.report, device="d", lanes=lanes)])
+        contenders = {"eager": CONTENDER, "ours": replace(CONTENDER, loss=8.01)}
+        keep(plan.path, [*plan.earlier, replace(plan.report, device="d", contenders=contenders)])
         if error is not None:
             raise error
 
@@ -100,16 +102,16 @@ def test_what_was_done_is_kept_where_the_ranks_end_early(tmp_path: Path, monkeyp
     assert load(path) == reports
     for report, name in zip(reports, ("tiny", "mlp"), strict=True):
         assert report.training == name
-        assert report.lane(Kind.EAGER) == replace(LANE, loss_difference=0.0)
-        assert report.lane(Kind.FSDP).outcome == "failed"
-        assert "SIGKILL" in report.lane(Kind.FSDP).note
+        assert report.contender(Kind.EAGER) == replace(CONTENDER, loss_difference=0.0)
+        assert report.contender(Kind.FSDP).outcome == "failed"
+        assert "SIGKILL" in report.contender(Kind.FSDP).note
         assert not report.is_sound
-    assert reports[0].lane(Kind.OURS).outcome == "ok"  # 0.01 of 8 is less than bfloat16 rounds
-    assert reports[1].lane(Kind.OURS).outcome == "differs"  # float32
+    assert reports[0].contender(Kind.OURS).outcome == "ok"  # 0.01 of 8 is less than bfloat16 rounds
+    assert reports[1].contender(Kind.OURS).outcome == "differs"  # float32
 
 
-def jax_lane(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[LaneResult, list[Any]]:
-    """The lane of JAX whose process ends so, and what was started."""
+def jax_lane(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[ContenderResult, list[Any]]:
+    """The contender of JAX whose process ends so, and what was started."""
     started: list[Any] = []
 
     def process(asked: list[str], **options: Any) -> Any:
@@ -122,26 +124,26 @@ def jax_lane(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[L
     monkeypatch.setattr(runner.subprocess, "run", process)
     settings = SuiteSettings(suite="cpu", trainings=(name,), kinds=(Kind.JAX,), budget_s=60.0)
     (report,) = run_suite(settings, nproc=2)
-    return report.lane(Kind.JAX), started
+    return report.contender(Kind.JAX), started
 
 
 def test_jax_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     out = 'a warning\n{"median_ms": 3.0, "loss": 1.5, "note": "jax 1"}\n'
-    lane, ((asked, options),) = jax_lane(monkeypatch, "tiny", status=0, out=out)
-    assert lane == LaneResult(median_ms=3.0, loss=1.5, note="jax 1")
+    contender, ((asked, options),) = jax_lane(monkeypatch, "tiny", status=0, out=out)
+    assert contender == ContenderResult(median_ms=3.0, loss=1.5, note="jax 1")
     assert asked[1:] == ["-m", "wholestep.cli.suite.jax_baseline", "tiny", "2", "60"]
     assert options["env"]["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     assert 0 < options["timeout"] <= 60
 
 
 def test_why_there_is_no_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, _ = jax_lane(monkeypatch, "tiny", status=1, err="Traceback\nRuntimeError: no cuDNN")
-    assert (lane.outcome, lane.note) == ("failed", "RuntimeError: no cuDNN")
-    lane, _ = jax_lane(monkeypatch, "tiny", error=subprocess.TimeoutExpired("jax", 9.0))
-    assert lane.outcome == "not run"
-    lane, started = jax_lane(monkeypatch, "mlp", status=0)
-    assert (lane.outcome, started) == ("not run", [])
+    contender, _ = jax_lane(monkeypatch, "tiny", status=1, err="Traceback\nRuntimeError: no cuDNN")
+    assert (contender.outcome, contender.note) == ("failed", "RuntimeError: no cuDNN")
+    contender, _ = jax_lane(monkeypatch, "tiny", error=subprocess.TimeoutExpired("jax", 9.0))
+    assert contender.outcome == "not run"
+    contender, started = jax_lane(monkeypatch, "mlp", status=0)
+    assert (contender.outcome, started) == ("not run", [])
     monkeypatch.undo()
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
     settings = SuiteSettings(suite="cpu", trainings=("tiny",), kinds=(Kind.JAX,), budget_s=60.0)
-    assert run_suite(settings, nproc=2)[0].lane(Kind.JAX).note == "not installed"
+    assert run_suite(settings, nproc=2)[0].contender(Kind.JAX).note == "not installed"

@@ -1,4 +1,4 @@
-"""Fair turns, honest times, and the schedule; what a lane computes is tested by the demo itself."""
+"""Fair turns, honest times, and the schedule; what a contender computes is tested by the demo itself."""
 
 import itertools
 import warnings
@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from wholestep.cli.workloads import interleaved
 from wholestep.cli.workloads.interleaved import (
     Batch,
-    Lane,
-    LaneKind,
+    Contender,
+    ContenderKind,
     compiled_step,
     largest_difference,
     race,
@@ -23,7 +23,7 @@ from wholestep.cli.workloads.interleaved import (
 from wholestep.errors import InternalError
 
 
-def make_lane(kind: LaneKind, seen: list[tuple[LaneKind, int]]) -> Lane:
+def make_lane(kind: ContenderKind, seen: list[tuple[ContenderKind, int]]) -> Contender:
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
 
@@ -33,7 +33,7 @@ def make_lane(kind: LaneKind, seen: list[tuple[LaneKind, int]]) -> Lane:
         return x + y
 
     scheduler = LambdaLR(optimizer, lambda done: 1 / (done + 1))
-    return Lane(kind=kind, step=step, module=module, model=module, optimizer=optimizer, scheduler=scheduler)
+    return Contender(kind=kind, step=step, module=module, model=module, optimizer=optimizer, scheduler=scheduler)
 
 
 def make_batches(number: int) -> list[Batch]:
@@ -41,16 +41,16 @@ def make_batches(number: int) -> list[Batch]:
 
 
 def test_lanes_take_turns_that_reverse_and_see_the_same_batches() -> None:
-    seen: list[tuple[LaneKind, int]] = []
-    one, other = make_lane(LaneKind.WHOLESTEP, seen), make_lane(LaneKind.EAGER_DDP, seen)
+    seen: list[tuple[ContenderKind, int]] = []
+    one, other = make_lane(ContenderKind.WHOLESTEP, seen), make_lane(ContenderKind.EAGER_DDP, seen)
     race([one, other], make_batches(5), block_steps=2)
     groups = itertools.groupby(seen, key=lambda pair: pair[0])
     turns = [(kind, [number for _, number in group]) for kind, group in groups]
     assert turns == [
-        (LaneKind.WHOLESTEP, [0, 1]),
-        (LaneKind.EAGER_DDP, [0, 1, 2, 3]),  # the end of one turn and the start of the next
-        (LaneKind.WHOLESTEP, [2, 3, 4]),
-        (LaneKind.EAGER_DDP, [4]),
+        (ContenderKind.WHOLESTEP, [0, 1]),
+        (ContenderKind.EAGER_DDP, [0, 1, 2, 3]),  # the end of one turn and the start of the next
+        (ContenderKind.WHOLESTEP, [2, 3, 4]),
+        (ContenderKind.EAGER_DDP, [4]),
     ]
     assert one.losses == other.losses == [0.5, 1.5, 2.5, 3.5, 4.5]
 
@@ -58,14 +58,19 @@ def test_lanes_take_turns_that_reverse_and_see_the_same_batches() -> None:
 def test_every_step_is_timed_and_the_schedule_moves_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(interleaved.time, "perf_counter", lambda: float(next(clock)))
-    lane = make_lane(LaneKind.EAGER_DDP, [])
+    contender = make_lane(ContenderKind.EAGER_DDP, [])
     called: list[int] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        race([lane], make_batches(3), block_steps=10, on_step=lambda lane: called.append(len(lane.times_ms)))
-    assert lane.times_ms == [1000.0, 1000.0, 1000.0]
+        race(
+            [contender],
+            make_batches(3),
+            block_steps=10,
+            on_step=lambda contender: called.append(len(contender.times_ms)),
+        )
+    assert contender.times_ms == [1000.0, 1000.0, 1000.0]
     assert called == [1, 2, 3]
-    assert lane.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 4)
+    assert contender.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 4)
 
 
 def test_a_step_is_as_slow_as_its_slowest_rank() -> None:
@@ -76,7 +81,7 @@ def test_a_step_is_as_slow_as_its_slowest_rank() -> None:
 
 
 def test_blocks_are_compared_side_by_side() -> None:
-    """Steps of two ranks in blocks of two. The machine is twice as slow in the second block, for both lanes."""
+    """Steps of two ranks in blocks of two. The machine is twice as slow in the second block, for both contenders."""
     ours = [[900.0, 2.0, 4.0, 4.0, 2.0], [0.0, 1.0, 3.0, 3.0, 1.0]]
     eager = [[800.0, 3.0, 6.0, 6.0, 2.0], [0.0, 2.0, 5.0, 5.0, 4.0]]
     found = ratio(eager, ours, block_steps=2)
@@ -105,4 +110,4 @@ def test_the_largest_difference_counts_buffers_too() -> None:
 
 def test_an_eager_lane_has_no_compiled_step() -> None:
     with pytest.raises(InternalError, match="eager DDP"):
-        compiled_step(make_lane(LaneKind.EAGER_DDP, []))
+        compiled_step(make_lane(ContenderKind.EAGER_DDP, []))

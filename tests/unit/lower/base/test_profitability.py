@@ -19,7 +19,7 @@ from wholestep.lower.auto_backend import Auto, backend_for
 from wholestep.lower.base.profitability import saved_share
 from wholestep.lower.inductor import compile_fx, segment_compiler
 from wholestep.lower.inductor_backend import Eager, Inductor
-from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.blob_store import BlobStore
 from wholestep.runtime.distributed.store import HashStore
 
 COST = CostModel.default("cpu+gloo")
@@ -156,9 +156,9 @@ def test_only_the_rank_that_compiles_starts_them(backend: str, monkeypatch: pyte
     calls: list[int] = []
     for rank in range(3):
         monkeypatch.setattr(compile_fx.async_compile, "maybe_warm_pool", lambda rank=rank: calls.append(rank))
-        shelf = Shelf(HashStore(), "train_step/0", rank=rank, size=3)
+        blob_store = BlobStore(HashStore(), "train_step/0", rank=rank, size=3)
         where = torch.device("cuda", rank)
-        backend_for(backend, where, lambda: COST, lambda own: own, shelf).prepare()
+        backend_for(backend, where, lambda: COST, lambda own: own, blob_store).prepare()
     assert calls == [0]
 
 

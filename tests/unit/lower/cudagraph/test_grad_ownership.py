@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.lower.cudagraph.grad_ownership import Lent, apart, is_possible
+from wholestep.lower.cudagraph.grad_ownership import GradOwnership, apart, is_possible
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def left() -> list[Tensor]:
     return [torch.ones(2, 3), torch.ones(9)[3:].view(2, 3), bucket[:6].view(2, 3), bucket[8:14].view(2, 3)]
 
 
-def give(lent: Lent, params: list[nn.Parameter]) -> None:
+def give(lent: GradOwnership, params: list[nn.Parameter]) -> None:
     for number, grad in lent.given().items():
         params[number].grad = grad
 
@@ -42,7 +42,7 @@ HOLDS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 @pytest.mark.parametrize("name", HOLDS)
 def test_who_holds_a_gradient_is_seen(name: str, params: list[nn.Parameter]) -> None:
-    lent = Lent(dict(enumerate(left())))
+    lent = GradOwnership(dict(enumerate(left())))
     assert lent.are_free(params)
     for _ in range(2):
         give(lent, params)
@@ -55,7 +55,7 @@ def test_who_holds_a_gradient_is_seen(name: str, params: list[nn.Parameter]) -> 
 
 def test_another_parameter_that_has_it_is_seen(params: list[nn.Parameter]) -> None:
     """As training by several processes shares gradients; also where the first one has none any more."""
-    lent, other = Lent(dict(enumerate(left()))), nn.Parameter(torch.zeros(2, 3))
+    lent, other = GradOwnership(dict(enumerate(left()))), nn.Parameter(torch.zeros(2, 3))
     give(lent, params)
     other.grad = params[0].grad
     assert not lent.are_free(params)
@@ -66,7 +66,7 @@ def test_another_parameter_that_has_it_is_seen(params: list[nn.Parameter]) -> No
 
 
 def test_a_gradient_that_is_replaced_or_written_to_is_free(params: list[nn.Parameter]) -> None:
-    lent = Lent(dict(enumerate(left())))
+    lent = GradOwnership(dict(enumerate(left())))
     give(lent, params)
     params[0].grad = None
     params[1].grad = torch.zeros(2, 3)
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_replaced_or_written_to_is_free(params: list[nn.Param
 
 
 def test_what_is_done_to_a_gradient_is_not_seen_in_the_next_one(params: list[nn.Parameter]) -> None:
-    lent = Lent(dict(enumerate(left())))
+    lent = GradOwnership(dict(enumerate(left())))
     give(lent, params)
     params[0].grad.t_()
     params[1].grad.requires_grad_()

@@ -23,7 +23,7 @@ from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Progra
 from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import memset_nodes
 from wholestep.lower.cudagraph.graph_pool import Pool
-from wholestep.lower.cudagraph.graph_runner import WARM_UP_CALLS, Graphed, _cause
+from wholestep.lower.cudagraph.graph_runner import WARM_UP_CALLS, GraphRunner, _cause
 from wholestep.lower.cudagraph.partition import Parts, split
 from wholestep.lower.inductor_backend import Form, Inductor
 
@@ -229,7 +229,7 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
     parts = split(program)
     assert isinstance(parts, Parts)
     backend = Inductor(InductorOptions(), torch.device("cuda", 0))
-    graphed = Graphed(program, parts, lower, Pool(torch.device("cpu")), refused={})
+    graphed = GraphRunner(program, parts, lower, Pool(torch.device("cpu")), refused={})
     assert backend.form(graphed) == Form("inductor, one CUDA graph", is_one_launch=True)
     with caplog.at_level(logging.WARNING):
         found = [graphed([torch.ones(3)])[0] for _ in range(5)]
@@ -402,10 +402,10 @@ def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     )
 
 
-def graphed_of(program: Program, pool: Replays, refused: dict[Any, str] | None = None) -> Graphed:
+def graphed_of(program: Program, pool: Replays, refused: dict[Any, str] | None = None) -> GraphRunner:
     parts = split(program, refused := {} if refused is None else refused)
     assert isinstance(parts, Parts), parts
-    return Graphed(program, parts, pool.lower, pool, refused=refused)
+    return GraphRunner(program, parts, pool.lower, pool, refused=refused)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -529,7 +529,7 @@ def test_what_cuts_one_program_cuts_all() -> None:
     pool, specs, refused = Replays(), [gpu(3, 3)], dict[Any, str]()
     backend = Inductor(InductorOptions(), torch.device("cuda", 0))
 
-    def made(fn: Callable[..., Any]) -> Graphed:
+    def made(fn: Callable[..., Any]) -> GraphRunner:
         return graphed_of(scheduled(fn, *specs, segments=False), pool, refused)
 
     first, early, whole = made(step), made(step), made(other)
@@ -584,7 +584,7 @@ def test_all_behind_a_piece_that_is_captured_again_are_captured_again() -> None:
     assert pool.calls == ["run", "capture", "reset", "replay", "run", "capture", "replay"]
 
 
-def leaves(fn: Callable[..., Any], pool: Replays, *, num_params: int = 2, **more: Any) -> Graphed:
+def leaves(fn: Callable[..., Any], pool: Replays, *, num_params: int = 2, **more: Any) -> GraphRunner:
     """A step that gives its first inputs, parameters, the first results of `fn` as gradients."""
     specs = [*[gpu(3, 3, kind=PARAM)] * num_params, gpu(3, 3)]
     program = scheduled(fn, *specs, segments=False)
@@ -598,7 +598,7 @@ def two_grads(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
     return y, layers(w @ y), y.sum()
 
 
-def trained(graphed: Graphed, params: list[nn.Parameter], x: Tensor) -> tuple[Any, ...]:
+def trained(graphed: GraphRunner, params: list[nn.Parameter], x: Tensor) -> tuple[Any, ...]:
     """A call, behind which parameters have their new gradients; the other results."""
     grads = graphed([*params, x])
     for param, grad in zip(params, grads, strict=False):

@@ -18,7 +18,7 @@ from wholestep.ir.ops.packed_scalars import pack
 from wholestep.lower.decompositions.tensor_scalars import _RULES, Numbers, by_rule, takes_numbers
 from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 X, Y, Z = "X", "Y", "Z"  # tensors, or lists of them in a foreach call
@@ -177,7 +177,7 @@ def packed_program() -> tuple[Any, list[Tensor]]:
         return torch.addcdiv(a, x, x + 1, value=number * 2), torch._foreach_add([b, y], [y, b], alpha=number)[0]
 
     tensors = [torch.rand(3, 4), torch.rand(3, 4), torch.tensor(0.3, dtype=torch.float64)]
-    program = run_passes(builders.without_gradients(builders.capture(fn, tensors)), [cleanup])
+    program = run_passes(builders.without_gradients(builders.capture(fn, tensors)), [eliminate_dead_code])
     return run_passes(program, [lambda one: pack_scalars(one, reads=segment_compiler.reads_packed)]), tensors
 
 

@@ -44,11 +44,11 @@ from wholestep.passes.comm import use_copy_engine
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.passes.schedule import form_segments as segments_pass
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.passes.schedule.pack_scalars import pack_scalars
-from wholestep.passes.schedule.sink_waits import delay_waits
+from wholestep.passes.schedule.sink_waits import sink_waits
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
 FORM: list[Pass] = [
@@ -121,7 +121,7 @@ def test_optimizers_train_as_eager_code_does(name: str, interpreted: None, monke
 
 def scheduled(fn: Callable[..., Any], tensors: list[Tensor]) -> Program:
     program = builders.without_gradients(builders.capture(fn, tensors))
-    return run_passes(program, [cleanup, *FORM, partial(reinplace, hold_updates=True)])
+    return run_passes(program, [eliminate_dead_code, *FORM, partial(reinplace, hold_updates=True)])
 
 
 def segments(program: Program) -> list[Segment]:
@@ -281,9 +281,9 @@ def by_copies_last(
     monkeypatch.setattr(use_copy_engine, "MIN_BYTES", least_bytes)
     placed = builders.place(builders.capture(updated_by_bucket, whole_numbers()))
     lowering = [
-        partial(use_copy_engine.reduce_by_copies, why_not=lambda group, device: ""),
+        partial(use_copy_engine.use_copy_engine, why_not=lambda group, device: ""),
         *FORM[:1],
-        delay_waits,
+        sink_waits,
         FORM[1],
     ]
     cost = CostModel.default("cpu+gloo")

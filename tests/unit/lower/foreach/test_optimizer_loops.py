@@ -33,7 +33,7 @@ from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor_backend import forms_segments
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 
@@ -110,7 +110,7 @@ def train_step(model: nn.Module, opt: Looped, x: Tensor) -> Tensor:
 def program_of(update: Update, layers: int = 0) -> Program:
     model = net(layers)
     args = (model, Looped(model.parameters(), update), torch.ones(4, 6, dtype=torch.float64))
-    return run_passes(builders.without_gradients(capture(train_step, args, {}).program), [cleanup])
+    return run_passes(builders.without_gradients(capture(train_step, args, {}).program), [eliminate_dead_code])
 
 
 def updating(program: Program) -> list[Any]:

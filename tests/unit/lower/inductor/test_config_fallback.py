@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.runtime import triton_heuristics
 
-from wholestep.lower.inductor.config_fallback import patient
+from wholestep.lower.inductor.config_fallback import config_fallback
 
 TUNED: Any = triton_heuristics.CachingAutotuner
 ASKED: Any = async_compile.AsyncCompile
@@ -38,7 +38,7 @@ def says(text: str) -> Any:
 def test_what_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TUNED, "_precompile_config", says(FAILURE))
     kernel = kernel_of(["one", "bad", "two"])
-    with patient():
+    with config_fallback():
         kernel._precompile_worker()
     assert kernel.compile_results == ["compiled one", "compiled two"]
     with pytest.raises(RuntimeError, match=FAILURE):
@@ -47,13 +47,13 @@ def test_what_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TUNED, "_precompile_config", says(FAILURE))
-    with patient(), pytest.raises(triton_heuristics.NoTritonConfigsError, match=FAILURE):
+    with config_fallback(), pytest.raises(triton_heuristics.NoTritonConfigsError, match=FAILURE):
         kernel_of(["bad", "bad too"])._precompile_worker()
 
 
 def test_other_failures_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TUNED, "_precompile_config", says("device lost"))
-    with patient(), pytest.raises(RuntimeError, match="device lost"):
+    with config_fallback(), pytest.raises(RuntimeError, match="device lost"):
         kernel_of(["one", "bad"])._precompile_worker()
 
 
@@ -88,7 +88,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_workers_failure_is_compiled_here(monkeypatch: pytest.MonkeyPatch, loaded: list[str], named: bool) -> None:
     monkeypatch.setattr(ASKED, "process_pool", staticmethod(lambda: Pool(f"...\n{FAILURE}\n")))
-    with inductor_config.patch(compile_threads=2), patient():
+    with inductor_config.patch(compile_threads=2), config_fallback():
         # generated code names the device, in some versions by its place
         pool = ASKED()
         found = (
@@ -105,7 +105,7 @@ def test_a_workers_failure_is_compiled_here(monkeypatch: pytest.MonkeyPatch, loa
 
 def test_other_failures_of_workers_are_raised(monkeypatch: pytest.MonkeyPatch, loaded: list[str]) -> None:
     monkeypatch.setattr(ASKED, "process_pool", staticmethod(lambda: Pool("syntax error")))
-    with inductor_config.patch(compile_threads=2), patient():
+    with inductor_config.patch(compile_threads=2), config_fallback():
         found = ASKED().triton("name", "other text", device_str="cuda")
         with pytest.raises(SubprocException, match="syntax error"):
             found.result()

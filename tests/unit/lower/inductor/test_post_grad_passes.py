@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit import builders
 from wholestep.lower.inductor import compile_fx, segment_compiler
-from wholestep.lower.inductor.post_grad_passes import Behind, keep_values
+from wholestep.lower.inductor.post_grad_passes import PostGradPasses, keep_values
 from wholestep.lower.inductor_backend import segments_of
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.schedule.form_segments import form_segments
@@ -45,14 +45,14 @@ def test_passes_of_the_user_run_before_and_name_the_cache_too() -> None:
     theirs, graph = Noted(), make_fx(torch.mm, tracing_mode="fake")(torch.empty(4, 4), torch.empty(4, 4)).graph
     ran = list[int]()
     for others in (theirs, [theirs], (theirs, theirs)):
-        ours = Behind(others, {"own": lambda graph: ran.append(len(theirs.seen))})
+        ours = PostGradPasses(others, {"own": lambda graph: ran.append(len(theirs.seen))})
         ours(graph)
-        assert ours.uuid() != Behind(None, {"own": note}).uuid()
+        assert ours.uuid() != PostGradPasses(None, {"own": note}).uuid()
     assert ran == [1, 2, 4]
-    assert Behind([theirs, note], {"own": note}).uuid() is None
-    assert Behind(Noted(None), {"own": note}).uuid() is None
-    assert Behind(None, {"own": note}).uuid() == Behind([], {"own": note}).uuid() is not None
-    assert Behind(None, {"own": note}).uuid() != Behind(None, {"other": note}).uuid()
+    assert PostGradPasses([theirs, note], {"own": note}).uuid() is None
+    assert PostGradPasses(Noted(None), {"own": note}).uuid() is None
+    assert PostGradPasses(None, {"own": note}).uuid() == PostGradPasses([], {"own": note}).uuid() is not None
+    assert PostGradPasses(None, {"own": note}).uuid() != PostGradPasses(None, {"other": note}).uuid()
 
 
 def swap(a: Tensor, b: Tensor) -> list[Tensor]:

@@ -19,9 +19,8 @@ from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.ir.program import Program
 from wholestep.lower.kernels import copy_all_reduce
-from wholestep.passes.comm import use_copy_engine
-from wholestep.passes.comm.fold_mean import average_on_the_way
-from wholestep.passes.comm.use_copy_engine import reduce_by_copies
+from wholestep.passes.comm.fold_mean import fold_mean
+from wholestep.passes.comm.use_copy_engine import use_copy_engine
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import run_passes
 
@@ -254,15 +253,15 @@ def linear(x, y):
 def planned(reason: str, bucket_bytes: int = 1 << 20) -> Program:
     placed = builders.place(builders.capture(linear, [torch.randn(6, 40), torch.randn(6, 30)]))
     lowering = [
-        partial(average_on_the_way, averages=lambda group, device: True),
-        partial(reduce_by_copies, why_not=lambda group, device: reason),
+        partial(fold_mean, averages=lambda group, device: True),
+        partial(use_copy_engine, why_not=lambda group, device: reason),
     ]
     cost = CostModel.default("cpu+gloo")
     return run_passes(placed, passes_of(cost=cost, bucket_bytes=bucket_bytes, lowering=lowering))
 
 
 def test_a_large_bucket_is_reduced_by_copies_in_place(monkeypatch):
-    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", 1000)
+    monkeypatch.setattr("wholestep.passes.comm.use_copy_engine.MIN_BYTES", 1000)
     program = planned("")
     (start,) = (node for node in program.graph.nodes if op_info.is_collective(node))
     assert start.target is ALL_REDUCE_BY_COPIES_
@@ -273,7 +272,7 @@ def test_a_large_bucket_is_reduced_by_copies_in_place(monkeypatch):
 
 
 def test_small_ones_and_those_of_other_groups_stay(monkeypatch):
-    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", 1000)
+    monkeypatch.setattr("wholestep.passes.comm.use_copy_engine.MIN_BYTES", 1000)
     starts = [node for node in planned("", bucket_bytes=1).graph.nodes if op_info.is_collective(node)]
     assert sorted(node.target is ALL_REDUCE_BY_COPIES_ for node in starts) == [False, True]
     program = planned("ranks are on several hosts")
@@ -306,7 +305,7 @@ def test_memory_is_that_of_the_group_which_has_the_name_now(monkeypatch):
 
 def test_the_addition_of_equal_messages_is_built_once(monkeypatch):
     """As it is launched for them: for this rank among so many, and for sums or means."""
-    monkeypatch.setattr(use_copy_engine, "MIN_BYTES", 1000)
+    monkeypatch.setattr("wholestep.passes.comm.use_copy_engine.MIN_BYTES", 1000)
     program = planned("", bucket_bytes=1)
     (start,) = program.graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES_)
     with program.graph.inserting_after(start):

@@ -13,8 +13,8 @@ from tests.unit import builders
 from tests.unit.lower import triton_interpreter
 from wholestep.lower.kernels import cross_entropy
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, lean_cross_entropy
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, fuse_cross_entropy
 
 pytest.importorskip("triton")
 
@@ -139,9 +139,9 @@ def test_a_step_computes_what_it_computes_without_the_kernel(reduction: str) -> 
         (grad,) = torch.autograd.grad(loss * 3, leaf)
         return loss.detach(), grad
 
-    before = run_passes(builders.without_gradients(builders.capture(step, [logits, target])), [cleanup])
-    lean = run_passes(before, [lean_cross_entropy])
-    own = run_passes(before, [partial(lean_cross_entropy, fuses=lambda product: True)])
+    before = run_passes(builders.without_gradients(builders.capture(step, [logits, target])), [eliminate_dead_code])
+    lean = run_passes(before, [fuse_cross_entropy])
+    own = run_passes(before, [partial(fuse_cross_entropy, fuses=lambda product: True)])
     assert builders.count(own, CROSS_ENTROPY) == 1
     wanted, found = (builders.execute(program, [logits, target])[0] for program in (lean, own))
     room = 8 * UNIT[torch.float32] * (2 * float(logits.abs().max()) + 50) * (1 if reduction == "mean" else 9)

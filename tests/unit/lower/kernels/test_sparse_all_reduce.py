@@ -136,9 +136,9 @@ def test_every_meeting_is_needed(left_out: int, monkeypatch):
 
 def del_meeting(rank: Rank, before: int, number: int) -> None:
     """Turns one of the meetings that a rank was given from an index on into work that does nothing."""
-    meetings = [at for at in range(before, len(rank.given)) if rank.given[at].work is None]
-    assert len(meetings) == 3
-    at = meetings[number]
+    rendezvous = [at for at in range(before, len(rank.given)) if rank.given[at].work is None]
+    assert len(rendezvous) == 3
+    at = rendezvous[number]
     one = rank.given[at]
     rank.given[at] = type(one)(stream=one.stream, work=lambda: None, behind=one.behind)
 

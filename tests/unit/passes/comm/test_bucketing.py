@@ -14,7 +14,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import Program
 from wholestep.passes.comm.bucket_planner import DEPENDS, END, FULL
-from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.bucketing import bucket_gradients
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
 
@@ -24,7 +24,7 @@ COST = CostModel.default("cpu+gloo")
 def bucketed(fn, tensors: list[torch.Tensor], bucket_bytes: int = 1 << 20, *, mean: bool = True) -> Program:
     """The program of `fn` with buckets, which gives the same bits as without."""
     before = builders.place(builders.capture(fn, tensors), mean=mean)
-    after = run_passes(before, [partial(bucket, cost=COST, bucket_bytes=bucket_bytes)])
+    after = run_passes(before, [partial(bucket_gradients, cost=COST, bucket_bytes=bucket_bytes)])
     results = []
     for one in (before, after, run_passes(after, [reinplace])):
         torch.manual_seed(0)
@@ -243,7 +243,7 @@ def test_a_product_that_someone_else_reads_stays_for_them():
     scaled = program.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)[0].args[0]
     program.graph.output_node().args = ((*program.results, scaled),)
     program = replace(program, outputs=(*program.outputs, replace(program.outputs[0], name="scaled")))
-    after = run_passes(program, [partial(bucket, cost=COST, bucket_bytes=1 << 20)])
+    after = run_passes(program, [partial(bucket_gradients, cost=COST, bucket_bytes=1 << 20)])
     tensors = [torch.randn(3), torch.randn(3)]
     assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
     assert len(starts(after)) == 1
@@ -251,4 +251,4 @@ def test_a_product_that_someone_else_reads_stays_for_them():
 
 def test_nothing_to_do():
     program = builders.without_gradients(builders.capture(lambda x: x + 1, [torch.randn(3)]))
-    assert run_passes(program, [partial(bucket, cost=COST, bucket_bytes=1)]).history[-1].notes == ()
+    assert run_passes(program, [partial(bucket_gradients, cost=COST, bucket_bytes=1)]).history[-1].notes == ()

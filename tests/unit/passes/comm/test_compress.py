@@ -16,7 +16,7 @@ from wholestep.config import Compress
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import InputKind, OutputKind, Program, Stage
-from wholestep.passes.comm.bucketing import bucket
+from wholestep.passes.comm.bucketing import bucket_gradients
 from wholestep.passes.comm.compress import compress
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
@@ -45,7 +45,8 @@ def turned(a, b, c):
 def bucketed(fn=three, *, bucket_bytes: int = 1 << 20, mean: bool = True, dtype=torch.float32) -> Program:
     found = builders.capture(fn, [one.to(dtype) for one in tensors()], names=list(SHAPES), kinds=[InputKind.PARAM] * 3)
     return run_passes(
-        builders.place(found, mean=mean), [partial(bucket, cost=COST, bucket_bytes=bucket_bytes, aligned=False)]
+        builders.place(found, mean=mean),
+        [partial(bucket_gradients, cost=COST, bucket_bytes=bucket_bytes, aligned=False)],
     )
 
 

@@ -13,7 +13,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import op_info
 from wholestep.ir.ops.collectives import averages
 from wholestep.ir.program import Program
-from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import run_passes
 
@@ -31,7 +31,7 @@ def reductions(program: Program) -> list[tuple[object, ...]]:
 
 def planned(dtype: torch.dtype = torch.float32, *, averages: bool = True, **options: object) -> Program:
     placed = builders.place(builders.capture(linear, [X.to(dtype), Y.to(dtype)]), **options)
-    lowering = [partial(average_on_the_way, averages=lambda group, device: averages)]
+    lowering = [partial(fold_mean, averages=lambda group, device: averages)]
     return run_passes(placed, passes_of(cost=COST, bucket_bytes=1 << 20, lowering=lowering))
 
 

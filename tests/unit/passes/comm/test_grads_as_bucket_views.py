@@ -13,9 +13,8 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend
 from wholestep.passes.analysis.task_graph import live_bytes
-from wholestep.passes.comm import grads_as_bucket_views
-from wholestep.passes.comm.bucketing import bucket
-from wholestep.passes.comm.grads_as_bucket_views import fill_buckets
+from wholestep.passes.comm.bucketing import bucket_gradients
+from wholestep.passes.comm.grads_as_bucket_views import grads_as_bucket_views
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
 
@@ -26,8 +25,8 @@ X, Y = torch.randn(6, 4), torch.randn(6, 3)
 def filled(fn, tensors: list[torch.Tensor]) -> tuple[Program, Program]:
     """The program before and after, which give the same bits."""
     placed = builders.place(builders.capture(fn, tensors))
-    before = run_passes(placed, [partial(bucket, cost=COST, bucket_bytes=1 << 20), reinplace])
-    after = run_passes(before, [fill_buckets])
+    before = run_passes(placed, [partial(bucket_gradients, cost=COST, bucket_bytes=1 << 20), reinplace])
+    after = run_passes(before, [grads_as_bucket_views])
     assert builders.same(builders.execute(after, tensors), builders.execute(placed, tensors))
     return before, after
 
@@ -96,7 +95,7 @@ def many(x):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_many_small_parts_are_copied_by_a_list_on_a_gpu(on_gpu: bool, monkeypatch):
-    monkeypatch.setattr(grads_as_bucket_views, "_on_gpu", lambda node: on_gpu)
+    monkeypatch.setattr("wholestep.passes.comm.grads_as_bucket_views._on_gpu", lambda node: on_gpu)
     x = torch.randn(3, 20)
     _, after = filled(many, [x])
     assert builders.count(after, aten.cat.default) == (not on_gpu)

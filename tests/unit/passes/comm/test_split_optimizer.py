@@ -14,11 +14,11 @@ from tests.unit.builders import aten, gradient
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import Program
-from wholestep.passes.comm.bucketing import bucket
-from wholestep.passes.comm.split_optimizer import split_updates
+from wholestep.passes.comm.bucketing import bucket_gradients
+from wholestep.passes.comm.split_optimizer import split_optimizer
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 
 COST = CostModel.default("cpu+gloo")
 SIZES = [(4, 3), (5,), (6,), (2, 7), (1,)]
@@ -66,8 +66,8 @@ def split(kind: str, *, clip: bool = False) -> tuple[Program, Program]:
     """Before and after, which give the same bits, also when scheduled and run in place."""
     tensors = state(1 if kind == "sgd" else 2)
     placed = builders.place(builders.capture(step(kind, clip=clip), tensors))
-    before = run_passes(placed, [cleanup, partial(bucket, cost=COST, bucket_bytes=LIMIT_BYTES)])
-    after = run_passes(before, [split_updates])
+    before = run_passes(placed, [eliminate_dead_code, partial(bucket_gradients, cost=COST, bucket_bytes=LIMIT_BYTES)])
+    after = run_passes(before, [split_optimizer])
     wanted = builders.execute(placed, tensors)
     assert builders.same(builders.execute(after, tensors), wanted)
     whole = run_passes(placed, passes_of(cost=COST, bucket_bytes=LIMIT_BYTES))
@@ -120,8 +120,8 @@ def waits_before(node: torch.fx.Node) -> set[torch.fx.Node]:
 def test_one_bucket_is_left_alone():
     tensors = state(2)
     placed = builders.place(builders.capture(step("fused"), tensors))
-    bucketed = run_passes(placed, [partial(bucket, cost=COST, bucket_bytes=1 << 30)])
-    assert run_passes(bucketed, [split_updates]).history[-1].notes == ()
+    bucketed = run_passes(placed, [partial(bucket_gradients, cost=COST, bucket_bytes=1 << 30)])
+    assert run_passes(bucketed, [split_optimizer]).history[-1].notes == ()
 
 
 def test_a_list_that_is_used_as_a_whole_is_left_alone():
@@ -131,5 +131,5 @@ def test_a_list_that_is_used_as_a_whole_is_left_alone():
 
     tensors = [torch.randn(3), torch.randn(3)]
     placed = builders.place(builders.capture(fn, tensors))
-    after = run_passes(placed, [split_updates])
+    after = run_passes(placed, [split_optimizer])
     assert builders.same(builders.execute(after, tensors), builders.execute(placed, tensors))

@@ -25,12 +25,12 @@ from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor_backend import Eager, Inductor
 from wholestep.passes.analysis import task_graph
 from wholestep.passes.analysis.alias_analysis import Memory
-from wholestep.passes.comm.use_copy_engine import reduce_by_copies
-from wholestep.passes.comm.wire_dtype import narrow_messages, narrow_type
-from wholestep.passes.comm.wire_format import Way, as_it_is
+from wholestep.passes.comm.use_copy_engine import use_copy_engine
+from wholestep.passes.comm.wire_dtype import narrow_type, narrow_wire_dtype
+from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, pass_name, run_passes
-from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.rewrites.matmul_out_dtype import widen_matmul_out_dtype
 from wholestep.place.strategies import place
 from wholestep.runtime.verify import collective_semantics
 
@@ -41,13 +41,13 @@ def yes(node: fx.Node) -> bool:
     return True
 
 
-def travels_as(grad: fx.Node, group: str) -> Way:
-    return Way(dtype=narrow_type(grad, makes=yes) or torch.float32)
+def travels_as(grad: fx.Node, group: str) -> WireFormat:
+    return WireFormat(dtype=narrow_type(grad, makes=yes) or torch.float32)
 
 
-COPIES: Pass = partial(reduce_by_copies, why_not=lambda group, device: "")
-NARROW: Pass = partial(narrow_messages, makes=yes)
-WIDEN: Pass = partial(widen_products, widens=yes)
+COPIES: Pass = partial(use_copy_engine, why_not=lambda group, device: "")
+NARROW: Pass = partial(narrow_wire_dtype, makes=yes)
+WIDEN: Pass = partial(widen_matmul_out_dtype, widens=yes)
 
 
 class Net(nn.Module):
@@ -133,11 +133,11 @@ def test_ranks_add_in_float32():
 def test_other_buckets_stay_in_float32(training, change: str):
     """Those that hold other gradients, too, go by another way, or come from products that cannot be asked for."""
     if change == "one type":
-        program = planned(training, AVERAGE, COPIES, NARROW, travels_as=as_it_is)
+        program = planned(training, AVERAGE, COPIES, NARROW, travels_as=unchanged)
     elif change == "no copies":
         program = planned(training, AVERAGE, NARROW)
     else:
-        program = planned(training, AVERAGE, COPIES, partial(narrow_messages, makes=segment_compiler.widens))
+        program = planned(training, AVERAGE, COPIES, partial(narrow_wire_dtype, makes=segment_compiler.widens))
     assert not calls(program, ALL_REDUCE_WIDE)
     starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
     assert starts

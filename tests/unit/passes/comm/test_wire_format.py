@@ -25,16 +25,16 @@ from wholestep.lower.kernels import sparse_all_reduce
 from wholestep.passes.analysis import task_graph
 from wholestep.passes.comm import wire_format
 from wholestep.passes.comm.compress import compress
-from wholestep.passes.comm.use_copy_engine import reduce_by_copies
-from wholestep.passes.comm.wire_format import Way, looked_up
+from wholestep.passes.comm.use_copy_engine import use_copy_engine
+from wholestep.passes.comm.wire_format import WireFormat, looked_up
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.place.strategies import place
 from wholestep.runtime.verify import collective_semantics
 
 aten = torch.ops.aten
-COPIES: Pass = partial(reduce_by_copies, why_not=lambda group, device: "")
+COPIES: Pass = partial(use_copy_engine, why_not=lambda group, device: "")
 WORDS, WIDTH = 200, 16
 
 
@@ -71,9 +71,9 @@ def training(count: int = 12, net: Callable[[], nn.Module] = Net) -> tuple[Any, 
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(count) % WORDS
 
 
-def tables(grad: fx.Node, group: str, most_rows: int = 20) -> Way:
+def tables(grad: fx.Node, group: str, most_rows: int = 20) -> WireFormat:
     """Gradients of two dimensions of which the first is long may go as rows."""
-    return Way(dtype=torch.float32, most_rows=most_rows if node_meta.tensor(grad).shape[0] >= WORDS else 0)
+    return WireFormat(dtype=torch.float32, most_rows=most_rows if node_meta.tensor(grad).shape[0] >= WORDS else 0)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def all_by_copies(monkeypatch):
 
 
 def placed(*training: Any) -> Program:
-    return run_passes(place(captured(step, *training).program, DDP(), AXIS), [cleanup])
+    return run_passes(place(captured(step, *training).program, DDP(), AXIS), [eliminate_dead_code])
 
 
 def planned(*training: Any, lowering: tuple[Pass, ...] = (AVERAGE, COPIES), until: int = 0, **options: Any) -> Program:
@@ -125,7 +125,7 @@ def test_a_table_has_a_bucket_of_its_own_and_goes_with_its_indices():
 
 
 def test_numbers_are_those_of_the_table_as_a_whole():
-    whole = planned(*training(), until=2, travels_as=wire_format.as_it_is)
+    whole = planned(*training(), until=2, travels_as=wire_format.unchanged)
     as_rows = planned(*training(), until=2)
     assert all(map(torch.equal, run(whole, training()), run(as_rows, training())))
     values = [torch.randn(8, 3) for _ in range(3)]

@@ -19,11 +19,11 @@ from wholestep.ir.program import InputKind, OutputKind, Program, Stage
 from wholestep.lower.base import eager_backend
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 
 
 def scheduled(program: Program) -> Program:
-    return run_passes(builders.without_gradients(program), [cleanup, reinplace])
+    return run_passes(builders.without_gradients(program), [eliminate_dead_code, reinplace])
 
 
 def check(program: Program, tensors: list[torch.Tensor]) -> Program:
@@ -613,7 +613,7 @@ def test_any_program_gives_the_same_bits(program, kept, num_inputs):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 4, generator=generator) for _ in range(num_inputs)]
     before = with_mesh(builders.capture(lambda *inputs: interpret(program, list(inputs), kept), tensors))
-    after = run_passes(before, [cleanup, reinplace])
+    after = run_passes(before, [eliminate_dead_code, reinplace])
     assert builders.same(builders.execute(after, tensors), builders.execute(before, tensors))
     assert_results_last(after, [tensor.clone() for tensor in tensors])
     written = {output.target for output in after.outputs if output.kind is OutputKind.WRITE}

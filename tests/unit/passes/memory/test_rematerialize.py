@@ -27,10 +27,10 @@ from wholestep.ir.program import InputKind, MeshAxis, Program
 from wholestep.lower.base.eager_backend import lower
 from wholestep.passes.analysis.task_graph import tasks_of
 from wholestep.passes.default_passes import passes_of
-from wholestep.passes.memory.rematerialize import remat
+from wholestep.passes.memory.rematerialize import rematerialize
 from wholestep.passes.pass_manager import pass_name, run_passes
-from wholestep.passes.rewrites.cse import dedupe
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.cse import eliminate_common_subexpressions
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.place.strategies import place
 
 COST = CostModel.default("cpu+gloo")
@@ -106,7 +106,7 @@ def trained(model: Callable[[], nn.Module], x: Tensor, wrap: Callable[[Any], Any
 
 
 def compiled(budget: float) -> Callable[[Any], Any]:
-    return partial(ws.compile, passes=partial(remat, cost=COST, budget=budget))
+    return partial(ws.compile, passes=partial(rematerialize, cost=COST, budget=budget))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,7 +141,7 @@ def test_random_numbers_are_drawn_again_and_others_do_not_notice():
         noisy(x, w).backward()
         return w.grad.clone(), torch.rand(3)
 
-    wrapped = ws.compile(step, passes=partial(remat, cost=COST, budget=0.7))
+    wrapped = ws.compile(step, passes=partial(rematerialize, cost=COST, budget=0.7))
     for seed in range(3):
         torch.manual_seed(seed)
         eager, state = step(x), torch.get_rng_state()
@@ -158,7 +158,7 @@ def test_random_numbers_are_drawn_again_and_others_do_not_notice():
 def test_on_virtual_ranks():
     model = gpt(0.1)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ws.compile(train, passes=partial(remat, cost=COST, budget=0.6))
+    step = ws.compile(train, passes=partial(rematerialize, cost=COST, budget=0.6))
     report = step.verify(model, opt, TOKENS, ranks=2, steps=2, whole_batch=False)
     report.raise_if_failed()
 
@@ -190,9 +190,11 @@ def test_no_pass_undoes_it(two_layers):
     passes = passes_of(ws.default_passes(memory_budget=0.5), cost=COST)
     program = run_passes(two_layers, [one for one in passes if pass_name(one) != "reinplace"])
     once = [node_meta.repeats(node) for node in again(program)]
-    after = run_passes(program, [cleanup, dedupe, partial(remat, cost=COST, budget=0.5)])
+    after = run_passes(
+        program, [eliminate_dead_code, eliminate_common_subexpressions, partial(rematerialize, cost=COST, budget=0.5)]
+    )
     assert [node_meta.repeats(node) for node in again(after)] == once != []
-    assert printer.diff(run_passes(program, [partial(remat, cost=COST, budget=0.2)]), program) == ""
+    assert printer.diff(run_passes(program, [partial(rematerialize, cost=COST, budget=0.2)]), program) == ""
 
 
 def test_every_rank_finds_the_same(two_layers):
@@ -294,7 +296,7 @@ def test_a_budget_that_cannot_be_kept(two_layers):
 @pytest.mark.parametrize("budget", [0, -1, 1.5, True, "8 GiB"])
 def test_what_is_no_budget(budget, two_layers):
     with pytest.raises(ws.ConfigError, match="memory_budget"):
-        remat(two_layers, cost=COST, budget=budget)
+        rematerialize(two_layers, cost=COST, budget=budget)
 
 
 def test_two_batches_whose_gradients_are_added():
@@ -340,4 +342,4 @@ def test_any_model(names, budget):
     assert builders.same(outcome(plain), outcome(tight))
     assert predicted_bytes(tight) <= predicted_bytes(plain)
     assert builders.count(tight, *op_info.COLLECTIVES) == builders.count(plain, *op_info.COLLECTIVES)
-    assert printer.diff(tight, run_passes(tight, [partial(remat, cost=COST, budget=budget)])) == ""
+    assert printer.diff(tight, run_passes(tight, [partial(rematerialize, cost=COST, budget=budget)])) == ""

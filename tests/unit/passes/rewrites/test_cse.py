@@ -8,7 +8,7 @@ from tests.unit import builders
 from tests.unit.builders import c10d
 from wholestep.ir import node_meta, op_info
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.cse import dedupe
+from wholestep.passes.rewrites.cse import eliminate_common_subexpressions
 
 
 def reduce(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
@@ -17,7 +17,7 @@ def reduce(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
 
 def deduped(fn, tensors, num_collectives):
     program = builders.place(builders.capture(fn, tensors))
-    after = run_passes(program, [dedupe])
+    after = run_passes(program, [eliminate_common_subexpressions])
     assert builders.same(builders.execute(after, tensors), builders.execute(program, tensors))
     assert builders.count(after, *op_info.COLLECTIVES) == num_collectives
     assert builders.count(after, op_info.WAIT) == num_collectives
@@ -52,6 +52,6 @@ def test_a_gradient_of_two_parameters_is_one_member_for_both():
         return builders.gradient(grad, "a"), builders.gradient(grad, "b")
 
     program = builders.place(builders.capture(fn, [torch.randn(3)]), mean=False)
-    after = run_passes(program, [dedupe])
+    after = run_passes(program, [eliminate_common_subexpressions])
     (start,) = after.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
     assert node_meta.bucket(start).members == ("a", "b")

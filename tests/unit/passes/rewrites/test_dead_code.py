@@ -13,11 +13,11 @@ from tests.unit.builders import aten, c10d
 from wholestep.ir import graph_edit, op_info
 from wholestep.ir.program import Program
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 
 
 def check(program: Program, tensors: list[torch.Tensor]) -> Program:
-    after = run_passes(builders.without_gradients(program), [cleanup])
+    after = run_passes(builders.without_gradients(program), [eliminate_dead_code])
     results = []
     for one in (program, after):
         torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_marks_that_survived_tracing_go():
         mark = program.graph.call_function(enter, ("Optimizer.step", None))
     with program.graph.inserting_after(mul):
         program.graph.call_function(leave._RecordFunction, (mark,))
-    assert builders.calls(cleanup(graph_edit.copy(program))) == ["aten.mul.Tensor"]
+    assert builders.calls(eliminate_dead_code(graph_edit.copy(program))) == ["aten.mul.Tensor"]
 
 
 def test_items_of_literal_lists_are_folded():
@@ -164,7 +164,7 @@ def test_items_of_literal_lists_are_folded():
         item = graph_edit.emit(program.graph, operator.getitem, [add.args[0], None], 0)
     add.replace_input_with(add.args[0], item)
     item.args = ([program.placeholders[0], None], 0)
-    after = run_passes(program, [cleanup])
+    after = run_passes(program, [eliminate_dead_code])
     assert len(after.graph.nodes) == 3
 
 
@@ -173,12 +173,12 @@ def test_collectives_that_are_read_stay():
         return op_info.WAIT(c10d.all_reduce.default(x, "sum", builders.world_group()))
 
     program = builders.place(builders.capture(fn, [torch.ones(3)]))
-    assert builders.count(run_passes(program, [cleanup]), c10d.all_reduce.default, op_info.WAIT) == 2
+    assert builders.count(run_passes(program, [eliminate_dead_code]), c10d.all_reduce.default, op_info.WAIT) == 2
 
 
 def test_notes_say_what_went():
     program = builders.without_gradients(builders.capture(lambda x: x.t().t() + 1, [SQUARE]))
-    (note,) = run_passes(replace(program), [cleanup]).history[0].notes
+    (note,) = run_passes(replace(program), [eliminate_dead_code]).history[0].notes
     assert note == "dropped 0 profiler marks, 1 views and 0 copies of what was there, 1 dead nodes"
 
 

@@ -12,7 +12,7 @@ from tests.unit.builders import aten
 from wholestep.capture.functionalize.functionalize import functional_twin
 from wholestep.ir.program import Program, Stage
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.decompose_batch_norm import plain_batch_norms
+from wholestep.passes.rewrites.decompose_batch_norm import decompose_batch_norm
 
 PLAIN = aten._native_batch_norm_legit_functional.default
 ATEN, CUDNN = (functional_twin(op.default, (3, 4)) for op in (aten.native_batch_norm, aten.cudnn_batch_norm))
@@ -42,7 +42,7 @@ def tensors(form: torch.memory_format = torch.contiguous_format, dtype: torch.dt
 
 
 def rewritten(before: Program) -> Program:
-    return run_passes(builders.without_gradients(before), [plain_batch_norms])
+    return run_passes(builders.without_gradients(before), [decompose_batch_norm])
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)

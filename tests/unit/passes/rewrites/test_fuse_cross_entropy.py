@@ -20,10 +20,10 @@ from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, lean_cross_entropy
-from wholestep.passes.rewrites.pad_matmul import Rates, pad_products
-from wholestep.passes.rewrites.padded_cross_entropy import write_whole_rows
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY, fuse_cross_entropy
+from wholestep.passes.rewrites.pad_matmul import Rates, pad_matmul
+from wholestep.passes.rewrites.padded_cross_entropy import pad_cross_entropy
 
 ROWS, CLASSES = 6, 11
 IGNORED = 3
@@ -60,8 +60,8 @@ def tensors(dtype: torch.dtype = torch.float32, *, scale: float = 3.0) -> list[T
 
 def lean(fn: Callable[..., Any], given: list[Tensor]) -> tuple[Program, Program]:
     """The program of `fn`, and what the pass makes of it."""
-    before = run_passes(builders.without_gradients(builders.capture(fn, given)), [cleanup])
-    return before, run_passes(before, [lean_cross_entropy])
+    before = run_passes(builders.without_gradients(builders.capture(fn, given)), [eliminate_dead_code])
+    return before, run_passes(before, [fuse_cross_entropy])
 
 
 def rewritten(program: Program) -> bool:
@@ -219,9 +219,9 @@ def test_a_loss_of_images_stays_as_it_is():
 
 def test_a_second_time_changes_nothing_and_a_scheduled_program_stays():
     before, once = lean(loss_and_gradient(), tensors())
-    assert printer.diff(run_passes(once, [lean_cross_entropy]), once) == ""
+    assert printer.diff(run_passes(once, [fuse_cross_entropy]), once) == ""
     scheduled = run_passes(before, [reinplace])
-    assert printer.diff(run_passes(scheduled, [lean_cross_entropy]), scheduled) == ""
+    assert printer.diff(run_passes(scheduled, [fuse_cross_entropy]), scheduled) == ""
 
 
 def language_model() -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
@@ -247,8 +247,8 @@ def language_model() -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], lis
 def whole_step() -> tuple[Program, Program, list[Any]]:
     _, step, batch = language_model()
     found = captured(step, *batch)
-    before = run_passes(builders.without_gradients(found.program), [cleanup])
-    return before, run_passes(before, [lean_cross_entropy]), [*found.binding.inputs(batch)]
+    before = run_passes(builders.without_gradients(found.program), [eliminate_dead_code])
+    return before, run_passes(before, [fuse_cross_entropy]), [*found.binding.inputs(batch)]
 
 
 def assert_close_in_bfloat16(before: Program, after: Program, inputs: list[Any]) -> None:
@@ -340,7 +340,7 @@ def in_words_of_aten(
     return losses.detach(), gradient.to(logits.dtype)
 
 
-FUSE = partial(lean_cross_entropy, fuses=lambda product: True)
+FUSE = partial(fuse_cross_entropy, fuses=lambda product: True)
 
 
 def fused(before: Program) -> Program:
@@ -391,7 +391,7 @@ def with_rounded_logs(program: Program) -> Program:
     return program
 
 
-@pytest.mark.parametrize("rewrite", [lean_cross_entropy, partial(lean_cross_entropy, fuses=lambda product: True)])
+@pytest.mark.parametrize("rewrite", [fuse_cross_entropy, partial(fuse_cross_entropy, fuses=lambda product: True)])
 @pytest.mark.parametrize("reads_rounded", [False, True])
 def test_a_loss_of_rounded_logs_is_computed_without_the_rounding(rewrite, reads_rounded, kernel):
     given = tensors(torch.bfloat16)
@@ -411,7 +411,7 @@ def test_a_loss_of_rounded_logs_is_computed_without_the_rounding(rewrite, reads_
         assert builders.same(wanted[0], found[0])
 
 
-@pytest.mark.parametrize("rewrite", [lean_cross_entropy, partial(lean_cross_entropy, fuses=lambda product: True)])
+@pytest.mark.parametrize("rewrite", [fuse_cross_entropy, partial(fuse_cross_entropy, fuses=lambda product: True)])
 def test_a_cast_may_be_a_part_of_the_logarithms(rewrite, kernel):
     given = tensors(torch.bfloat16)
     before, _ = lean(in_float32, given)
@@ -465,7 +465,7 @@ def autocast_step(loss_of: Callable[..., Tensor]) -> tuple[Program, list[Any]]:
         return loss.detach()
 
     found = captured(step, *batch)
-    return run_passes(builders.without_gradients(found.program), [cleanup]), [*found.binding.inputs(batch)]
+    return run_passes(builders.without_gradients(found.program), [eliminate_dead_code]), [*found.binding.inputs(batch)]
 
 
 @pytest.mark.parametrize("loss_of", [float_before_view, float_behind_view, in_other_rows])
@@ -512,7 +512,7 @@ def test_logits_that_a_kernel_does_not_read(kernel):
     """`fuses` is asked about what gives the logits, behind views and casts."""
     asked = []
     before, _ = autocast_step(float_before_view)
-    after = run_passes(before, [partial(lean_cross_entropy, fuses=lambda product: asked.append(product.target))])
+    after = run_passes(before, [partial(fuse_cross_entropy, fuses=lambda product: asked.append(product.target))])
     assert asked == [aten.mm.default]
     assert builders.count(after, CROSS_ENTROPY) == 0
     assert rewritten(after)
@@ -551,11 +551,11 @@ def head_tensors(classes: int, *, turned: bool) -> list[Tensor]:
     return [x, weight.t().contiguous() if turned else weight, offset, torch.randint(classes, (8,), generator=draw)]
 
 
-PAD = partial(pad_products, pads=lambda product: True, rates=Rates(num_bytes=1e30, launch_s=0.0))
+PAD = partial(pad_matmul, pads=lambda product: True, rates=Rates(num_bytes=1e30, launch_s=0.0))
 
 
 def in_whole_rows(before: Program) -> Program:
-    return run_passes(fused(before), [PAD, write_whole_rows])
+    return run_passes(fused(before), [PAD, pad_cross_entropy])
 
 
 def note_of(program: Program) -> tuple[str, ...]:
@@ -619,16 +619,16 @@ def test_zeros_that_the_kernel_writes_cost_nothing(kernel):
     given = [torch.randn(512, 16, generator=draw).bfloat16(), *head_tensors(517, turned=False)[1:3]]
     given.append(torch.randint(517, (512,), generator=draw))
     before, lean_alone = lean(of_a_head(bias=False, turned=False, classes=517), given)
-    pad = partial(pad_products, pads=lambda product: True, rates=Rates(launch_s=0.0))
-    after = run_passes(fused(before), [pad, write_whole_rows])
+    pad = partial(pad_matmul, pads=lambda product: True, rates=Rates(launch_s=0.0))
+    after = run_passes(fused(before), [pad, pad_cross_entropy])
     products = after.graph.find_nodes(op="call_function", target=aten.mm.default)
     assert (512, 576) in [tuple(node_meta.tensor(one.args[0]).shape) for one in products]
     assert builders.count(after, aten.constant_pad_nd.default) == 1
     alone = partial(
         pad, pads=lambda product: node_meta.tensor(product.args[0]).shape[1] == 517
     )  # logits stay as they are
-    assert printer.diff(run_passes(fused(before), [alone, write_whole_rows]), fused(before)) == ""
-    apart = run_passes(lean_alone, [pad, write_whole_rows])
+    assert printer.diff(run_passes(fused(before), [alone, pad_cross_entropy]), fused(before)) == ""
+    apart = run_passes(lean_alone, [pad, pad_cross_entropy])
     products = apart.graph.find_nodes(op="call_function", target=aten.mm.default)
     assert (512, 576) not in [tuple(node_meta.tensor(one.args[0]).shape) for one in products]
     assert builders.count(apart, aten.constant_pad_nd.default) == 1

@@ -24,18 +24,18 @@ from wholestep.ir.program import MeshAxis, Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor_backend import forms_segments
-from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.fuse_cross_entropy import lean_cross_entropy
-from wholestep.passes.rewrites.fuse_gelu import PRODUCT_GELU, PRODUCT_GELU_BACKWARD, fuse_activations
-from wholestep.passes.rewrites.matmul_out_dtype import widen_products
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.fuse_cross_entropy import fuse_cross_entropy
+from wholestep.passes.rewrites.fuse_gelu import PRODUCT_GELU, PRODUCT_GELU_BACKWARD, fuse_gelu
+from wholestep.passes.rewrites.matmul_out_dtype import widen_matmul_out_dtype
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
 
-FUSE: Pass = partial(fuse_activations, fuses=lambda product: True)
+FUSE: Pass = partial(fuse_gelu, fuses=lambda product: True)
 FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows)
 LAYERS = 3
 GELUS = (aten.gelu.default, aten.gelu_backward.default)
@@ -62,7 +62,7 @@ def product_gelu_backward(a: Tensor, b: Tensor, pre: Tensor) -> Tensor:
 
 def both(fn: Callable[..., Any], given: list[Tensor]) -> tuple[Program, Program]:
     """The program of `fn`, and what the pass makes of it."""
-    before = run_passes(builders.without_gradients(builders.capture(fn, given)), [cleanup])
+    before = run_passes(builders.without_gradients(builders.capture(fn, given)), [eliminate_dead_code])
     return before, run_passes(before, [FUSE])
 
 
@@ -157,7 +157,7 @@ def language_model(size: LanguageModelSize) -> tuple[Program, list[Any], Program
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     batch = [torch.randint(size.vocabulary, (size.rows, size.length)) for _ in range(2)]
     found = captured(partial(autocast_step, model, optimizer), *batch)
-    before = run_passes(builders.without_gradients(found.program), [cleanup])
+    before = run_passes(builders.without_gradients(found.program), [eliminate_dead_code])
     return before, [*found.binding.inputs(batch)], found.program
 
 
@@ -181,8 +181,8 @@ def planned(program: Program, *lowering: Pass) -> Program:
     placed = place(program, DDP(), MeshAxis(name="data", size=2, group="0"))
     passes = [
         *lowering,
-        partial(average_on_the_way, averages=lambda group, device: True),
-        partial(widen_products, widens=lambda node: True),
+        partial(fold_mean, averages=lambda group, device: True),
+        partial(widen_matmul_out_dtype, widens=lambda node: True),
         partial(forms_segments("cuda"), compiles=segment_compiler.compiles),
     ]
     return run_passes(placed, passes_of(cost=CostModel.default("h200+nvlink"), lowering=passes))
@@ -190,7 +190,7 @@ def planned(program: Program, *lowering: Pass) -> Program:
 
 def test_layers_stay_alike_and_other_passes_find_what_they_found(trained):
     _, _, program = trained
-    before, after = planned(program, lean_cross_entropy), planned(program, lean_cross_entropy, FUSE)
+    before, after = planned(program, fuse_cross_entropy), planned(program, fuse_cross_entropy, FUSE)
     assert counts(after) == (LAYERS, LAYERS)
     told = []
     for plan in (before, after):
@@ -216,7 +216,7 @@ def test_one_direction_without_the_other():
             return product.target is target
 
         before, _ = both(layers, given)
-        after = run_passes(before, [partial(fuse_activations, fuses=fuses)])
+        after = run_passes(before, [partial(fuse_gelu, fuses=fuses)])
         assert asked == [aten.addmm.default, aten.mm.default]
         assert counts(after) == wanted
         assert same_bits(before, after, given)

@@ -18,18 +18,18 @@ from wholestep.ir.ops.collectives import ALL_REDUCE_WIDE
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import segment_compiler
-from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.matmul_out_dtype import WIDE, widen_products
+from wholestep.passes.rewrites.matmul_out_dtype import WIDE, widen_matmul_out_dtype
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
 
 aten = torch.ops.aten
 AXIS = MeshAxis(name="data", size=2, group="0")
 COST = CostModel.default("cpu+gloo")
-WIDEN: Pass = partial(widen_products, widens=lambda node: True)
-AVERAGE: Pass = partial(average_on_the_way, averages=lambda group, device: True)
+WIDEN: Pass = partial(widen_matmul_out_dtype, widens=lambda node: True)
+AVERAGE: Pass = partial(fold_mean, averages=lambda group, device: True)
 FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows)
 
 
@@ -136,6 +136,6 @@ def test_what_is_no_gradient_of_a_bucket_stays_narrow(training):
 
 
 def test_a_device_that_cannot_keeps_its_casts(training):
-    program = planned(training, AVERAGE, partial(widen_products, widens=segment_compiler.widens), FORM)
+    program = planned(training, AVERAGE, partial(widen_matmul_out_dtype, widens=segment_compiler.widens), FORM)
     assert not calls(program, WIDE)
     assert not calls(program, aten.mm.dtype_out)

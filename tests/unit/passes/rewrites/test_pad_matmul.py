@@ -20,27 +20,27 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.lower.inductor import segment_compiler
-from wholestep.passes.comm.fold_mean import average_on_the_way
+from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
-from wholestep.passes.rewrites.fuse_gelu import fuse_activations
-from wholestep.passes.rewrites.matmul_out_dtype import widen_products
-from wholestep.passes.rewrites.pad_matmul import Rates, pad_products
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+from wholestep.passes.rewrites.fuse_gelu import fuse_gelu
+from wholestep.passes.rewrites.matmul_out_dtype import widen_matmul_out_dtype
+from wholestep.passes.rewrites.pad_matmul import Rates, pad_matmul
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
 
 FOR_NOTHING = Rates(num_bytes=1e30, launch_s=0.0)
 """Of a device to which zeros are no work, so that small products are padded, too."""
-ALWAYS: Pass = partial(pad_products, pads=lambda product: True, rates=FOR_NOTHING)
-DEFAULT: Pass = partial(pad_products, pads=lambda product: True)
+ALWAYS: Pass = partial(pad_matmul, pads=lambda product: True, rates=FOR_NOTHING)
+DEFAULT: Pass = partial(pad_matmul, pads=lambda product: True)
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 COST = CostModel.default("cpu+gloo")
 
 
 def cleaned(fn: Callable[..., Any], given: list[Tensor]) -> Program:
-    return run_passes(builders.without_gradients(builders.capture(fn, given)), [cleanup])
+    return run_passes(builders.without_gradients(builders.capture(fn, given)), [eliminate_dead_code])
 
 
 def padded(fn: Callable[..., Any], given: list[Tensor]) -> tuple[Program, Program]:
@@ -375,11 +375,11 @@ def test_a_device_that_does_not_mind_is_asked_about_odd_products_alone():
     asked = []
     given = layers()
     before = cleaned(two_layers(bias=False), given)
-    after = run_passes(before, [partial(pad_products, pads=lambda node: asked.append(node), rates=FOR_NOTHING)])
+    after = run_passes(before, [partial(pad_matmul, pads=lambda node: asked.append(node), rates=FOR_NOTHING)])
     assert printer.diff(before, after) == ""
     assert len(asked) == 6
     before = cleaned(readers(torch.sin), whole_numbers((8, 16), (24, 16)))
-    run_passes(before, [partial(pad_products, pads=lambda node: pytest.fail("it is even"))])
+    run_passes(before, [partial(pad_matmul, pads=lambda node: pytest.fail("it is even"))])
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def reduced(given: list[Tensor], *, forward: Callable[[Tensor, Tensor], Tensor])
         of_x, of_weight = torch.autograd.grad(forward(x, weight).square().sum(), (x, weight))
         return of_x, builders.gradient(of_weight.float(), "weight")
 
-    before = run_passes(builders.place(builders.capture(step, given)), [cleanup])
+    before = run_passes(builders.place(builders.capture(step, given)), [eliminate_dead_code])
     after = run_passes(before, [ALWAYS])
     builders.Layouts(after.module).run(*given)
     return before, after
@@ -488,7 +488,7 @@ def test_zeros_that_come_later_are_not_read():
         return builders.gradient((grad.t() @ x).float(), "weight"), (grad @ weight).sin()
 
     given = whole_numbers((8, 517), (8, 16), (517, 16))
-    before = run_passes(builders.place(builders.capture(step, given)), [cleanup])
+    before = run_passes(builders.place(builders.capture(step, given)), [eliminate_dead_code])
     after = run_passes(before, [ALWAYS])
     assert sizes(after) == [(8, 576, 16), (517, 8, 16)]
     assert node_meta.tensor(of_weight(after).args[0]).stride() == (1, 517)
@@ -533,9 +533,9 @@ def planned(*first: Pass) -> Program:
     found = captured(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(40))
     lowering = [
         *first,
-        partial(fuse_activations, fuses=lambda product: True),
-        partial(average_on_the_way, averages=lambda group, device: True),
-        partial(widen_products, widens=lambda product: True),
+        partial(fuse_gelu, fuses=lambda product: True),
+        partial(fold_mean, averages=lambda group, device: True),
+        partial(widen_matmul_out_dtype, widens=lambda product: True),
         partial(form_segments, compiles=segment_compiler.compiles, postpones=segment_compiler.follows),
     ]
     placed = place(found.program, DDP(), MeshAxis(name="data", size=2, group="0"))

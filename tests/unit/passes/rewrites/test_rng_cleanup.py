@@ -15,7 +15,7 @@ from wholestep.ir import graph_edit
 from wholestep.ir.ops.rng_state import GET, SET
 from wholestep.ir.program import Program, Stage
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.rng_cleanup import settle_generators
+from wholestep.passes.rewrites.rng_cleanup import clean_up_rng
 
 STEPS, WIDTH = 4, 8
 
@@ -138,4 +138,4 @@ def words_of(program: Program) -> str:
 def test_what_is_dropped(before: str, after: str) -> None:
     program = program_of(before)
     assert words_of(program) == before
-    assert words_of(run_passes(program, [settle_generators])) == after
+    assert words_of(run_passes(program, [clean_up_rng])) == after

@@ -20,7 +20,7 @@ from wholestep.lower.cudagraph.partition import Parts, split
 from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.schedule.batch_host_reads import FEWEST_READS, read_in_rounds
+from wholestep.passes.schedule.batch_host_reads import FEWEST_READS, batch_host_reads
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 
@@ -67,7 +67,7 @@ def inputs(count: int) -> list[Tensor]:
 
 def test_one_turn_of_the_host_in_the_place_of_many():
     before = adapting(6)
-    after = run_passes(before, [read_in_rounds])
+    after = run_passes(before, [batch_host_reads])
     found = calls(after)
     assert found.count(ITEM) == calls(before).count(ITEM)
     assert found.count(COPY) == 1
@@ -80,7 +80,7 @@ def test_one_turn_of_the_host_in_the_place_of_many():
 
 def test_numbers_travel_back_together():
     """What is behind the host's turn is captured as one graph then."""
-    program = run_passes(adapting(6), [read_in_rounds, PACK])
+    program = run_passes(adapting(6), [batch_host_reads, PACK])
     (packed,) = program.graph.find_nodes(op="call_function", target=pack)
     assert len(packed.args[0]) == 6
     assert calls(program).count(element) == 6
@@ -110,7 +110,7 @@ def test_numbers_of_numbers_take_a_round_each():
         return tuple(found)
 
     before = program_of(step, host(), *[gpu(3, 3)] * 4)
-    after = run_passes(before, [read_in_rounds, PACK])
+    after = run_passes(before, [batch_host_reads, PACK])
     assert "the host reads 8 numbers of the GPU in 2 rounds, and not in 8" in after.history[0].notes
     assert calls(after).count(pack) == 2
     assert builders.same(run(before, inputs(2)), run(after, inputs(2)))
@@ -118,9 +118,9 @@ def test_numbers_of_numbers_take_a_round_each():
 
 def test_few_reads_are_left_alone():
     program = adapting(FEWEST_READS - 1)
-    assert read_in_rounds(program) is program
+    assert batch_host_reads(program) is program
     program = adapting(FEWEST_READS)
-    assert read_in_rounds(program) is not program
+    assert batch_host_reads(program) is not program
 
 
 def test_draws_keep_their_order():
@@ -133,7 +133,7 @@ def test_draws_keep_their_order():
         return tuple(found)
 
     before = program_of(step, *[gpu(3, 3)] * 5)
-    after = run_passes(before, [read_in_rounds])
+    after = run_passes(before, [batch_host_reads])
     drawn = [[one for one in calls(program) if op_info.is_random(one)] for program in (before, after)]
     assert drawn[0] == drawn[1]
     states = []
@@ -149,7 +149,7 @@ def test_numbers_of_several_types_travel_apart():
 
     specs = [gpu(3, 3), gpu(3, 3, dtype=torch.float64)] * 3
     before = program_of(step, *specs)
-    after = run_passes(before, [read_in_rounds])
+    after = run_passes(before, [batch_host_reads])
     assert calls(after).count(COPY) == 2
     values = [torch.rand(shape, dtype=dtype) for shape, dtype, _, _ in specs]
     assert builders.same(run(before, values), run(after, values))
@@ -157,4 +157,4 @@ def test_numbers_of_several_types_travel_apart():
 
 def test_scheduled_programs_keep_their_order():
     program = run_passes(adapting(6), [reinplace])
-    assert read_in_rounds(program) is program
+    assert batch_host_reads(program) is program

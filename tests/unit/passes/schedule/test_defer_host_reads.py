@@ -15,7 +15,7 @@ from tests.unit.lower.gpu_programs import Spec, captured, gpu, host
 from wholestep.ir.program import InputKind, Program
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.schedule.defer_host_reads import MOST_BYTES, delay_host_reads
+from wholestep.passes.schedule.defer_host_reads import MOST_BYTES, defer_host_reads
 
 ITEM, COPY = aten._local_scalar_dense.default, aten._to_copy.default
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def order(program: Program) -> list[Any]:
 def delayed(program: Program) -> tuple[list[Any], list[Any], Program]:
     """The order of the calls before and behind, and the program."""
     before = order(program)
-    after = run_passes(program, [delay_host_reads])
+    after = run_passes(program, [defer_host_reads])
     assert sorted(map(str, order(after))) == sorted(map(str, before))
     return before, order(after), after
 
@@ -62,7 +62,7 @@ def test_what_the_host_makes_of_it_goes_along():
 
 def test_a_step_that_reads_at_the_end_is_left_alone():
     program = program_of(lambda x: (x.exp(), x.sum().item()), gpu(3))
-    assert delay_host_reads(program) is program
+    assert defer_host_reads(program) is program
 
 
 def used(x: Tensor) -> tuple[Any, ...]:
@@ -112,9 +112,9 @@ def test_what_the_step_writes_to_is_read_before():
 
 def test_reads_of_the_host_alone_are_not_counted():
     program = program_of(lambda x, rate: (rate.item(), x.exp()), gpu(3), host())
-    assert delay_host_reads(program) is program
+    assert defer_host_reads(program) is program
 
 
 def test_scheduled_programs_keep_their_order():
     program = run_passes(program_of(logs, gpu(3)), [reinplace])
-    assert delay_host_reads(program) is program
+    assert defer_host_reads(program) is program

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wholestep.cost.liveness import Make, Usage, peak_bytes
 from wholestep.cost.simulator import ALONE, Sharing, Task, simulate
-from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, Order, Problem, reachable_bytes, schedule
+from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, Order, Problem, list_schedule, reachable_bytes
 from wholestep.passes.schedule.list_scheduler import given as given_order
 
 NO_BOUND = 1 << 60
@@ -45,12 +45,12 @@ def two_buckets(*, last_us: float = 30, update_us: float = 20) -> tuple[Problem,
 
 def test_starts_are_early_and_waits_late():
     case, names = two_buckets(last_us=0)
-    assert named(schedule(case, NO_BOUND), names) == "b2 s1 b1 w1 U1 b0 s0 w0 U0"
+    assert named(list_schedule(case, NO_BOUND), names) == "b2 s1 b1 w1 U1 b0 s0 w0 U0"
 
 
 def test_an_update_is_kept_to_hide_the_last_bucket():
     case, names = two_buckets(last_us=20)
-    found = schedule(case, NO_BOUND)
+    found = list_schedule(case, NO_BOUND)
     assert named(found, names) == "b2 s1 b1 b0 s0 w1 U1 w0 U0"
     assert (found.total_us, found.exposed_us) == (190, 0)
 
@@ -68,14 +68,14 @@ def test_parts_of_an_update_that_become_one_kernel_run_together():
         ("STEP", Task(us=20, deps=(7,))),
         ("U0", Task(us=20, deps=(6,))),
     )
-    assert named(schedule(case, NO_BOUND), names) == "b1 s1 b0 w1 DECAY a0 s0 STEP w0 U0"
+    assert named(list_schedule(case, NO_BOUND), names) == "b1 s1 b0 w1 DECAY a0 s0 STEP w0 U0"
     whole = replace(case, joins=[name.isupper() for name in names])
-    assert named(schedule(whole, NO_BOUND), names) == "b1 s1 b0 a0 s0 w1 DECAY STEP w0 U0"
+    assert named(list_schedule(whole, NO_BOUND), names) == "b1 s1 b0 a0 s0 w1 DECAY STEP w0 U0"
 
 
 def test_of_orders_about_as_fast_the_one_that_exposes_least_is_taken():
     case, names = two_buckets(last_us=0.9)  # of 190
-    found = schedule(case, NO_BOUND)
+    found = list_schedule(case, NO_BOUND)
     assert named(found, names) == "b2 s1 b1 b0 s0 w1 U1 w0 U0"
     assert (found.total_us, found.exposed_us) == (190, 0)
 
@@ -88,7 +88,7 @@ def test_what_nothing_waits_for_fills_the_time():
         ("w", Task(waits_for=(2,), deps=(2,))),
         ("U", Task(us=5, deps=(0, 3))),
     )
-    assert named(schedule(case, NO_BOUND), names) == "b s N w U"
+    assert named(list_schedule(case, NO_BOUND), names) == "b s N w U"
 
 
 def test_independent_work_runs_beside_a_collective_that_the_step_waits_for_at_once():
@@ -99,7 +99,7 @@ def test_independent_work_runs_beside_a_collective_that_the_step_waits_for_at_on
         ("c", Task(us=40)),
         ("d", Task(us=5, deps=(2, 3))),
     )
-    assert named(schedule(case, NO_BOUND), names) == "s c w r d"
+    assert named(list_schedule(case, NO_BOUND), names) == "s c w r d"
 
 
 def test_a_start_that_waits_for_another_collective_is_not_forgotten():
@@ -111,7 +111,7 @@ def test_a_start_that_waits_for_another_collective_is_not_forgotten():
         ("c", Task(us=100)),
         ("d", Task(us=5, deps=(3,))),
     )
-    found = schedule(case, NO_BOUND)
+    found = list_schedule(case, NO_BOUND)
     assert found.tasks.index(2) < found.tasks.index(5)
     assert sorted(found.tasks) == list(range(6))
 
@@ -124,7 +124,7 @@ def test_of_equally_fast_orders_the_smallest_is_taken():
     usages[2] = Usage(reads=(0,))
     usages[7] = Usage(reads=(1,), makes=(Make(buffer=1, num_bytes=100),))
     roomy = Problem(tasks=case.tasks, late=case.late, usages=usages)
-    assert named(schedule(roomy, NO_BOUND), names) == "b2 s1 b1 b0 s0 w1 U1 w0 U0"
+    assert named(list_schedule(roomy, NO_BOUND), names) == "b2 s1 b1 b0 s0 w1 U1 w0 U0"
 
 
 def test_the_bound_puts_work_off():
@@ -133,7 +133,7 @@ def test_the_bound_puts_work_off():
     usages = [Usage(makes=(Make(buffer=0, num_bytes=100),)), Usage(), Usage(), Usage(reads=(0,))]
     usages.append(Usage(reads=(1,), makes=(Make(buffer=1, num_bytes=100),)))
     case = Problem(tasks=tasks, late=[False, False, False, False, True], usages=usages)
-    free, tight = schedule(case, 200), schedule(case, 100)
+    free, tight = list_schedule(case, 200), list_schedule(case, 100)
     assert (free.tasks, free.total_us, free.peak_bytes) == ((1, 0, 4, 2, 3), 46, 200)
     assert (tight.tasks, tight.total_us, tight.peak_bytes) == ((1, 0, 2, 3, 4), 75, 100)
 
@@ -145,7 +145,7 @@ def test_without_an_order_that_keeps_the_bound_the_smallest_is_taken_and_named()
     usages += [Usage(reads=(1,), makes=(Make(buffer=1, num_bytes=100),)), Usage(), Usage(reads=(0,))]
     case = Problem(tasks=tasks, late=[False, False, True, False, False], usages=usages)
     assert given_order(case).peak_bytes == 200
-    assert schedule(case, 50).peak_bytes == 100
+    assert list_schedule(case, 50).peak_bytes == 100
     assert reachable_bytes(case, 50) == 100
 
 
@@ -189,7 +189,7 @@ def problems(draw) -> Problem:
 def test_every_order_keeps_the_rules(case, slack):
     before = given_order(case)
     bound_bytes = int(before.peak_bytes * slack)
-    found = schedule(case, bound_bytes)
+    found = list_schedule(case, bound_bytes)
     place = {number: index for index, number in enumerate(found.tasks)}
     assert sorted(found.tasks) == list(range(len(case.tasks)))
     for number, task in enumerate(case.tasks):
@@ -200,7 +200,7 @@ def test_every_order_keeps_the_rules(case, slack):
     assert peak_bytes(case.usages, found.tasks, pinned=case.pinned) == found.peak_bytes <= bound_bytes
     assert simulate(case.tasks, found.tasks, sharing=case.sharing).total_us == found.total_us
     assert found.total_us <= ABOUT_AS_FAST * before.total_us
-    assert schedule(case, bound_bytes) == found
+    assert list_schedule(case, bound_bytes) == found
 
 
 @settings(max_examples=1000, derandomize=True)  # one in 150 keeps only the peak of the order given
@@ -208,14 +208,14 @@ def test_every_order_keeps_the_rules(case, slack):
 def test_a_bound_that_is_named_can_be_kept(case, share):
     bound_bytes = int(share * given_order(case).peak_bytes)
     named_bytes = reachable_bytes(case, bound_bytes)
-    assert schedule(case, named_bytes).peak_bytes <= named_bytes <= given_order(case).peak_bytes
+    assert list_schedule(case, named_bytes).peak_bytes <= named_bytes <= given_order(case).peak_bytes
 
 
 @settings(max_examples=50)
 @given(problems())
 def test_an_order_that_was_found_is_not_made_worse(case):
     """Scheduling what has been scheduled: at most as slow, in the same bound."""
-    found = schedule(case, NO_BOUND)
+    found = list_schedule(case, NO_BOUND)
     number_of = {old: new for new, old in enumerate(found.tasks)}
 
     def renamed(task: Task) -> Task:
@@ -227,4 +227,4 @@ def test_an_order_that_was_found_is_not_made_worse(case):
         tasks=[renamed(case.tasks[old]) for old in found.tasks], late=[case.late[old] for old in found.tasks],
         usages=[case.usages[old] for old in found.tasks], pinned=case.pinned, sharing=case.sharing,
     )  # fmt: skip
-    assert schedule(again, found.peak_bytes).total_us <= ABOUT_AS_FAST * found.total_us
+    assert list_schedule(again, found.peak_bytes).total_us <= ABOUT_AS_FAST * found.total_us

@@ -22,7 +22,7 @@ from wholestep.ir.program import Program
 from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.rewrites.dead_code import cleanup
+from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 from wholestep.passes.schedule.pack_scalars import is_number, known_at_the_start, pack_scalars
 
 PACK = partial(pack_scalars, reads=segment_compiler.reads_packed)
@@ -37,7 +37,7 @@ def elements(program: Program) -> list[fx.Node]:
 
 
 def without_communication(program: Program) -> Program:
-    return run_passes(builders.without_gradients(program), [cleanup])
+    return run_passes(builders.without_gradients(program), [eliminate_dead_code])
 
 
 def packed(fn: Callable[..., Any], tensors: list[Tensor]) -> tuple[Program, Program]:

@@ -15,7 +15,7 @@ from wholestep.ir import op_info
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import run_passes
-from wholestep.passes.schedule.sink_waits import delay_waits
+from wholestep.passes.schedule.sink_waits import sink_waits
 from wholestep.place.strategies import place
 
 COST = CostModel.default("cpu+gloo")
@@ -52,7 +52,7 @@ def test_updates_do_not_wait_for_the_buckets_of_others():
     placed = place(captured(step, torch.randn(4, 8)).program, DDP(), axis)
     passes = passes_of(cost=COST, bucket_bytes=600)[:-2]
     early = run_passes(placed, passes)
-    late = run_passes(placed, [*passes, delay_waits])
+    late = run_passes(placed, [*passes, sink_waits])
     assert needless(early)
     assert not needless(late)
     assert len(late.graph.nodes) == len(early.graph.nodes)
@@ -66,6 +66,6 @@ def early_waits(x, y):
 def test_values_are_the_same_bits():
     tensors = [torch.randn(4, 4), torch.randn(4, 4)]
     placed = builders.place(builders.capture(early_waits, tensors))
-    late = run_passes(placed, [delay_waits])
+    late = run_passes(placed, [sink_waits])
     assert not needless(late)
     assert builders.same(builders.execute(late, tensors), builders.execute(placed, tensors))

@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from wholestep.runtime.distributed import blob_store
-from wholestep.runtime.distributed.blob_store import Shelf
+from wholestep.runtime.distributed.blob_store import BlobStore
 
 
-def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = None) -> list[Shelf]:
+def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = None) -> list[BlobStore]:
     store = store or dist.HashStore()
-    return [Shelf(store, name, rank=rank, size=size) for rank in range(size)]
+    return [BlobStore(store, name, rank=rank, size=size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 2500])

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from wholestep.runtime.distributed import heartbeat as module
-from wholestep.runtime.distributed.heartbeat import Pulse
+from wholestep.runtime.distributed.heartbeat import Heartbeat
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def store(monkeypatch):
 
 @pytest.fixture
 def pulses(store):
-    made = [Pulse(store, rank=rank, size=2) for rank in range(2)]
+    made = [Heartbeat(store, rank=rank, size=2) for rank in range(2)]
     yield made
-    for pulse in made:
-        if pulse._thread.ident is not None:
-            pulse.stop("the test is over")
+    for heartbeat in made:
+        if heartbeat._thread.ident is not None:
+            heartbeat.stop("the test is over")
 
 
-def awaited(pulse, is_it):
+def awaited(heartbeat, is_it):
     """The first beat of rank 1 that is such a one."""
     deadline = time.monotonic() + 30
-    while not is_it(beat := pulse.beats([1])[1]):
+    while not is_it(beat := heartbeat.beats([1])[1]):
         assert time.monotonic() < deadline, beat
         time.sleep(0.01)
     return beat
@@ -40,11 +40,11 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     made = []
 
     def lives():
-        pulse = Pulse(store, rank=1, size=2)
-        pulse.beat_every_s = 0.02
-        pulse.at = lambda: "train_step, call 7"
-        pulse.start()
-        made.append(pulse)
+        heartbeat = Heartbeat(store, rank=1, size=2)
+        heartbeat.beat_every_s = 0.02
+        heartbeat.at = lambda: "train_step, call 7"
+        heartbeat.start()
+        made.append(heartbeat)
         ready.set()
         over.wait(60)
 
@@ -52,7 +52,7 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     thread.start()
     ready.wait(10)
     line = lives.__code__.co_firstlineno + 7
-    beat = awaited(Pulse(store, rank=0, size=2), lambda beat: beat.line == f"test_pulse.py:{line}")
+    beat = awaited(Heartbeat(store, rank=0, size=2), lambda beat: beat.line == f"test_pulse.py:{line}")
     over.set()
     thread.join()
     made[0].stop("over")

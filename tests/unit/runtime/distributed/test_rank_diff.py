@@ -3,7 +3,7 @@
 import pytest
 
 from wholestep.runtime.distributed import rank_diff as module
-from wholestep.runtime.distributed.rank_diff import difference, misfit, ranks_text
+from wholestep.runtime.distributed.rank_diff import difference, mismatch, ranks_text
 
 PLAN = [f"#{i} all_reduce float32[{64 * i}] mean" for i in range(40)]
 
@@ -86,7 +86,7 @@ def texts(**changed):
 
 
 def test_what_some_ranks_do_among_themselves_belongs_together():
-    assert not misfit(texts())
+    assert not mismatch(texts())
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_what_some_ranks_do_among_themselves_belongs_together():
     ids=["member away", "receiver away", "stranger", "twice", "size", "tag", "shared line away"],
 )
 def test_what_does_not_belong_together_is_seen(changed):
-    assert misfit(texts(**changed))
+    assert mismatch(texts(**changed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from wholestep.capture.functionalize.storage_resize import is_freed
-from wholestep.capture.reach.train_state import State
+from wholestep.capture.reach.train_state import TrainState
 from wholestep.ir.program import InputKind
 from wholestep.runtime.verify.rank_state import Batch, copies_of
 from wholestep.runtime.verify.state_backup import freed_like, overwrite
@@ -41,7 +41,7 @@ def test_memory_comes_and_goes_with_what_is_written() -> None:
 
 def test_rows_are_divided_in_order_and_move_on() -> None:
     x, weight, mine = torch.arange(8.0).view(4, 2), torch.ones(3), torch.ones(4)
-    state = State()
+    state = TrainState()
     state.add(InputKind.TENSOR, "mine", mine)
     x.requires_grad_()
     batch = Batch((x, weight, x), {"mine": mine, "flag": True}, state, 2)
@@ -60,6 +60,6 @@ def test_rows_are_divided_in_order_and_move_on() -> None:
 
 
 def test_the_batch_size_is_what_most_tensors_share() -> None:
-    batch = Batch((torch.ones(5, 5), torch.ones(4, 2), torch.ones(4)), {}, State(), 2)
+    batch = Batch((torch.ones(5, 5), torch.ones(4, 2), torch.ones(4)), {}, TrainState(), 2)
     assert batch.num_rows == 4
     assert "1 other tensors were given whole" in batch.note()

@@ -20,7 +20,7 @@ from tests.behaviour.untouched import net as net_with_everything
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import Block
 from wholestep.capture.bind.captured import Captured
-from wholestep.capture.reach.reachability import find
+from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import collect
 from wholestep.cli.workloads.gpt import GPT, GPTConfig, train_step
 from wholestep.config import PowerSGD
@@ -443,7 +443,7 @@ def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> Virtual:
     )  # fmt: skip
     args = (model, opt, *batch())
     torch.manual_seed(11)
-    run = _Virtual(subject, Batch(args, {}, collect(find(case.step, args, {})), 2))
+    run = _Virtual(subject, Batch(args, {}, collect(find_reachable(case.step, args, {})), 2))
     run.run(num_steps)
     return Virtual(run, list(model.parameters()))
 
