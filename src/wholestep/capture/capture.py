@@ -186,7 +186,7 @@ class _Job:
         for watch in context.found.snapshots:  # a tensor on an array's memory sees what is written to it
             if isinstance(watch.container, ContentView) and any(map(watch.container.shares_memory, self.trace.found)):
                 watch.guard = False
-        check_writes(self.trace.module.graph, tracer.names())
+        check_writes(self.trace.module.graph, context.names())
         functional = functionalize(
             self.trace.module, self.trace.fakes, self.trace.mode, tracer.known, self.trace.numbers
         )

@@ -103,7 +103,7 @@ class StepContext:
         return {id(m): n for root, top in self.found.modules.values() for n, m in _named(root, top)}
 
     def names(self) -> list[str]:
-        """What errors call the tensors of the state, the numbers of groups and the tensors of the arguments."""
+        """Names for errors of the inputs of a trace: state, numbers of groups, tensors of the arguments."""
         user = [f"argument tensor {number}" for number in range(len(self.user))]
         return [*(slot.name for slot in self.state.slots), *(h.name for h in self.lifter.hypers), *user]
 

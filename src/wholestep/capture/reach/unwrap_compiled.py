@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from wholestep.util.lazy_import import lazy_import
+from wholestep.util.log_once import log_once
 
 if TYPE_CHECKING:
     from torch._dynamo import config
 else:
     config = lazy_import("torch._dynamo.config")
-
-log = logging.getLogger("wholestep")
-_told: set[str] = set()
 
 
 @contextmanager
@@ -43,6 +41,6 @@ def log_unwrapped(paths: Collection[str]) -> None:
     """Says once of each that it has no part in the step."""
     for path in paths:
         name = path.removesuffix("._compiled_call_impl").removesuffix(".forward")
-        if name not in _told:
-            _told.add(name)
-            log.warning("torch.compile of %s has no part in the step, which wholestep compiles as a whole", name)
+        log_once(
+            logging.WARNING, f"torch.compile of {name} has no part in the step, which wholestep compiles as a whole"
+        )

@@ -120,7 +120,7 @@ class Tracer:
     def __init__(
         self, context: StepContext, left: OptimizerEffects, objects: ObjectEffects, arguments: ArgumentEffects
     ) -> None:
-        state, lifter, user = context.state, context.lifter, context.user
+        self._context, state, lifter, user = context, context.state, context.lifter, context.user
         self._state, self._lifter, self._user = state, lifter, user
         self._counters, self._left, self._replaced = context.counters, left, TensorEffects(context)
         self._arguments, self._nests = arguments, objects
@@ -167,16 +167,11 @@ class Tracer:
             self._arguments.put_back()
         assert self._out is not None
         self._markers.settle(module.graph)
-        self.storages.settle(module.graph, self.names())
+        self.storages.settle(module.graph, self._context.names())
         self._out.module, self._out.mode = module, self._mode
         self._out.fakes, self._out.ranks = [*fakes, *self._symbols.symbols], self._symbols.ranks
         self._out.found = _undiscovered(module)
         return self._out
-
-    def names(self) -> list[str]:
-        """What errors call the tensors of `reals`."""
-        user = [f"argument tensor {number}" for number in range(len(self._user))]
-        return [*(slot.name for slot in self._state.slots), *(h.name for h in self._lifter.hypers), *user]
 
     def _make_fakes(self) -> list[torch.Tensor]:
         try:
@@ -299,7 +294,7 @@ class Tracer:
         self._counters.close()
         self._replaced.write()
         self._left.write_replaced()
-        check_places(self.reals, places, self.names())
+        check_places(self.reals, places, self._context.names())
         if any(isinstance(leaf, str) and PLACEHOLDER_TEXT in leaf for leaf in leaves) or PLACEHOLDER_TEXT in repr(
             out.result_spec
         ):

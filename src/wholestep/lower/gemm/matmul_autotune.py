@@ -28,6 +28,7 @@ from wholestep.ir import node_meta
 from wholestep.ir.ops.library import LIBRARY
 from wholestep.lower.gemm.cublaslt import Algorithm, Call, Epilogue, Factor, Product, version
 from wholestep.passes.rewrites import fuse_gelu  # noqa: F401  # operators that are implemented here
+from wholestep.util.log_once import log_once
 
 log = logging.getLogger("wholestep")
 
@@ -242,7 +243,7 @@ def _fastest(
         call.lend(**lent)
         tried: list[Algorithm | None] = [None, *call.algorithms(_TRIED)]
     except (OSError, RuntimeError) as error:
-        _tell_once(f"products are left to torch: {error}")
+        log_once(logging.INFO, f"products are left to torch: {error}")
         return None
     runs: list[Callable[[], object]] = [torchs]
     for algorithm in tried[1:]:
@@ -276,11 +277,6 @@ def _times_ms(runs: Iterable[Callable[[], object]]) -> list[float]:
                 marked.append((start, end))
     torch.cuda.current_stream().synchronize()
     return [statistics.median(a.elapsed_time(b) for a, b in one) if one else float("inf") for one in marks]
-
-
-@functools.cache
-def _tell_once(text: str) -> None:
-    log.info("%s", text)
 
 
 LIBRARY.impl("product_gelu", product_gelu, "CompositeExplicitAutograd")

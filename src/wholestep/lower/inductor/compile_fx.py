@@ -10,7 +10,6 @@ Note: what Inductor is told
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,8 +39,7 @@ from wholestep.lower.inductor.config_fallback import config_fallback, is_of_trit
 from wholestep.lower.inductor.deferred_wait import put_off
 from wholestep.lower.inductor.war_order import kept_order
 from wholestep.lower.kernels import row_sum
-
-log = logging.getLogger("wholestep")
+from wholestep.util.log_once import log_once
 
 _SETTINGS: dict[str, dict[str, object]] = {
     # What stands where is the plan's affair.
@@ -171,15 +169,10 @@ def _own_passes(device: torch.device, own_products: bool) -> dict[str, object]:
     own: dict[object, post_grad_passes.GraphPass] = {"wholestep::keep_values": post_grad_passes.keep_values}
     if own_products and device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
         if reason := onednn.why_not():
-            _tell_once(f"products are left to torch, since oneDNN cannot be called: {reason}")
+            log_once(logging.INFO, f"products are left to torch, since oneDNN cannot be called: {reason}")
         else:
             own["wholestep::product", torch.get_num_threads()] = cpu_matmul.choose
     return {_BEHIND: post_grad_passes.PostGradPasses(getattr(inductor_config, _BEHIND), own)}
-
-
-@functools.cache
-def _tell_once(text: str) -> None:
-    log.info("%s", text)
 
 
 def _size(summed: fx.Node) -> tuple[int, int] | None:

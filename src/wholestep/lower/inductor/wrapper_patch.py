@@ -23,7 +23,6 @@ keys of its own in Inductor's cache.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import re
@@ -39,8 +38,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
 
 from wholestep.lower.kernels import column_sum  # noqa: F401  # the operator that is called
-
-log = logging.getLogger("wholestep")
+from wholestep.util.log_once import log_once
 
 _TAG = "wholestep::column_sums"
 _OWN_PRODUCTS = (
@@ -132,7 +130,7 @@ def _instead(where: tuple[type, str], method: Callable[..., Any], *, tag: str, u
     Inductor's cache. Says `unknown` and changes nothing where there is no such method."""
     owner, name = where
     if not hasattr(owner, name):
-        _tell_once(unknown)
+        log_once(logging.INFO, unknown)
         yield
         return
     before, thread = getattr(owner, name), threading.get_ident()
@@ -153,10 +151,7 @@ def _join(lines: list[Any], start: int) -> None:
     graph = V.graph
     fresh = joined(shaped(lines[start:], lambda name: graph.get_buffer(name).get_layout().size))
     if not any(isinstance(line, str) and _TAG.replace("::", ".") in line for line in fresh):
-        _tell_once("sums of gradients of norms' weights have a form that is not known, and are left to ATen")
+        log_once(
+            logging.INFO, "sums of gradients of norms' weights have a form that is not known, and are left to ATen"
+        )
     lines[start:] = fresh
-
-
-@functools.cache
-def _tell_once(text: str) -> None:
-    log.info("%s", text)

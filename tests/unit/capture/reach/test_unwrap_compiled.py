@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.unit.capture.steps import Blocks, train, twins
-from wholestep.capture.reach import unwrap_compiled
+from wholestep.util.log_once import log_once
 
 Wrap = Callable[..., Any]
 as_it_is: Wrap = lambda thing, **options: thing  # noqa: E731
@@ -21,8 +21,8 @@ by_dynamo: Wrap = lambda thing, **options: torch.compile(thing, backend="eager",
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unwrap_compiled, "_told", set())
+def nothing_logged() -> None:
+    log_once.cache_clear()
 
 
 def model(wrap: Wrap, model: Any, opt: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wholestep.lower.gemm import cublaslt, matmul_autotune
 from wholestep.lower.gemm.cublaslt import Algorithm, Epilogue, Factor, Product
+from wholestep.util.log_once import log_once
 
 FIRST, SECOND = Algorithm(b"1" * 64, 0), Algorithm(b"2" * 64, 32)
 
@@ -51,7 +52,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[Product, Algorithm | None]:
     made: dict[Product, Algorithm | None] = {}
     monkeypatch.setattr(matmul_autotune, "_chosen", made)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    matmul_autotune._tell_once.cache_clear()
+    log_once.cache_clear()
     return made
 
 

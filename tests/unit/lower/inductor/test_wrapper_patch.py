@@ -12,6 +12,7 @@ from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 from wholestep.lower.inductor import wrapper_patch
+from wholestep.util.log_once import log_once
 
 BEFORE_213 = """\
 buf{name} = workspace_{space}[{place} * 3 * 4 : ({place} + 1) * 3 * 4].view(3, 4).{kind}(dim=0){rest}"""
@@ -26,7 +27,7 @@ def line(form: str, name: int, place: int, *, space: int = 0, kind: str = "sum",
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    wrapper_patch._tell_once.cache_clear()
+    log_once.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
