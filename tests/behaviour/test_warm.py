@@ -555,7 +555,7 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
     done: list[tuple[Any, ...]] = []
     watched = [
         (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Rendezvous, "agree"),
-        (wholestep.api.compiled_step, "make_equal"),
+        (wholestep.api.compiled_step, "broadcast_tensors"),
     ]  # fmt: skip
 
     def noted(owner: Any, name: str) -> Any:
@@ -587,9 +587,9 @@ def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: 
     GPUs connect meanwhile, and have done so before anything is sent.
     """
     (first, warm), (second, also_warm) = pool2.run(order_of_two_starts, str(tmp_path))
-    assert first == ["begin", "lower", "agree", "wait", "make_equal"]
-    assert second == ["begin", "agree", "wait", "make_equal", "lower", "give"]
-    assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "make_equal"]
+    assert first == ["begin", "lower", "agree", "wait", "broadcast_tensors"]
+    assert second == ["begin", "agree", "wait", "broadcast_tensors", "lower", "give"]
+    assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "broadcast_tensors"]
 
 
 class Counts(torch.optim.Optimizer):

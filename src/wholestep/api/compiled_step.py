@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx as fx
 
-from wholestep.api.cache.warm_start import CacheContext, CachedStep, CacheLookup, StepCache, StepToSave
+from wholestep.api.cache.records import CacheContext, CachedStep, CacheLookup, StepToSave
+from wholestep.api.cache.warm_start import StepCache
 from wholestep.api.report.explain import explain
 from wholestep.api.report.records import CacheInfo, Explanation
 from wholestep.capture.bind.binding import Binding

@@ -18,32 +18,16 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from wholestep.api.cache.records import Fingerprint, Header
 from wholestep.errors import ArtifactError
 
-MAGIC = b"wholestep step, format 1\n"
+MAGIC = b"wholestep step, format 2\n"
+"""The first line. Its number goes up with every change of what is pickled, so that no version misreads another."""
 _KEPT = 8  # files per step and rank in the cache
-
-Line = tuple[str, str]
-"""What has to be the same, and how it is."""
-Fingerprint = Mapping[str, tuple[Line, ...]]
-"""Lines by subject, in order: what a compiled step depends on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """What is said about a compiled step without running any of it."""
-
-    step: str
-    """``module:qualified name`` of the user's function."""
-    fingerprint: Fingerprint
-    """What has to be the same in the process that loads it; known before anything is traced."""
-    outside: Fingerprint
-    """What has to be the same besides: files, packages, variables of the environment, the calibration."""
 
 
 def key_of(step: str, fingerprint: Fingerprint) -> str:
@@ -59,30 +43,6 @@ def prefix_of(step: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
-
-
-def difference(saved: Fingerprint, now: Fingerprint) -> str | None:
-    """The first thing that is not as it was, as a sentence; None if everything is."""
-    for subject in dict.fromkeys([*saved, *now]):
-        then, new = saved.get(subject, ()), now.get(subject, ())
-        for (a, was), (b, is_now) in zip(then, new, strict=False):
-            if a != b:
-                return f"{subject}: there was {a}, where now is {b}"
-            if was != is_now:
-                return f"{subject}: {a} was {_short(was, is_now)}, is {_short(is_now, was)}"
-        if len(then) != len(new):
-            more = then[len(new) :] or new[len(then) :]
-            return f"{subject}: {more[0][0]} is {'gone' if len(then) > len(new) else 'new'}"
-    return None
-
-
-def _short(text: str, other: str) -> str:
-    """A text short enough for a sentence, from a little before the place where it differs from another."""
-    if len(text) <= 80:
-        return text
-    alike = (a == b for a, b in zip(text, other, strict=False))
-    start = max(0, next((place for place, one in enumerate(alike) if not one), len(text)) - 20)
-    return f"{'...' if start else ''}{text[start : start + 70]}{'...' if start + 70 < len(text) else ''}"
 
 
 def write(path: Path, header: Header, body: bytes) -> None:

@@ -11,38 +11,38 @@ ranks differ where no fingerprint tells.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import pickle
-import platform
-import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wholestep.api.cache import artifact
-from wholestep.api.cache.artifact import Fingerprint, Header, Line
-from wholestep.api.cache.object_fingerprint import NotComparable, object_fingerprint
+from wholestep.api.cache.fingerprint import costs_now, difference, environment_of, fingerprint_of, outside_lines
+from wholestep.api.cache.object_fingerprint import NotComparable
+from wholestep.api.cache.records import (
+    CacheContext,
+    CachedStep,
+    CacheLookup,
+    Fingerprint,
+    Header,
+    SavedStep,
+    StepToSave,
+)
 from wholestep.capture.bind.bind import bind
-from wholestep.capture.bind.captured import BindingSpec, Captured, resolve_scalars
-from wholestep.capture.guards.environment import Environment, edited, source_digest, torch_switches
+from wholestep.capture.bind.captured import resolve_scalars
+from wholestep.capture.guards.environment import Environment, edited
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.cost.calibration import calibrate
 from wholestep.errors import ArtifactError, WholestepError
 from wholestep.ir import serializer
 from wholestep.ir.program import Program, Stage
-from wholestep.lower.auto_backend import Backend
-from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World
-from wholestep.runtime.options import Options, data_axis
-from wholestep.runtime.shared_costs import COSTS, marks_of
+from wholestep.runtime.options import Options
+from wholestep.runtime.shared_costs import COSTS
 
 log = logging.getLogger("wholestep")
 
@@ -66,68 +66,6 @@ class Programs(Mapping[Stage, Program]):
 
     def __len__(self) -> int:
         return len(self._written)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Body:
-    """What is pickled of a compiled step."""
-
-    programs: Mapping[str, bytes]
-    spec: BindingSpec
-    plan: str
-    choices: Mapping[str, Any]
-    """What rank 0 had answered, by question."""
-    kernels: tuple[bytes | None, ...]
-    """What the backend has compiled."""
-    options: Options | None
-    """What `compile` was asked for, less the mesh; None in the cache, where the process that looks has its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedStep:
-    """A saved step that fits, tied to live objects."""
-
-    captured: Captured
-    programs: Programs
-    plan: str
-    choices: Mapping[str, Any]
-    kernels: tuple[bytes | None, ...]
-    path: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheLookup:
-    """What was seen before a capture."""
-
-    fingerprint: Fingerprint | None
-    """What the step depends on; None where another process could not tell."""
-    ready: CachedStep | None
-    why_not: str
-    """Why there is nothing ready; empty where there is."""
-
-    def dropped(self, why_not: str) -> CacheLookup:
-        """The same without what was ready."""
-        if self.ready is not None:
-            self.ready.captured.undo()
-        return CacheLookup(fingerprint=self.fingerprint, ready=None, why_not=why_not)
-
-    def given(self) -> CacheLookup:
-        """The same without the bytes of kernels, which the backend has by then."""
-        return self if self.ready is None else replace(self, ready=replace(self.ready, kernels=()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheContext:
-    """What surrounds a call besides its objects."""
-
-    options: Options
-    world: World
-    backend: Backend
-    comm: CompressionState | None
-    choices: Mapping[str, Any]
-    """What the ranks have agreed on so far."""
-    moved: Collection[Hashable] = ()
-    """Places of tensors that are others in other calls."""
 
 
 class StepCache:
@@ -173,7 +111,7 @@ class StepCache:
         """Looks for a saved step that fits this call. Nothing of the user's is changed."""
         try:
             with StepContext(self._step, args, kwargs, moved=setting.moved) as context:
-                fingerprint = _fingerprint(context, setting)
+                fingerprint = fingerprint_of(context, setting)
                 try:
                     if self._path is None and not is_enabled():
                         raise ArtifactError(f"{CACHE} is 0.")
@@ -198,12 +136,12 @@ class StepCache:
         """The saved step that fits. Raises ArtifactError."""
         path = self._path or self._cached(fingerprint)
         header, data = artifact.read(path)
-        if why_not := artifact.difference(header.fingerprint, fingerprint):
+        if why_not := difference(header.fingerprint, fingerprint):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         body = _loaded(path, data)
-        costs = _costs_now(setting) if setting.world.rank == 0 else body.choices[COSTS]
-        now = _outside_lines(_outside_of(header).now(), costs)
-        if why_not := artifact.difference(header.outside, now):
+        costs = costs_now(setting) if setting.world.rank == 0 else body.choices[COSTS]
+        now = outside_lines(environment_of(header).now(), costs)
+        if why_not := difference(header.outside, now):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         programs = Programs(body.programs)
         programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
@@ -226,7 +164,7 @@ class StepCache:
             return path
         prefix = artifact.prefix_of(self._name_in_cache(fingerprint))
         for other in artifact.newest_first(folder.glob(f"{prefix}*")):
-            why_not = artifact.difference(artifact.read(other)[0].fingerprint, fingerprint)
+            why_not = difference(artifact.read(other)[0].fingerprint, fingerprint)
             raise ArtifactError(f"{other} was saved for something else. {why_not}.")
         raise ArtifactError(f"{folder} holds no {self.name}.")
 
@@ -258,18 +196,6 @@ class StepCache:
                 "%s is not kept for other processes: %s: %s", self.name, type(error).__name__, error,
                 exc_info=log.isEnabledFor(logging.DEBUG),
             )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepToSave:
-    """What there is to save of a compiled step."""
-
-    look: CacheLookup
-    captured: Captured
-    programs: Mapping[Stage, Program]
-    plan: str
-    choices: Mapping[str, Any]
-    kernels: tuple[bytes | None, ...]
 
 
 def is_enabled() -> bool:
@@ -318,7 +244,7 @@ def written(name: str, entry: StepToSave, options: Options | None = None) -> tup
         raise ArtifactError("It cannot be saved: its first run set something up that its graph does not do again.")
     try:
         body = serializer.dumps(
-            _Body(
+            SavedStep(
                 programs={stage.value: serializer.dumps(program) for stage, program in entry.programs.items()},
                 spec=captured.spec, plan=entry.plan, choices=dict(entry.choices), kernels=entry.kernels,
                 options=options,
@@ -329,7 +255,7 @@ def written(name: str, entry: StepToSave, options: Options | None = None) -> tup
     outside = Environment.seen(captured.spec.environment)
     if (path := edited(outside.files)) is not None:
         raise ArtifactError(f"It cannot be saved: {path} was written while this process ran, and may not be what runs.")
-    lines = _outside_lines(outside, entry.choices[COSTS])
+    lines = outside_lines(outside, entry.choices[COSTS])
     return Header(step=name, fingerprint=entry.look.fingerprint, outside=lines), body
 
 
@@ -342,62 +268,8 @@ def _read(data: bytes, what: str) -> Any:
         ) from error
 
 
-def _loaded(path: Path, data: bytes) -> _Body:
+def _loaded(path: Path, data: bytes) -> SavedStep:
     body = _read(data, str(path))
-    if not isinstance(body, _Body):
+    if not isinstance(body, SavedStep):
         raise ArtifactError(f"{path} holds a {type(body).__name__} and no step.")
     return body
-
-
-def _fingerprint(context: StepContext, setting: CacheContext) -> Fingerprint:
-    """What a compiled step depends on, as far as it is known before anything is traced. Raises NotComparable."""
-    options, world, comm = setting.options, setting.world, setting.comm
-    chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
-    axis = data_axis(world, options.mesh)
-    mesh = [("the axis", str(axis)), ("the number of ranks", str(world.size)), ("the rank", str(world.rank))]
-    state = (
-        [("what compression does next", f"{comm}, {'on' if comm.started else 'not yet'}")] if comm is not None else []
-    )
-    return {
-        "the build": tuple(_build(world)),
-        "the mesh": tuple(mesh),
-        "the backend": (("its kind", type(setting.backend).__name__), *setting.backend.marks()),
-        "the switches of torch": tuple(torch_switches()),
-        "compression": tuple(state),
-        "the tensors that move": tuple(context.moved_places()),
-        "the step": tuple(object_fingerprint(context, chosen)),
-    }
-
-
-def _build(world: World) -> list[Line]:
-    return [
-        ("wholestep", source_digest()),
-        ("Python", sys.version),
-        ("torch", f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda} HIP {torch.version.hip}"),
-        ("the capability of the CPU", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"),
-        *((f"the {name} of the host", str(mark)) for name, mark in marks_of(world).items()),
-    ]
-
-
-def _outside_of(header: Header) -> Environment:
-    lines = {subject: dict(held) for subject, held in header.outside.items()}
-    return Environment(files=lines["files"], packages=lines["packages"], environment=lines["environment"])
-
-
-def _outside_lines(outside: Environment, costs: Mapping[str, Any]) -> Fingerprint:
-    """What has to be the same besides what a portrait shows."""
-    digest = hashlib.sha256(json.dumps(costs, sort_keys=True).encode()).hexdigest()
-    return {
-        "files": tuple(outside.files.items()),
-        "packages": tuple(outside.packages.items()),
-        "environment": tuple(outside.environment.items()),
-        "predicted costs": (("their source", str(costs["source"])), ("their numbers", digest)),
-    }
-
-
-def _costs_now(setting: CacheContext) -> Mapping[str, Any]:
-    """The costs that a plan made now would be made with, on the rank that says which."""
-    if COSTS in setting.choices:
-        known: Mapping[str, Any] = setting.choices[COSTS]
-        return known
-    return calibrate.to_json(calibrate.find(setting.world.device, marks_of(setting.world)))

@@ -1,4 +1,4 @@
-"""Fingerprints and files of saved steps: what differs is named, what is damaged or not one's own is refused."""
+"""Files of saved steps: what is damaged, of another version or not one's own is refused."""
 
 from __future__ import annotations
 
@@ -10,56 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wholestep.api.cache import artifact
-from wholestep.api.cache.artifact import Header
+from wholestep.api.cache.records import Header
 from wholestep.errors import ArtifactError
 
-TEXT = st.text(max_size=120)
-LINES = st.lists(st.tuples(TEXT, TEXT), max_size=5).map(tuple)
-FINGERPRINTS = st.dictionaries(TEXT, LINES, min_size=1, max_size=4)
 HEADER = Header(
     step="train:train_step",
     fingerprint={"the build": (("torch", "2.13"), ("Python", "3.11")), "the step": (("args.0", "float32[2]"),)},
     outside={"files": (("train.py", "a" * 64),)},
 )
 BODY = bytes(range(256)) * 3
-
-
-@given(FINGERPRINTS)
-def test_what_is_the_same_has_no_difference_and_one_key(fingerprint: artifact.Fingerprint) -> None:
-    again = {name: tuple(lines) for name, lines in fingerprint.items()}
-    assert artifact.difference(fingerprint, again) is None
-    assert artifact.key_of("m:f", fingerprint) == artifact.key_of("m:f", again)
-
-
-@given(FINGERPRINTS, st.data())
-def test_every_change_of_a_line_is_found_and_named(fingerprint: artifact.Fingerprint, data: st.DataObject) -> None:
-    places = [(subject, number) for subject, lines in fingerprint.items() for number in range(len(lines))]
-    if not places:
-        return
-    subject, number = data.draw(st.sampled_from(places))
-    name, was = fingerprint[subject][number]
-    new = data.draw(TEXT.filter(lambda text: text != was))
-    lines = list(fingerprint[subject])
-    lines[number] = (name, new)
-    changed = {**fingerprint, subject: tuple(lines)}
-    assert (artifact.difference(fingerprint, changed) or "").startswith(f"{subject}: {name} was ")
-    assert artifact.key_of("m:f", fingerprint) != artifact.key_of("m:f", changed)
-
-
-@given(FINGERPRINTS, st.data())
-def test_every_line_that_comes_or_goes_is_found(fingerprint: artifact.Fingerprint, data: st.DataObject) -> None:
-    subject = data.draw(st.sampled_from(sorted(fingerprint)))
-    longer = {**fingerprint, subject: (*fingerprint[subject], ("a new line", "it"))}
-    assert artifact.difference(fingerprint, longer) == f"{subject}: a new line is new"
-    assert artifact.difference(longer, fingerprint) == f"{subject}: a new line is gone"
-
-
-def test_a_difference_inside_of_a_long_text_is_shown() -> None:
-    told = artifact.difference({"a": (("b", "x" * 500 + "was"),)}, {"a": (("b", "x" * 500 + "now"),)})
-    assert told is not None
-    assert "was" in told
-    assert "now" in told
-    assert len(told) < 250
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -82,6 +41,15 @@ def test_a_damaged_file_is_one_readable_error(tmp_path_factory: pytest.TempPathF
         place, flip = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
         path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
     with pytest.raises(ArtifactError, match=r"damaged|no step"):
+        artifact.read(path)
+
+
+def test_a_file_of_the_format_before_is_refused(tmp_path: Path) -> None:
+    """It is whole, but the classes in its pickle are not the ones of this version."""
+    path = tmp_path / "step"
+    artifact.write(path, HEADER, BODY)
+    path.write_bytes(path.read_bytes().replace(artifact.MAGIC, b"wholestep step, format 1\n"))
+    with pytest.raises(ArtifactError, match=r"no step that this version of wholestep has saved.*format 2"):
         artifact.read(path)
 
 

@@ -1,0 +1,99 @@
+"""The fingerprint of a compiled step: everything it depends on as lines of text, and how two of them are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from wholestep.api.cache.object_fingerprint import object_fingerprint
+from wholestep.api.cache.records import CacheContext, Fingerprint, Header, Line
+from wholestep.capture.guards.environment import Environment, source_digest, torch_switches
+from wholestep.capture.reach.step_context import StepContext
+from wholestep.cost.calibration import calibrate
+from wholestep.runtime.distributed.world import World
+from wholestep.runtime.options import data_axis
+from wholestep.runtime.shared_costs import COSTS, marks_of
+
+
+def fingerprint_of(context: StepContext, setting: CacheContext) -> Fingerprint:
+    """What a compiled step depends on, as far as it is known before anything is traced. Raises NotComparable."""
+    options, world, comm = setting.options, setting.world, setting.comm
+    chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
+    axis = data_axis(world, options.mesh)
+    mesh = [("the axis", str(axis)), ("the number of ranks", str(world.size)), ("the rank", str(world.rank))]
+    state = (
+        [("what compression does next", f"{comm}, {'on' if comm.started else 'not yet'}")] if comm is not None else []
+    )
+    return {
+        "the build": tuple(_build(world)),
+        "the mesh": tuple(mesh),
+        "the backend": (("its kind", type(setting.backend).__name__), *setting.backend.marks()),
+        "the switches of torch": tuple(torch_switches()),
+        "compression": tuple(state),
+        "the tensors that move": tuple(context.moved_places()),
+        "the step": tuple(object_fingerprint(context, chosen)),
+    }
+
+
+def _build(world: World) -> list[Line]:
+    return [
+        ("wholestep", source_digest()),
+        ("Python", sys.version),
+        ("torch", f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda} HIP {torch.version.hip}"),
+        ("the capability of the CPU", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"),
+        *((f"the {name} of the host", str(mark)) for name, mark in marks_of(world).items()),
+    ]
+
+
+def environment_of(header: Header) -> Environment:
+    lines = {subject: dict(held) for subject, held in header.outside.items()}
+    return Environment(files=lines["files"], packages=lines["packages"], environment=lines["environment"])
+
+
+def outside_lines(outside: Environment, costs: Mapping[str, Any]) -> Fingerprint:
+    """What has to be the same besides what a portrait shows."""
+    digest = hashlib.sha256(json.dumps(costs, sort_keys=True).encode()).hexdigest()
+    return {
+        "files": tuple(outside.files.items()),
+        "packages": tuple(outside.packages.items()),
+        "environment": tuple(outside.environment.items()),
+        "predicted costs": (("their source", str(costs["source"])), ("their numbers", digest)),
+    }
+
+
+def costs_now(setting: CacheContext) -> Mapping[str, Any]:
+    """The costs that a plan made now would be made with, on the rank that says which."""
+    if COSTS in setting.choices:
+        known: Mapping[str, Any] = setting.choices[COSTS]
+        return known
+    return calibrate.to_json(calibrate.find(setting.world.device, marks_of(setting.world)))
+
+
+def difference(saved: Fingerprint, now: Fingerprint) -> str | None:
+    """The first thing that is not as it was, as a sentence; None if everything is."""
+    for subject in dict.fromkeys([*saved, *now]):
+        then, new = saved.get(subject, ()), now.get(subject, ())
+        for (a, was), (b, is_now) in zip(then, new, strict=False):
+            if a != b:
+                return f"{subject}: there was {a}, where now is {b}"
+            if was != is_now:
+                return f"{subject}: {a} was {_short(was, is_now)}, is {_short(is_now, was)}"
+        if len(then) != len(new):
+            more = then[len(new) :] or new[len(then) :]
+            return f"{subject}: {more[0][0]} is {'gone' if len(then) > len(new) else 'new'}"
+    return None
+
+
+def _short(text: str, other: str) -> str:
+    """A text short enough for a sentence, from a little before the place where it differs from another."""
+    if len(text) <= 80:
+        return text
+    alike = (a == b for a, b in zip(text, other, strict=False))
+    start = max(0, next((place for place, one in enumerate(alike) if not one), len(text)) - 20)
+    return f"{'...' if start else ''}{text[start : start + 70]}{'...' if start + 70 < len(text) else ''}"

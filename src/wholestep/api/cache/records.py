@@ -1,0 +1,106 @@
+"""Records of the step cache: what is looked up, what is found, what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wholestep.capture.bind.captured import BindingSpec, Captured
+from wholestep.ir.program import Program, Stage
+from wholestep.lower.auto_backend import Backend
+from wholestep.runtime.compression_state import CompressionState
+from wholestep.runtime.distributed.world import World
+from wholestep.runtime.options import Options
+
+Line = tuple[str, str]
+"""What has to be the same, and how it is."""
+Fingerprint = Mapping[str, tuple[Line, ...]]
+"""Lines by subject, in order: what a compiled step depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What is said about a compiled step without running any of it."""
+
+    step: str
+    """``module:qualified name`` of the user's function."""
+    fingerprint: Fingerprint
+    """What has to be the same in the process that loads it; known before anything is traced."""
+    outside: Fingerprint
+    """What has to be the same besides: files, packages, variables of the environment, the calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """What is pickled of a compiled step."""
+
+    programs: Mapping[str, bytes]
+    spec: BindingSpec
+    plan: str
+    choices: Mapping[str, Any]
+    """What rank 0 had answered, by question."""
+    kernels: tuple[bytes | None, ...]
+    """What the backend has compiled."""
+    options: Options | None
+    """What `compile` was asked for, less the mesh; None in the cache, where the process that looks has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepToSave:
+    """What there is to save of a compiled step."""
+
+    look: CacheLookup
+    captured: Captured
+    programs: Mapping[Stage, Program]
+    plan: str
+    choices: Mapping[str, Any]
+    kernels: tuple[bytes | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStep:
+    """A saved step that fits, tied to live objects."""
+
+    captured: Captured
+    programs: Mapping[Stage, Program]
+    plan: str
+    choices: Mapping[str, Any]
+    kernels: tuple[bytes | None, ...]
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLookup:
+    """What was seen before a capture."""
+
+    fingerprint: Fingerprint | None
+    """What the step depends on; None where another process could not tell."""
+    ready: CachedStep | None
+    why_not: str
+    """Why there is nothing ready; empty where there is."""
+
+    def dropped(self, why_not: str) -> CacheLookup:
+        """The same without what was ready."""
+        if self.ready is not None:
+            self.ready.captured.undo()
+        return CacheLookup(fingerprint=self.fingerprint, ready=None, why_not=why_not)
+
+    def given(self) -> CacheLookup:
+        """The same without the bytes of kernels, which the backend has by then."""
+        return self if self.ready is None else replace(self, ready=replace(self.ready, kernels=()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheContext:
+    """What surrounds a call besides its objects."""
+
+    options: Options
+    world: World
+    backend: Backend
+    comm: CompressionState | None
+    choices: Mapping[str, Any]
+    """What the ranks have agreed on so far."""
+    moved: Collection[Hashable] = ()
+    """Places of tensors that are others in other calls."""
