@@ -8,7 +8,7 @@ Before and after, where `hidden` is large and cheap::
     grad_w = mm(t(hidden), grad)                hidden_again = relu(linear)
                                                 grad_w = mm(t(hidden_again), grad)
 
-`passes.recompute` decides on plain numbers; here the graph becomes numbers and the plan nodes.
+`remat_planner` decides on plain numbers; here the graph becomes numbers and the plan nodes.
 
 Note: what is never computed again
     Collectives and waits, effects, operators that are not torch's own, calls that may fail (updates of parameters
@@ -37,6 +37,7 @@ from wholestep.ir.ops import rng_state
 from wholestep.ir.program import Program
 from wholestep.passes.analysis.task_graph import Tasks, tasks_of
 from wholestep.passes.memory import remat_planner
+from wholestep.passes.memory.remat_evaluator import Call, Plan, Problem
 
 _aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def rematerialize(program: Program, *, cost: CostModel, budget: Budget) -> Progr
         return program
     found = tasks_of(program, cost)
     planner = remat_planner.Planner(_problem(program, found))
-    before_bytes = planner.nothing.peak_bytes
+    before_bytes = planner.baseline.peak_bytes
     budget_bytes = budget if isinstance(budget, int) else int(budget * before_bytes)
     plan = planner.plan(budget_bytes)
     if plan.peak_bytes > budget_bytes and isinstance(budget, int):
@@ -95,11 +96,11 @@ def check_budget(budget: Budget) -> None:
         raise ConfigError(f"memory_budget={budget} wants a fraction of at most 1.0, or bytes as an int.")
 
 
-def _problem(program: Program, found: Tasks) -> remat_planner.Problem:
+def _problem(program: Program, found: Tasks) -> Problem:
     """The calls of the graph as numbers."""
     number_of = {node: number for number, node in enumerate(found.nodes)}
     asked = {node_meta.origin(node).module for node in found.nodes if node_meta.origin(node).region is Region.RECOMPUTE}
-    calls: list[remat_planner.Call] = []
+    calls: list[Call] = []
     kept: set[int] = set()
     for node, task, usage, home in zip(found.nodes, found.tasks, found.usages, found.homes, strict=True):
         again = _may_repeat(node)
@@ -111,12 +112,12 @@ def _problem(program: Program, found: Tasks) -> remat_planner.Problem:
             kept.update(
                 buffer for arg in node.all_input_nodes if arg in number_of for buffer in found.homes[number_of[arg]]
             )
-        calls.append(remat_planner.Call(
+        calls.append(Call(
             usage=usage, args=tuple(number_of[arg] for arg in read if arg in number_of), buffers=home,
-            late=node_meta.origin(node).region is not Region.FORWARD, again_us=task.us if again else None,
+            late=node_meta.origin(node).region is not Region.FORWARD, recompute_us=task.us if again else None,
             state_bytes=state_bytes,
         ))  # fmt: skip
-    return remat_planner.Problem(calls=calls, pinned=found.pinned, writable=found.writable, kept=kept)
+    return Problem(calls=calls, pinned=found.pinned, writable=found.writable, kept=kept)
 
 
 def _may_repeat(node: fx.Node) -> bool:
@@ -155,7 +156,7 @@ def _is_memory(node: fx.Node) -> bool:
     return node.target is _aten.empty_like.default
 
 
-def _rewrite(graph: fx.Graph, found: Tasks, plan: remat_planner.Plan) -> None:
+def _rewrite(graph: fx.Graph, found: Tasks, plan: Plan) -> None:
     """Puts the calls that are done again where the plan has them; what is late reads those."""
     again: dict[fx.Node, fx.Node] = {}
     for number, place in plan.repeats.items():

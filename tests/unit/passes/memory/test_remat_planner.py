@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from wholestep.cost.liveness import Make, Usage, peak_bytes
 from wholestep.passes.memory import remat_planner
-from wholestep.passes.memory.remat_planner import Call, Planner, Problem
+from wholestep.passes.memory.remat_evaluator import Call, Problem, evaluate, liveness
+from wholestep.passes.memory.remat_planner import Planner
 
 
 class Step:
@@ -22,25 +23,25 @@ class Step:
         self.calls: list[Call] = []
         self.sizes: list[int] = []
 
-    def call(self, *args: int, num_bytes: int, again_us: float | None = None, late: bool = False) -> int:
+    def call(self, *args: int, num_bytes: int, recompute_us: float | None = None, late: bool = False) -> int:
         """A call that makes a buffer. Gives its number."""
-        return self._add(args, Make(buffer=len(self.sizes), num_bytes=num_bytes), again_us, late)
+        return self._add(args, Make(buffer=len(self.sizes), num_bytes=num_bytes), recompute_us, late)
 
-    def in_place(self, *args: int, again_us: float | None = None, late: bool = False) -> int:
+    def in_place(self, *args: int, recompute_us: float | None = None, late: bool = False) -> int:
         """A call that may leave its result in the memory of its first argument."""
         old = self.calls[args[0]].buffers[0]
-        return self._add(args, Make(buffer=len(self.sizes), num_bytes=self.sizes[old], onto=old), again_us, late)
+        return self._add(args, Make(buffer=len(self.sizes), num_bytes=self.sizes[old], onto=old), recompute_us, late)
 
-    def view(self, *args: int, again_us: float | None = None, late: bool = False) -> int:
+    def view(self, *args: int, recompute_us: float | None = None, late: bool = False) -> int:
         """A view of its first argument."""
-        return self._add(args, None, again_us, late)
+        return self._add(args, None, recompute_us, late)
 
-    def _add(self, args: tuple[int, ...], make: Make | None, again_us: float | None, late: bool) -> int:
+    def _add(self, args: tuple[int, ...], make: Make | None, recompute_us: float | None, late: bool) -> int:
         home = self.calls[args[0]].buffers if make is None else (make.buffer,)
         self.sizes += [make.num_bytes] if make is not None else []
         reads = dict.fromkeys([*(buffer for arg in args for buffer in self.calls[arg].buffers), *home])
         usage = Usage(reads=tuple(reads), makes=(make,) if make is not None else ())
-        self.calls.append(Call(usage=usage, args=args, buffers=home, late=late, again_us=again_us))
+        self.calls.append(Call(usage=usage, args=args, buffers=home, late=late, recompute_us=recompute_us))
         return len(self.calls) - 1
 
     def any_call(self, rng: random.Random, args: tuple[int, ...], **kwargs: Any) -> int:
@@ -50,12 +51,12 @@ class Step:
         return getattr(self, kind)(*args, **kwargs, **({"num_bytes": rng.randint(1, 30)} if kind == "call" else {}))
 
 
-def chain(layers: int, *, num_bytes: int = 1, again_us: float = 1.0) -> Problem:
+def chain(layers: int, *, num_bytes: int = 1, recompute_us: float = 1.0) -> Problem:
     """A chain of equal layers, each of which needs its input for its gradient; gradients take no memory to speak of."""
     step = Step()
     values = [step.call(num_bytes=num_bytes)]
     for _ in range(layers):
-        values.append(step.call(values[-1], num_bytes=num_bytes, again_us=again_us))
+        values.append(step.call(values[-1], num_bytes=num_bytes, recompute_us=recompute_us))
     grad = step.call(values[-1], num_bytes=1, late=True)
     for value in reversed(values[:-1]):
         grad = step.in_place(grad, value, late=True)
@@ -72,7 +73,7 @@ def done(problem: Problem, dropped: frozenset[int]) -> tuple[float, int]:
     again: set[int] = set()
 
     def stays(number: int) -> bool:
-        fixed = calls[number].late or calls[number].again_us is None
+        fixed = calls[number].late or calls[number].recompute_us is None
         return fixed or all(one in problem.pinned or (one in read_late - dropped) for one in calls[number].buffers)
 
     def run(number: int, second: bool) -> None:
@@ -102,7 +103,7 @@ def done(problem: Problem, dropped: frozenset[int]) -> tuple[float, int]:
         for arg in sorted(needed):
             run(arg, True)
         run(number, False)
-    return sum(calls[number].again_us or 0.0 for number in again), peak_bytes(usages, pinned=problem.pinned)
+    return sum(calls[number].recompute_us or 0.0 for number in again), peak_bytes(usages, pinned=problem.pinned)
 
 
 @st.composite
@@ -114,8 +115,8 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
         args = [
             number - 1 if rng.random() < 0.7 else rng.randrange(number) for _ in range(rng.choice((1, 1, 2))) if number
         ]
-        again_us = None if rng.random() < 0.1 else float(rng.randint(0, 30))
-        step.any_call(rng, tuple(dict.fromkeys(args)), again_us=again_us)
+        recompute_us = None if rng.random() < 0.1 else float(rng.randint(0, 30))
+        step.any_call(rng, tuple(dict.fromkeys(args)), recompute_us=recompute_us)
     grad: tuple[int, ...] = ()
     for number in reversed(range(count)):
         args = [*grad, *(other for other in (number, rng.randrange(count)) if rng.random() < 0.6)]
@@ -132,10 +133,10 @@ def choices(planner: Planner) -> list[frozenset[int]]:
 def test_the_cheap_is_done_again_and_the_dear_is_kept():
     step = Step()
     x = step.call(num_bytes=1)
-    product = step.call(x, num_bytes=50, again_us=1000)
-    relu = step.call(product, num_bytes=50, again_us=10)
-    out = step.call(relu, num_bytes=1, again_us=1000)
-    top = step.call(out, num_bytes=30, again_us=1000)
+    product = step.call(x, num_bytes=50, recompute_us=1000)
+    relu = step.call(product, num_bytes=50, recompute_us=10)
+    out = step.call(relu, num_bytes=1, recompute_us=1000)
+    top = step.call(out, num_bytes=30, recompute_us=1000)
     grad = step.call(top, num_bytes=1, late=True)
     last = step.call(grad, relu, num_bytes=1, late=True)
     step.call(last, product, num_bytes=1, late=True)
@@ -146,10 +147,10 @@ def test_the_cheap_is_done_again_and_the_dear_is_kept():
 def test_what_is_read_again_is_made_again_where_it_is_gone():
     step = Step()
     x = step.call(num_bytes=1)
-    gone = step.call(x, num_bytes=9, again_us=3)
-    kept = step.call(gone, num_bytes=9, again_us=4)
-    out = step.call(kept, num_bytes=2, again_us=5)
-    top = step.call(out, num_bytes=40, again_us=5)
+    gone = step.call(x, num_bytes=9, recompute_us=3)
+    kept = step.call(gone, num_bytes=9, recompute_us=4)
+    out = step.call(kept, num_bytes=2, recompute_us=5)
+    top = step.call(out, num_bytes=40, recompute_us=5)
     grad = step.call(top, num_bytes=1, late=True)
     last = step.call(grad, kept, num_bytes=1, late=True)
     plan = Planner(Problem(calls=step.calls)).plan(45)
@@ -158,7 +159,7 @@ def test_what_is_read_again_is_made_again_where_it_is_gone():
 
 def test_nothing_is_done_again_within_the_budget():
     planner = Planner(chain(12))
-    plan = planner.plan(planner.nothing.peak_bytes)
+    plan = planner.plan(planner.baseline.peak_bytes)
     assert (plan.repeats, plan.us) == ({}, 0)
 
 
@@ -168,7 +169,7 @@ def test_a_chain_fits_into_the_root_of_twice_its_length(layers):
     planner = Planner(chain(layers))
     least = next(n for n in range(layers) if n * (n + 1) // 2 >= layers) + 2  # a gradient, and what the layer is given
     plan = planner.plan(least)
-    assert planner.nothing.peak_bytes == layers + 2
+    assert planner.baseline.peak_bytes == layers + 2
     assert plan.peak_bytes <= least
     assert plan.us <= layers
 
@@ -186,14 +187,14 @@ def test_what_must_be_kept_is():
 def test_the_state_of_a_generator_is_paid_for():
     step = Step()
     x = step.call(num_bytes=1)
-    mask = step.call(x, num_bytes=100, again_us=1)
-    top = step.call(mask, num_bytes=100, again_us=1)
+    mask = step.call(x, num_bytes=100, recompute_us=1)
+    top = step.call(mask, num_bytes=100, recompute_us=1)
     grad = step.call(top, num_bytes=1, late=True)
     step.call(grad, mask, num_bytes=1, late=True)
     calls = [*step.calls]
-    free = Planner(Problem(calls=calls)).weigher.weigh(frozenset({1}))
-    calls[mask] = Call(usage=calls[mask].usage, args=(x,), buffers=(1,), again_us=1, state_bytes=10)
-    drawn = Planner(Problem(calls=calls)).weigher.weigh(frozenset({1}))
+    free = evaluate(liveness(Problem(calls=calls)), frozenset({1}))
+    calls[mask] = Call(usage=calls[mask].usage, args=(x,), buffers=(1,), recompute_us=1, state_bytes=10)
+    drawn = evaluate(liveness(Problem(calls=calls)), frozenset({1}))
     assert [after - before for before, after in zip(free.live_bytes, drawn.live_bytes, strict=True)] == [
         0,
         10,
@@ -207,7 +208,7 @@ def test_the_state_of_a_generator_is_paid_for():
 @given(problems(), st.floats(0.3, 1.0))
 def test_of_few_values_no_other_choice_is_better(problem, share):
     planner = Planner(problem)
-    budget_bytes = int(share * planner.nothing.peak_bytes)
+    budget_bytes = int(share * planner.baseline.peak_bytes)
     plan = planner.plan(budget_bytes)
     everything = [done(problem, one) for one in choices(planner)]
     within = [us for us, peak in everything if peak <= budget_bytes]
@@ -221,13 +222,13 @@ def test_of_few_values_no_other_choice_is_better(problem, share):
 @given(problems(most=40), st.floats(0.3, 1.0))
 def test_of_many_values_the_plan_holds_what_it_says(problem, share):
     planner = Planner(problem)
-    budget_bytes = int(share * planner.nothing.peak_bytes)
+    budget_bytes = int(share * planner.baseline.peak_bytes)
     plan = planner.plan(budget_bytes)
-    assert planner.nothing.peak_bytes == peak_bytes([call.usage for call in problem.calls], pinned=problem.pinned)
+    assert planner.baseline.peak_bytes == peak_bytes([call.usage for call in problem.calls], pinned=problem.pinned)
     assert (plan.us, plan.peak_bytes) == done(problem, plan.dropped)
-    assert plan.peak_bytes <= planner.nothing.peak_bytes
-    assert plan.peak_bytes <= budget_bytes or plan.peak_bytes >= planner.least_bytes()
-    assert all(problem.calls[number].again_us is not None for number in plan.repeats)
+    assert plan.peak_bytes <= planner.baseline.peak_bytes
+    assert plan.peak_bytes <= budget_bytes or plan.peak_bytes >= planner.lower_bound_bytes()
+    assert all(problem.calls[number].recompute_us is not None for number in plan.repeats)
     assert all(problem.calls[place].late for place in plan.repeats.values())
     assert not plan.dropped.intersection(problem.pinned)
     again = Planner(problem).plan(budget_bytes)
@@ -241,10 +242,10 @@ def test_the_search_is_nearly_as_good_as_every_choice(monkeypatch):
     for seed in range(150):
         problem = random_step(random.Random(seed))
         planner = Planner(problem)
-        budget_bytes = int(0.75 * planner.nothing.peak_bytes)
+        budget_bytes = int(0.75 * planner.baseline.peak_bytes)
         plan = planner.plan(budget_bytes)
-        everything = [planner.weigher.weigh(one) for one in choices(planner)]
-        assert min(one.peak_bytes for one in everything) >= planner.least_bytes()
+        everything = [evaluate(planner.live, one) for one in choices(planner)]
+        assert min(one.peak_bytes for one in everything) >= planner.lower_bound_bytes()
         best_us = min((one.us for one in everything if one.peak_bytes <= budget_bytes), default=None)
         if best_us is not None and plan.peak_bytes > budget_bytes:
             missed += 1
@@ -262,7 +263,7 @@ def random_step(rng: random.Random) -> Problem:
     for number in range(count):
         args = (number - 1,) if number else ()
         args += (rng.randrange(number - 1),) if number > 1 and rng.random() < 0.3 else ()
-        step.call(*args, num_bytes=rng.randint(1, 20), again_us=float(rng.randint(1, 30)) if number else None)
+        step.call(*args, num_bytes=rng.randint(1, 20), recompute_us=float(rng.randint(1, 30)) if number else None)
     grad: tuple[int, ...] = ()
     for number in reversed(range(count)):
         read = (number,) if rng.random() < 0.85 else ()

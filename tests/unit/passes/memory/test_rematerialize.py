@@ -285,7 +285,7 @@ def outcome(program: Program) -> list[Any]:
 
 def test_a_budget_that_cannot_be_kept(two_layers):
     tight = planned(two_layers, 0.01)
-    [record] = [record for record in tight.history if record.name == "remat"]
+    [record] = [record for record in tight.history if record.name == "rematerialize"]
     assert record.notes[-1] == "the budget cannot be reached; this is the smallest that was found"
     with pytest.raises(ws.ConfigError, match=r"memory_budget=1000 wants .* Give as much, or make the batch") as caught:
         planned(two_layers, 1000)
