@@ -104,7 +104,7 @@ def test_every_pass_keeps_the_bits_and_its_promises(
         assert builders.same(results(program, inputs), wanted), pass_name(one)
         assert printer.diff(run_passes(program, [one]), program) == "", f"{pass_name(one)} is not idempotent"
         assert_collectives(one, before, program)
-        if pass_name(one) == "schedule":
+        if pass_name(one) == "overlap_communication":
             assert_bound(cost, before, program, hold_updates=hold_updates)
     assert program.stage is Stage.SCHEDULED
     # Ranks plan on their own: nothing may depend on the order of a set, on addresses or on time.
@@ -122,12 +122,12 @@ def names_reduced(program: Program) -> list[str]:
 
 
 def assert_collectives(one: Pass, before: Program, after: Program) -> None:
-    """Only dedupe and bucket may leave fewer; whatever there is moves the same gradients, of the same bytes."""
-    if pass_name(one) in ("dedupe", "bucket"):
+    """Only CSE and bucketing may leave fewer; whatever there is moves the same gradients, of the same bytes."""
+    if pass_name(one) in ("eliminate_common_subexpressions", "bucket_gradients"):
         assert len(starts(after)) <= len(starts(before))
     else:
         assert len(starts(after)) == len(starts(before))
-    if pass_name(one) == "bucket":
+    if pass_name(one) == "bucket_gradients":
         assert moved(after) == moved(before)
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from wholestep.api.report.prediction import Beside, PeakMemory, Prediction
 from wholestep.ir.printer import bytes_text
+from wholestep.passes.comm.bucketing import bucket_gradients
 
 _SHOWN = 3
 """How many modules are named as what hides a collective."""
@@ -129,7 +130,7 @@ def _rendered(said: Explanation) -> Group:
 
 def _is_told(name: str, note: str) -> bool:
     """Whether a table says the same."""
-    return name == "bucket" and note.startswith("bucket ")
+    return name == bucket_gradients.__name__ and note.startswith("bucket ")
 
 
 def _collective_table(said: Explanation) -> Iterable[Table | Text]:

@@ -16,7 +16,7 @@ it by hand. Here the graph shows where the blocks are.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +25,7 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.ir import node_meta, op_info
+from wholestep.passes.analysis.users import readers_through_views
 
 MIN_CALLS = 8
 """Of a piece: below that there is little to compile."""
@@ -164,18 +165,6 @@ def _parts(kinds: Sequence[int], cuts: _Cuts, units: Sequence[tuple[int, ...]]) 
     return [(start, end) for start, end in ends if tuple(kinds[start:end]) not in units]
 
 
-def _readers(node: fx.Node, places: Mapping[fx.Node, int]) -> list[int]:
-    """Places in the run at which a value is read, maybe by a view."""
-    found, left = [], list(node.users)
-    while left:
-        user = left.pop()
-        if user in places:
-            found.append(places[user])
-        elif op_info.is_view(user):
-            left += user.users
-    return found
-
-
 def _kind(node: fx.Node) -> Any:
     """What nodes of different repetitions have in common."""
     shapes = tuple((tuple(one.shape), one.stride(), one.dtype, one.device) for one in node_meta.tensors(node))
@@ -195,7 +184,7 @@ class _Cuts:
     ) -> None:
         places = {node: place for place, node in enumerate(run)}
         self._bytes = [node_meta.num_bytes(node) for node in run]
-        self._readers = [_readers(node, places) for node in run]
+        self._readers = [[places[user] for user, _ in readers_through_views(node) if user in places] for node in run]
         self._by_library = [by_library(node) for node in run]
         self._first_source = [len(run)] * len(run)
         for place, readers in enumerate(self._readers):

@@ -26,7 +26,7 @@ from wholestep.ir.program import Program
 from wholestep.passes.analysis.foreach_items import follow, joined
 from wholestep.passes.analysis.task_graph import sharing
 from wholestep.passes.comm import wire_format
-from wholestep.passes.comm.bucket_planner import Costs, Cuts, fixed_cuts, pack, planned_cuts
+from wholestep.passes.comm.bucket_planner import Costs, Cuts, Group, fixed_cuts, pack, planned_cuts
 from wholestep.passes.comm.wire_format import TravelsAs, WireFormat, unchanged
 
 _aten = torch.ops.aten
@@ -82,58 +82,88 @@ def bucket_gradients(
 
     Only reductions that placement has marked, and that are in no bucket yet, take part. Random operators stay in order.
     """
-    reductions = list(_reductions(program))
-    if not reductions:
+    if not any(_reductions(program)):
         return program
-    sizes_bytes = [node_meta.num_bytes(one.grad) for one in reductions]
-    ways = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
-    tables = _tables(reductions, ways, choose)
-    ranks = {axis.group: axis.size for axis in program.mesh}
-    keys, shares = list[Hashable](), list[float]()
-    for number, (one, way) in enumerate(zip(reductions, ways, strict=True)):
-        as_rows, size = number in tables, ranks[str(one.start.args[-1])]
-        keys.append((_key(one), way.dtype, number if as_rows else None))
-        shares.append(wire_format.share(one.grad, size) if as_rows else _share(one, way.dtype))
-    needs = _needs(program.graph, reductions)
-    if bucket_bytes is not None:
-        cuts = fixed_cuts(sizes_bytes, keys, [bucket_bytes])
-    else:
-        cuts = choose(
-            _text(reductions),
-            lambda: _planned(_costs(program, reductions, sizes_bytes, shares, cost), sizes_bytes, keys, needs),
-        )
-    groups = pack(sizes_bytes, keys, cuts, needs=needs)
-    notes = []
-    for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1])):
-        members = [reductions[item] for item in group.items]
-        laid_out = sorted(members, key=_granularity_bytes, reverse=True) if aligned else members
-        names = tuple(name for one in laid_out for name in _bucket_of(one).members)
-        orders = tuple(order for one in laid_out for order in _orders(one))
-        first = group.items[0]
-        reason = tables.get(first, group.reason)
-        record = node_meta.Bucket(
-            index, names, group.num_bytes, reason, orders, as_rows=first in tables, share=shares[first]
-        )  # fmt: skip
-        _merge(program.graph, laid_out, record, last=members[-1].start)
-        notes.append(f"bucket {index}: {len(names)} gradients, {printer.bytes_text(group.num_bytes)}; {reason}")
+    gradients = _describe(program, choose=choose, travels_as=travels_as)
+    groups = _plan(program, gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
+    notes = [
+        _merge(program.graph, gradients, group, index, aligned=aligned)
+        for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1]))
+    ]
     graph_edit.sort_topologically(program.graph)
     graph_edit.remove_dead_code(program.graph)
     return program.with_notes(*notes)
 
 
-def _tables(reductions: Sequence[_Reduction], ways: Sequence[WireFormat], choose: Choose) -> Cuts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradients:
+    """The reductions of a step and what decides which of them share a bucket; one entry per reduction."""
+
+    reductions: Sequence[_Reduction]
+    sizes_bytes: Sequence[int]
+    keys: Sequence[Hashable]
+    """Only reductions with the same key can share a bucket."""
+    shares: Sequence[float]
+    """Of the bytes of a reduction, how many travel."""
+    needs: Sequence[frozenset[int]]
+    """The earlier reductions that must be over before this one can start."""
+    row_reasons: Cuts
+    """Those that travel as rows, each with the reason."""
+
+
+def _describe(program: Program, *, choose: Choose, travels_as: TravelsAs) -> _Gradients:
+    reductions = list(_reductions(program))
+    formats = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
+    row_reasons = _row_reasons(reductions, formats, choose)
+    ranks = {axis.group: axis.size for axis in program.mesh}
+    keys, shares = list[Hashable](), list[float]()
+    for number, (one, way) in enumerate(zip(reductions, formats, strict=True)):
+        as_rows, size = number in row_reasons, ranks[str(one.start.args[-1])]
+        keys.append((_key(one), way.dtype, number if as_rows else None))
+        shares.append(wire_format.share(one.grad, size) if as_rows else _share(one, way.dtype))
+    return _Gradients(
+        reductions=reductions,
+        sizes_bytes=[node_meta.num_bytes(one.grad) for one in reductions],
+        keys=keys,
+        shares=shares,
+        needs=_needs(program.graph, reductions),
+        row_reasons=row_reasons,
+    )
+
+
+def _row_reasons(reductions: Sequence[_Reduction], formats: Sequence[WireFormat], choose: Choose) -> Cuts:
     """The gradients that travel as rows, each with the reason: as it pays for rank 0 and its first batch."""
 
     def plan() -> Cuts:
-        found = {number: (wire_format.num_rows(one.grad), ways[number]) for number, one in enumerate(reductions)}
+        counts = {number: wire_format.num_rows(one.grad) for number, one in enumerate(reductions)}
         return {
             number: f"rows: a batch of rank 0 looks up {count:,} of "
             f"{node_meta.tensor(reductions[number].grad).shape[0]:,}"
-            for number, (count, way) in found.items()
-            if count is not None and count <= way.most_rows
+            for number, count in counts.items()
+            if count is not None and count <= formats[number].most_rows
         }
 
-    return choose(f"as rows:\n{_text(reductions)}", plan) if any(way.most_rows for way in ways) else {}
+    return choose(f"as rows:\n{_text(reductions)}", plan) if any(way.most_rows for way in formats) else {}
+
+
+def _plan(
+    program: Program, gradients: _Gradients, *, cost: CostModel, bucket_bytes: int | None, choose: Choose
+) -> list[Group]:
+    """Which gradients share a bucket, by their numbers."""
+    if bucket_bytes is not None:
+        cuts = fixed_cuts(gradients.sizes_bytes, gradients.keys, [bucket_bytes])
+    else:
+        cuts = choose(_text(gradients.reductions), lambda: _fastest_cuts(gradients, _costs(program, gradients, cost)))
+    return pack(gradients.sizes_bytes, gradients.keys, cuts, needs=gradients.needs)
+
+
+def _fastest_cuts(gradients: _Gradients, costs: Costs) -> Cuts:
+    """The cuts with the shortest predicted step."""
+    sizes_bytes, keys, needs = gradients.sizes_bytes, gradients.keys, gradients.needs
+    ddp = fixed_cuts(sizes_bytes, keys, DDP_LIMITS_BYTES)
+    largest = max(group.num_bytes for group in pack(sizes_bytes, keys, ddp, needs=needs))
+    cap_bytes = max(largest, DDP_LIMITS_BYTES[-1], int(MEMORY_SHARE * sum(sizes_bytes)))
+    return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
 
 
 def _text(reductions: Sequence[_Reduction]) -> str:
@@ -146,25 +176,9 @@ def _text(reductions: Sequence[_Reduction]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _planned(
-    costs: Costs, sizes_bytes: Sequence[int], keys: Sequence[Hashable], needs: Sequence[frozenset[int]]
-) -> Cuts:
-    """The cuts with the shortest predicted step."""
-    ddp = fixed_cuts(sizes_bytes, keys, DDP_LIMITS_BYTES)
-    largest = max(group.num_bytes for group in pack(sizes_bytes, keys, ddp, needs=needs))
-    cap_bytes = max(largest, DDP_LIMITS_BYTES[-1], int(MEMORY_SHARE * sum(sizes_bytes)))
-    return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
-
-
-def _costs(
-    program: Program,
-    reductions: Sequence[_Reduction],
-    sizes_bytes: Sequence[int],
-    shares: Sequence[float],
-    cost: CostModel,
-) -> Costs:
+def _costs(program: Program, gradients: _Gradients, cost: CostModel) -> Costs:
     """When each gradient is ready, what comes after it, and what its reduction takes."""
-    graph = program.graph
+    graph, reductions = program.graph, gradients.reductions
     sources = {wait: 1 << number for number, one in enumerate(reductions) for wait in one.waits}
     masks = follow(graph, sources, scalars=True)
     everything = (1 << len(reductions)) - 1
@@ -186,15 +200,15 @@ def _costs(
             end_us += max(0.0, times_us[node] - cost.call_us)
         else:
             end_us += times_us[node]
-    total_bytes = sum(sizes_bytes) or 1
+    total_bytes = sum(gradients.sizes_bytes) or 1
     ranks = {axis.group: axis.size for axis in program.mesh}
     one = reductions[0].start
     return Costs(
         ready_us=ready_us,
-        update_us=[update_us * size / total_bytes for size in sizes_bytes],
+        update_us=[update_us * size / total_bytes for size in gradients.sizes_bytes],
         end_us=end_us,
         comm_us=lambda num_bytes: cost.collective_us("all_reduce", int(num_bytes), ranks[str(one.args[-1])]),
-        shares=shares,
+        shares=gradients.shares,
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
         calls_us=num_calls * cost.call_us,
         fill_us=cost.call_us,
@@ -282,7 +296,23 @@ def _granularity_bytes(one: _Reduction) -> int:
     return min(num_bytes & -num_bytes, 4 * node_meta.ALIGNMENT_BYTES)
 
 
-def _merge(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Bucket, *, last: fx.Node) -> None:
+def _merge(graph: fx.Graph, gradients: _Gradients, group: Group, index: int, *, aligned: bool) -> str:
+    """Makes one reduction of those of a group. The note says which bucket it is."""
+    members = [gradients.reductions[item] for item in group.items]
+    laid_out = sorted(members, key=_granularity_bytes, reverse=True) if aligned else members
+    names = tuple(name for one in laid_out for name in _bucket_of(one).members)
+    orders = tuple(order for one in laid_out for order in _orders(one))
+    first = group.items[0]
+    reason = gradients.row_reasons.get(first, group.reason)
+    record = node_meta.Bucket(
+        index, names, group.num_bytes, reason, orders,
+        as_rows=first in gradients.row_reasons, share=gradients.shares[first],
+    )  # fmt: skip
+    _join(graph, laid_out, record, last=members[-1].start)
+    return f"bucket {index}: {len(names)} gradients, {printer.bytes_text(group.num_bytes)}; {reason}"
+
+
+def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Bucket, *, last: fx.Node) -> None:
     """Makes one reduction of `members`, which lie so in the bucket, in the place of the one that starts last."""
     if len(members) == 1 and node_meta.tensor(members[0].grad).is_contiguous():
         node_meta.set_bucket(last, record)

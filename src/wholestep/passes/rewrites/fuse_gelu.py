@@ -17,7 +17,7 @@ Either direction is rewritten without the other where only that one fits.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.fx as fx
@@ -26,6 +26,7 @@ from torch import Tensor
 from wholestep.ir import graph_edit, node_meta
 from wholestep.ir.ops.library import LIBRARY
 from wholestep.ir.program import Program, Stage
+from wholestep.passes.analysis.users import readers_through_views, view_chain
 
 LIBRARY.define("product_gelu(Tensor bias, Tensor a, Tensor b) -> (Tensor, Tensor)")
 LIBRARY.define("product_gelu_backward(Tensor a, Tensor b, Tensor pre) -> Tensor")
@@ -85,7 +86,7 @@ def _calls(graph: fx.Graph, target: Callable[..., object]) -> list[fx.Node]:
 
 def _fuse(graph: fx.Graph, gelu: fx.Node, fuses: Callable[[fx.Node], bool]) -> bool:
     """Puts `PRODUCT_GELU` in the place of an activation and its product; whether that can be."""
-    *_, product = _viewed(gelu.all_input_nodes[0])
+    *_, product = view_chain(gelu.all_input_nodes[0], _is_reshape)
     if not (_is_linear(product) and _sizes_are_known(gelu, product) and _is_only_activated(product) and fuses(product)):
         return False
     with graph.inserting_before(product):
@@ -102,7 +103,7 @@ def _fuse_backward(graph: fx.Graph, gradient: fx.Node, fuses: Callable[[fx.Node]
     """Puts `PRODUCT_GELU_BACKWARD` in the place of the gradient of an activation and the product before it; whether
     that can be."""
     given, activated = gradient.all_input_nodes[0], gradient.all_input_nodes[-1]
-    *_, product = chain = list(_viewed(given))
+    *_, product = chain = list(view_chain(given, _is_reshape))
     if product.target is not _aten.mm.default or any(len(one.users) > 1 for one in chain):
         return False
     if not _sizes_are_known(gradient, product) or node_meta.tensor(given).shape != node_meta.tensor(activated).shape:
@@ -118,12 +119,8 @@ def _fuse_backward(graph: fx.Graph, gradient: fx.Node, fuses: Callable[[fx.Node]
     return True
 
 
-def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, what it is a reshape of, and so on."""
-    yield node
-    while node.target in _RESHAPES:
-        node = node.all_input_nodes[0]
-        yield node
+def _is_reshape(node: fx.Node) -> bool:
+    return node.target in _RESHAPES
 
 
 def _is_linear(product: fx.Node) -> bool:
@@ -140,27 +137,18 @@ def _is_only_activated(product: fx.Node) -> bool:
     Anybody else, a second activation in the backward that saves memory included, would see that the first one was not
     computed from the numbers that were kept.
     """
-    readers = list(_readers(product))
-    gelus = [user for user, _ in readers if user.target is _aten.gelu.default]
-    others = [(user, seen) for user, seen in readers if user not in gelus]
+    found = list(readers_through_views(product, _is_reshape))
+    gelus = [user for user, _ in found if user.target is _aten.gelu.default]
+    others = [(user, seen) for user, seen in found if user not in gelus]
     return len(gelus) == 1 and all(
         user.target is _aten.gelu_backward.default and user.args[0] is not seen for user, seen in others
     )
 
 
-def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads a value, and as which reshape of it."""
-    for user in node.users:
-        if user.target in _RESHAPES:
-            yield from _readers(user)
-        else:
-            yield user, node
-
-
 def _matrix(activated: fx.Node, product: fx.Node) -> fx.Node | None:
     """What was activated, as a contiguous matrix like that of a product; None where it is no reshape of one."""
     wanted = node_meta.tensor(product)
-    for node in _viewed(activated):
+    for node in view_chain(activated, _is_reshape):
         found = node_meta.tensor(node)
         if found.shape == wanted.shape and found.dtype is wanted.dtype and found.is_contiguous():
             return node

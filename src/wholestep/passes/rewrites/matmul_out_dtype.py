@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import Program, Stage
+from wholestep.passes.analysis.users import view_chain
 
 _aten = torch.ops.aten
 WIDE = _aten.mm.dtype
@@ -96,11 +97,8 @@ def _are_half(casts: list[Cast], bucket: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, what it is a view of, and so on."""
-    yield node
-    while op_info.is_view(node) and node.target is not WIDE:
-        node = node.all_input_nodes[0]
-        yield node
+    """The node, what it is a view of, and so on; a product that is written as `WIDE` ends it."""
+    return view_chain(node, lambda one: op_info.is_view(one) and one.target is not WIDE)
 
 
 def _is_cast_product(cast: fx.Node, product: fx.Node) -> bool:

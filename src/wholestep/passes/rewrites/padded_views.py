@@ -9,7 +9,7 @@ memory, views that rows in one piece alone have, and kernels that may want their
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.passes.analysis.users import readers_through_views, view_chain
 from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
 _aten = torch.ops.aten
@@ -46,7 +47,10 @@ def readers(node: fx.Node, part: torch.Tensor) -> dict[fx.Node, bool]:
             continue
     while True:  # who reads two such views gives what depends on both
         values = {node: part} | {view: value for found in views.values() for view, value in found.items()}
-        fit = {user: found for user, found in views.items() if all(_stays(end, values) for end in _ends(user))}
+        ends = {
+            user: [end for end, _ in readers_through_views(user)] if found else [user] for user, found in views.items()
+        }
+        fit = {user: found for user, found in views.items() if all(_stays(end, values) for end in ends[user])}
         if len(fit) == len(views):
             return {user: user in fit for user in node.users}
         views = fit
@@ -80,11 +84,9 @@ def first(wide: fx.Node, shape: torch.Size) -> fx.Node:
 
 def before_reshapes(matrix: fx.Node) -> fx.Node:
     """The first matrix of which this one is reshapes there and back."""
-    found, node = matrix, matrix
-    while node.target in _RESHAPES:
-        node = node.all_input_nodes[0]
-        found = node if node_meta.tensor(node).shape == node_meta.tensor(matrix).shape else found
-    return found
+    shape = node_meta.tensor(matrix).shape
+    chain = view_chain(matrix, lambda node: node.target in _RESHAPES)
+    return [node for node in chain if node_meta.tensor(node).shape == shape][-1]
 
 
 def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -97,15 +99,6 @@ def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
     for reader in user.users:
         found |= _views(reader, found)
     return found
-
-
-def _ends(user: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a view, or views of it, and is none; the node itself if it is none."""
-    if not op_info.is_view(user):
-        yield user
-        return
-    for reader in user.users:
-        yield from _ends(reader)
 
 
 def _stays(reader: fx.Node, values: Mapping[fx.Node, Any]) -> bool:

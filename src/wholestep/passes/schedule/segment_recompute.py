@@ -34,6 +34,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.node_meta import Region
+from wholestep.passes.analysis import users
 from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
@@ -91,24 +92,8 @@ def _is_early(node: fx.Node) -> bool:
     return node_meta.origin(node).region is Region.FORWARD
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """What a view is seen of."""
-    while op_info.is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _args(node: fx.Node) -> Iterator[fx.Node]:
-    return map(_base, node.all_input_nodes)
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a value, maybe by a view."""
-    for user in node.users:
-        if op_info.is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
+    return map(users.base, node.all_input_nodes)
 
 
 Reader = tuple[int, int]
@@ -151,7 +136,7 @@ class _Early:
         """Those of them that a library of a late run takes."""
         kernels = _Kernels(run, by_library).of
         for node in run:
-            readers = list(_readers(node))
+            readers = [reader for reader, _ in users.readers_through_views(node)]
             outside = [reader for reader in readers if reader not in self._calls]
             is_handed_on = any(kernels.get(reader, kernels[node]) != kernels[node] for reader in readers)
             is_given = any(place.get(reader) not in late for reader in outside)
@@ -227,7 +212,7 @@ class _Again:
         """Those that are no views, in order."""
 
     def __call__(self, node: fx.Node) -> fx.Node:
-        if _base(node) not in self._again:
+        if users.base(node) not in self._again:
             return node
         if node not in self._twins:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self)

@@ -185,7 +185,7 @@ def test_the_step_without_communication_makes_its_gradients_in_float32(training)
     silent = _Silent(InductorOptions(), torch.device("cpu"))
     placed = place(captured(step, *training).program, DDP(), AXIS)
     names = [pass_name(one) for one in silent.passes(placed)]
-    assert "narrow_messages" not in names
+    assert narrow_wire_dtype.__name__ not in names
     assert len(names) == len(Inductor(InductorOptions(), torch.device("cpu")).passes(placed)) - 1
     program = without_communication(planned(training, AVERAGE, COPIES, WIDEN, FORM))
     assert not any(op_info.is_collective(node) for node in program.graph.nodes)

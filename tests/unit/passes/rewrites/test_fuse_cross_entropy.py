@@ -1,4 +1,4 @@
-"""lean_cross_entropy: the same loss and gradient up to rounding, fewer bytes kept, and what it does not touch."""
+"""fuse_cross_entropy: the same loss and gradient up to rounding, fewer bytes kept, and what it does not touch."""
 
 from __future__ import annotations
 

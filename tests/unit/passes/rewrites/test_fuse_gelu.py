@@ -198,7 +198,7 @@ def test_layers_stay_alike_and_other_passes_find_what_they_found(trained):
         notes = {record.name: record.notes for record in plan.history}
         told.append((
             len(likenesses), len(set(likenesses)),
-            *(notes[name] for name in ("lean_cross_entropy", "average_on_the_way", "widen_products")),
+            *(notes[name] for name in ("fuse_cross_entropy", "fold_mean", "widen_matmul_out_dtype")),
             builders.count(plan, aten.mm.dtype_out),
         ))  # fmt: skip
     assert told[0] == told[1]

@@ -1,4 +1,4 @@
-"""pad_products: which products get whole sizes, what the numbers become, who reads a part, and what stays."""
+"""pad_matmul: which products get whole sizes, what the numbers become, who reads a part, and what stays."""
 
 from __future__ import annotations
 
@@ -545,9 +545,9 @@ def planned(*first: Pass) -> Program:
 def test_what_other_passes_look_for_is_still_there():
     before, after = planned(), planned(ALWAYS)
     notes = [{record.name: record.notes for record in program.history} for program in (before, after)]
-    assert notes[1]["pad_products"] == (
+    assert notes[1]["pad_matmul"] == (
         "6 products of odd sizes are padded with zeros, and 8 tensors for them",
         "1 gradients to be reduced are products of rows that stand apart",
     )
-    for name in ("fuse_activations", "average_on_the_way", "widen_products", "fill_buckets"):
+    for name in ("fuse_gelu", "fold_mean", "widen_matmul_out_dtype", "grads_as_bucket_views"):
         assert notes[0][name] == notes[1][name] != ()
