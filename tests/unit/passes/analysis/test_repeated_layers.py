@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.unit import builders
 from tests.unit.builders import aten
+from wholestep.ir import op_info
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import compile_fx, segment_compiler
@@ -138,7 +139,7 @@ def test_what_is_compiled_does_not_grow_with_the_layers() -> None:
 def test_pieces_begin_with_what_a_library_computes() -> None:
     for one in segments(cut(layers(6)))[1:]:
         products = (aten.mm.default, aten.addmm.default)
-        inner = [node for node in one.calls if not segment_compiler.ops.is_view(node)]
+        inner = [node for node in one.calls if not op_info.is_view(node)]
         depends = [
             node for node in inner if node.target in products or any(arg in inner for arg in node.all_input_nodes)
         ]
