@@ -16,6 +16,7 @@ import argparse
 import importlib
 import logging
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -33,8 +34,9 @@ import wholestep as ws
 
 STEPS = 8
 LIBRARIES = ("torch.optim", "timm.optim", "pytorch_optimizer", "schedulefree")
-MAX_REASON = 150
+MAX_REASON = 96
 """Characters of a reason that a line shows."""
+MAX_COLUMNS = 120
 
 Make = Callable[[nn.Module], Any]
 
@@ -144,7 +146,8 @@ def _short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     known = ("The step could not be captured", "The step is ", "the value of a tensor decides")
     told = [line for line in lines if not line.startswith(known)]
-    return " / ".join(told)[:MAX_REASON].replace("|", "/") or type(error).__name__
+    reason = textwrap.shorten(" / ".join(told), MAX_REASON, placeholder=" ...").replace("|", "/")
+    return reason or type(error).__name__
 
 
 def page(library: str, outcomes: list[Outcome]) -> Iterator[str]:
@@ -154,7 +157,7 @@ def page(library: str, outcomes: list[Outcome]) -> Iterator[str]:
     for kind, text in told.items():
         names = [one.name for one in outcomes if one.kind == kind]
         if names:
-            yield f"{text} ({len(names)}): {', '.join(names)}.\n"
+            yield textwrap.fill(f"{text} ({len(names)}): {', '.join(names)}.", MAX_COLUMNS) + "\n"
     refused = [one for one in outcomes if one.kind == "refused"]
     if refused:
         yield f"Refused ({len(refused)}):\n"

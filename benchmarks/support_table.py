@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Options of an optimizer's own; those in COMMON are tried wherever an optimizer has them."""
 
-MAX_REASON = 160
-"""Characters of a reason that a cell shows."""
+MAX_REASON = 68
+"""Characters of a reason that a cell shows: with its neighbours it fits in a line of 120."""
 
 COMMON: tuple[dict[str, Any], ...] = ({"weight_decay": 0.1}, {"maximize": True}, {"capturable": True}, {"lr": "tensor"})
 
@@ -188,7 +189,7 @@ def _why(error: BaseException) -> str:
     sentence = " ".join(text.split()).partition(". ")[0].rstrip(".").replace("|", "\\|")
     if "If capturable=True" in sentence:
         return "capturable needs a GPU"
-    return sentence if len(sentence) <= MAX_REASON else sentence[:MAX_REASON] + "..."
+    return textwrap.shorten(sentence, MAX_REASON, placeholder=" ...")
 
 
 def _spell(options: tuple[tuple[str, Any], ...]) -> str:

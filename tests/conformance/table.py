@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ DOCUMENT = ROOT / "docs" / "conformance.md"
 GPU_RECORD = ROOT / "docs" / "conformance_gpu.json"
 CPU_COLUMNS = {1: "1 process", 2: "gloo, 2", 4: "gloo, 4", 8: "gloo, 8"}
 MAX_REASON = 160
+MAX_COLUMNS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +104,35 @@ def document(found: list[Line], cpu: dict[str, Any], gpu: dict[str, Any] | None)
         "",
         f"{passing} of {len(found)} rows pass. CPU: torch {cpu['torch']}, gloo. {on_gpu}",
         "",
-        "- `passes`: every test of the row passed with that many processes; in the column GPU the number of GPUs",
-        "  stands in brackets. An empty cell: no test of the row runs in that way.",
+        "Each row says with how many processes, on gloo or on how many GPUs, it was tested.",
+        "",
+        "- `passes`: every test of the row passed in that way. What is not named has no test.",
         "- `FAILS`, `skipped`: at least one test did, and the remark says why.",
         "- The rows are described in `tests/conformance/rows.py`; a test names its row with `@pytest.mark.row`.",
     ]
-    columns = [*CPU_COLUMNS.values(), "GPU"]
     for group, title in TITLES.items():
         text += ["", f"## {group}: {title}", ""]
-        text += [f"| row | what is promised | {' | '.join(columns)} | remarks |", f"|{'---|' * (len(columns) + 3)}"]
         for line in (line for line in found if line.group == group):
-            cells = " | ".join(line.cells[column] for column in columns)
-            text.append(f"| `{line.name}` | {line.meaning} | {cells} | {'; '.join(line.remarks)} |")
+            text += [_wrapped(f"- `{line.name}`: {line.meaning}"), _wrapped(f"  - {_ways(line)}")]
     return "\n".join(text) + "\n"
+
+
+def _wrapped(item: str) -> str:
+    """An item of a list, in lines that are no longer than those of other documents."""
+    indent = " " * (item.index("- ") + 2)
+    return textwrap.fill(item, MAX_COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _ways(line: Line) -> str:
+    """The ways in which a row was tested, by what came of them, and the remarks."""
+    ways: dict[str, list[str]] = defaultdict(list)
+    for column in CPU_COLUMNS.values():
+        ways[line.cells[column]].append(column.replace(",", ""))
+    for cell in line.cells["GPU"].split(", "):
+        word, _, size = cell.rpartition(" (")
+        ways[word].append(f"GPU {size.rstrip(')')}")
+    came = [f"{word}: {', '.join(columns)}" for word, columns in ways.items() if word]
+    return "; ".join([*came, *line.remarks])
 
 
 def run_tests() -> dict[str, Any]:
