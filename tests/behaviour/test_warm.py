@@ -454,12 +454,12 @@ import sys, torch
 from tests.behaviour import test_warm as t
 import wholestep as ws
 from wholestep.capture.tracing.tracer import Tracer
-from wholestep.lower import lists
+from wholestep.lower.foreach import multi_tensor
 from wholestep.ir.segment import Segment
 read = Segment.module
 def fail(*_): raise AssertionError("it was traced, or nodes of a segment were asked for")
 if sys.argv[1] == "warm":
-    Tracer.run = lists.plan = fail
+    Tracer.run = multi_tensor.plan = fail
 for backend in ("eager", "inductor"):
     # A fused optimizer: its operator has a twin, made while the step is captured, which another process has to make.
     scene, step = t.things(fused=True) if backend == "eager" else t.few_things(), ws.compile(t.train, backend=backend)

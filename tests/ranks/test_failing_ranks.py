@@ -200,7 +200,7 @@ def one_rank_cannot_capture() -> tuple[type, str, int, float]:
 def test_a_rank_that_cannot_capture_does_not_leave_the_others_waiting(pool2: Any) -> None:
     first, second = pool2.run(one_rank_cannot_capture)
     assert second[0] is ws.CaptureError
-    assert "test_bad_ranks.py" in second[1]
+    assert "test_failing_ranks.py" in second[1]
     assert first[0] is ws.RankMissingError
     assert "1" in first[1]
     assert first[3] < 30, "the others learn it at once, not after the timeout"

@@ -121,7 +121,7 @@ def test_who_finds_kernels_imports_the_compiler_meanwhile(
     """It measures block sizes, for which Inductor imports its compiler; rank 0 would wait for that in the first run."""
     begun: list[Any] = []
     monkeypatch.setattr(background, "start_in_background", begun.append)
-    monkeypatch.setattr(wholestep.lower.inductor_backend, "compiler", SimpleNamespace(start_workers=lambda: None))
+    monkeypatch.setattr(wholestep.lower.inductor_backend, "compile_fx", SimpleNamespace(start_workers=lambda: None))
     blob_store: Any = SimpleNamespace(is_filled_here=is_filled_here)
     Inductor(InductorOptions(), GPU, blob_store).prepare()
     assert [work.args for work in begun] == [("wholestep.lower.inductor.compile_fx",)] * imports

@@ -48,14 +48,14 @@ def test_a_program_that_ends_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPa
 SCRIPT = """
 import datetime, sys, time
 import torch.distributed as dist
-from wholestep.run import beside
+from wholestep.util import background
 
 class Lasts:
     def __del__(self):  # the interpreter is being torn down, and the thread comes back
         time.sleep(3)
 
 sys.lasts, store = Lasts(), dist.HashStore()
-beside.begun(lambda: store.wait(["never"], datetime.timedelta(seconds=1)))
+background.start_in_background(lambda: store.wait(["never"], datetime.timedelta(seconds=1)))
 time.sleep(0.2)  # for it to be in C++
 sys.exit(3)
 """

@@ -25,10 +25,11 @@ def test_threads_of_a_gpu_find_the_compiler_imported():
     """Its modules import each other, so two threads that begin at different ones meet in the middle."""
     text = """
 import torch
-from wholestep.lower import ahead, auto
+from wholestep.lower import auto_backend
+from wholestep.lower.codecache import toolchain_hash
 wanted = ("wholestep.lower.inductor.segment_compiler", "torch._inductor.output_code", "torch._dynamo.source")
-ahead.begun = lambda: print(all(name in sys.modules for name in wanted))
+toolchain_hash.begun = lambda: print(all(name in sys.modules for name in wanted))
 for chosen in ("eager", "auto"):
-    auto.backend_for(chosen, torch.device("cuda"), None, None)
+    auto_backend.backend_for(chosen, torch.device("cuda"), None, None)
 """
     assert said_by(text) == "True"

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.lower import inductor_backend
+from wholestep.lower.inductor import segment_compiler
 from wholestep.util import progress
 
 
@@ -59,10 +59,10 @@ def test_an_error_ends_it_and_one_inside_another_adds_none():
 
 def test_a_call_tells_its_stages_in_order(monkeypatch):
     told: list[str] = []
-    for module in ("wholestep.api.compiled_step.tell", "wholestep.lower.inductor_backend.tell"):
+    for module in ("wholestep.api.compiled_step.report_stage", "wholestep.lower.inductor_backend.report_stage"):
         monkeypatch.setattr(module, told.append)
-    monkeypatch.setattr(inductor_backend.inductor.Inductor, "begin", lambda self, segment: None)
-    monkeypatch.setattr(inductor_backend.inductor.Inductor, "compile", lambda self, segment: segment)  # node by node
+    monkeypatch.setattr(segment_compiler.Inductor, "begin", lambda self, segment: None)
+    monkeypatch.setattr(segment_compiler.Inductor, "compile", lambda self, segment: segment)  # node by node
     step = ws.compile(lambda x: ((x + 1).tanh() + torch.rand_like(x)).exp(), backend="inductor")
     step(torch.ones(4))
     assert told[:2] == ["capturing", "planning"]

@@ -131,7 +131,7 @@ STEPS: list[Callable[..., Any]] = [
 @pytest.fixture
 def never_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else most of these steps need no second trace."""
-    monkeypatch.setattr("wholestep.capture.functionalize.functionalize.rewritten", lambda whole, inputs: None)
+    monkeypatch.setattr("wholestep.capture.functionalize.functionalize.to_out_of_place", lambda whole, inputs: None)
 
 
 def traced(step: Callable[..., Any]) -> tuple[fx.GraphModule, list[Tensor], FakeTensorMode]:
@@ -214,7 +214,7 @@ def test_forward_and_backward_are_not_traced_again(monkeypatch: pytest.MonkeyPat
         seen.append([node.target for node in made.stands_for])
         return made
 
-    monkeypatch.setattr("wholestep.capture.functionalize.functionalize.part_of", watched)
+    monkeypatch.setattr("wholestep.capture.functionalize.functionalize.mutation_subgraph", watched)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 

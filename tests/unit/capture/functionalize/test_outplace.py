@@ -103,7 +103,7 @@ def test_what_is_written_to_as_a_whole_needs_no_second_trace(
 ) -> None:
     ours = steps.made_functional(step)
     assert (not traces) == (step.__name__ in TAKEN)
-    monkeypatch.setattr(functionalize, "rewritten", lambda whole, inputs: None)
+    monkeypatch.setattr(functionalize, "to_out_of_place", lambda whole, inputs: None)
     assert steps.described(ours) == steps.described(steps.made_functional(step))
 
 
@@ -145,7 +145,7 @@ def test_a_training_is_traced_once_and_the_graph_is_the_one_of_a_second_trace(
         ours = functionalize.functionalize(*args)
         assert not traces
         with monkeypatch.context() as patch:
-            patch.setattr(functionalize, "rewritten", lambda whole, inputs: None)
+            patch.setattr(functionalize, "to_out_of_place", lambda whole, inputs: None)
             assert values(ours) == values(functionalize.functionalize(*args))
         traces.clear()
         captures.append(len(args))

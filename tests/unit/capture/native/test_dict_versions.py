@@ -358,7 +358,8 @@ def take():
 
 while take():
     pass
-from wholestep.capture import native, quick
+from wholestep.capture.guards import fast_guards
+from wholestep.capture.native import build as native
 from wholestep.capture.native.self_test import PARAMETER
 if sys.version_info >= (3, 14):  # no versions to read either, so there is no native look
     assert "fails its test" in native.wait()
@@ -382,10 +383,10 @@ assert look.moved() == (0,), "read after all"
 for _ in range(3):
     assert hooks.moved() == ()
     param.register_hook(len)
-    assert hooks.moved() == (quick.TENSORS,) == hooks.moved()
+    assert hooks.moved() == (fast_guards.TENSORS,) == hooks.moved()
     hooks.renew()
 param._backward_hooks = None
-assert hooks.moved() == (quick.TENSORS,)
+assert hooks.moved() == (fast_guards.TENSORS,)
 """
 
 
@@ -397,7 +398,7 @@ def test_without_a_watcher_versions_are_read(module: ModuleType) -> None:
 
 AT_THE_END = """
 import atexit, builtins, sys
-from wholestep.capture import native
+from wholestep.capture.native import build as native
 assert native.wait() == "", native.why_not()
 look = lambda *dicts: native.module().Look((), b"", dicts, (None,) * len(dicts))
 

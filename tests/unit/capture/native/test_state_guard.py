@@ -651,7 +651,7 @@ def test_many_build_once(cache: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from wholestep.capture import native
+from wholestep.capture.native import build as native
 native._compiler = lambda: ["sh", "-c", f"kill -9 {os.getpid()}"]
 native.build()
 """
@@ -733,7 +733,7 @@ def test_the_switch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
-    code = "from wholestep.capture import native; assert native.module() is None; import time; time.sleep(0.3)"
+    code = "from wholestep.capture.native import build; assert build.module() is None; import time; time.sleep(0.3)"
     slow = cache / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o700)

@@ -14,7 +14,7 @@ from tests.unit.capture.steps import captured
 from wholestep.capture.python import user_frame
 from wholestep.errors import CaptureError, ConfigError
 
-HERE = "test_blame.py"
+HERE = "test_user_frame.py"
 
 
 def first_line(function: Callable[..., Any]) -> int:

@@ -12,7 +12,7 @@ import wholestep as ws
 from tests.unit.capture.steps import Make, captured, differing, train, twins
 from wholestep.errors import CaptureError
 
-HERE = "test_host.py"
+HERE = "test_host_scalars.py"
 
 
 def linear(kind: Any, **options: Any) -> Make:

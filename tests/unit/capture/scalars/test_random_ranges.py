@@ -111,7 +111,7 @@ def test_a_probability_that_is_raised_is_seen() -> None:
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_chance_is_refused_with_what_helps(draw: Callable[[], Any]) -> None:
     line = Skipping.forward.__code__.co_firstlineno + 3
-    with pytest.raises(CaptureError, match=f"test_uniform.py:{line}") as raised:
+    with pytest.raises(CaptureError, match=f"test_random_ranges.py:{line}") as raised:
         ws.compile(Skipping(0.1, draw).forward, backend="eager")(torch.randn(2, 4))
     assert "the value of a tensor decides" in str(raised.value)
     assert "set it to 0 (layerdrop" in str(raised.value)

@@ -59,7 +59,7 @@ def test_what_converts_is_refused_and_changes_nothing(convert: object) -> None:
         convert(model)  # type: ignore[operator]
         return model(x)
 
-    with pytest.raises(CaptureError, match=r"test_conversion.py:\d+") as raised:
+    with pytest.raises(CaptureError, match=r"test_module_to.py:\d+") as raised:
         ws.compile(step, backend="eager")(torch.randn(3, 4))
     assert "Do it before the step, once." in str(raised.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

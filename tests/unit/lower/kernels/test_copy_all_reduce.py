@@ -18,7 +18,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_
 from wholestep.ir.program import Program
-from wholestep.lower.kernels import copy_all_reduce
+from wholestep.lower.kernels import add_chunks, copy_all_reduce
 from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.comm.use_copy_engine import use_copy_engine
 from wholestep.passes.default_passes import passes_of
@@ -313,7 +313,7 @@ def test_the_addition_of_equal_messages_is_built_once(monkeypatch):
     node_meta.set_value(again, node_meta.tensor(start))
     asked = []
     monkeypatch.setattr(copy_all_reduce, "group_named", lambda name: SimpleNamespace(size=lambda: 4, rank=lambda: 3))
-    monkeypatch.setattr(copy_all_reduce.addition, "build", lambda *dtypes, **how: asked.append((dtypes, how)))
+    monkeypatch.setattr(add_chunks, "build", lambda *dtypes, **how: asked.append((dtypes, how)))
     assert len(list(copy_all_reduce.builds(program))) == 1
     assert asked == [((torch.float32, torch.float32), {"size": 4, "rank": 3, "averages": True})]
     assert list(copy_all_reduce.builds(planned("ranks are on several hosts"))) == []

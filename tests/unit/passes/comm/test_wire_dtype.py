@@ -157,7 +157,7 @@ def test_a_gradient_that_somebody_reads_is_of_no_type(training):
 
 
 def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
-    monkeypatch.setattr("wholestep.lower.inductor_backend.copies.why_not", lambda group, device: "")
+    monkeypatch.setattr("wholestep.lower.kernels.copy_all_reduce.why_not", lambda group, device: "")
     monkeypatch.setattr("wholestep.lower.inductor.segment_compiler.widens", yes)
     placed = place(captured(step, *training).program, DDP(), AXIS)
     grads = [start.args[0].args[0] for start in calls(placed, op_info.c10d.all_reduce.default)]

@@ -210,7 +210,7 @@ def test_the_step_without_communication_has_its_own_table():
 
 
 def test_backends_say_how_many_rows_where_copies_reduce(monkeypatch):
-    monkeypatch.setattr("wholestep.lower.inductor_backend.copies.why_not", lambda group, device: "")
+    monkeypatch.setattr("wholestep.lower.kernels.copy_all_reduce.why_not", lambda group, device: "")
     monkeypatch.setattr(sparse_all_reduce, "LEAST_TABLE_BYTES", WORDS * WIDTH * 4)
     program = placed(*training())
     grads = [start.args[0] for start in calls(program, op_info.c10d.all_reduce.default)]

@@ -52,12 +52,12 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     thread.start()
     ready.wait(10)
     line = lives.__code__.co_firstlineno + 7
-    beat = awaited(Heartbeat(store, rank=0, size=2), lambda beat: beat.line == f"test_pulse.py:{line}")
+    beat = awaited(Heartbeat(store, rank=0, size=2), lambda beat: beat.line == f"test_heartbeat.py:{line}")
     over.set()
     thread.join()
     made[0].stop("over")
-    assert (beat.at, beat.line) == ("train_step, call 7", f"test_pulse.py:{line}")
-    assert str(beat) == f"in train_step, call 7 (test_pulse.py:{line})"
+    assert (beat.at, beat.line) == ("train_step, call 7", f"test_heartbeat.py:{line}")
+    assert str(beat) == f"in train_step, call 7 (test_heartbeat.py:{line})"
 
 
 def test_a_stack_that_cannot_be_read_stops_no_beat(pulses, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_stack_that_cannot_be_read_stops_no_beat(pulses, monkeypatch):
 def test_a_rank_outside_and_one_that_has_not_come(pulses):
     pulses[0].start()
     beats = pulses[1].beats([0, 1])
-    assert str(beats[0]).startswith("outside of any compiled step (test_pulse.py:")
+    assert str(beats[0]).startswith("outside of any compiled step (test_heartbeat.py:")
     assert str(beats[1]) == "not yet in its World"
 
 
