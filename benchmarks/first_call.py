@@ -60,21 +60,21 @@ STAGES = (
     "run", "other",
 )  # fmt: skip
 WRAPPED = (
-    ("wholestep.api.cache.warm_start:StepCache.agreed", "look"),
+    ("wholestep.api.cache.warm_start:StepCache.lookup", "look"),
     ("wholestep.capture.tracing.tracer:Tracer.run", "trace"),
     ("wholestep.capture.capture:functionalize", "functional"),
-    ("wholestep.api.compiled_step:capture", "capture"),
-    ("wholestep.api.compiled_step:place", "place"),
-    ("wholestep.api.compiled_step:run_passes", "passes"),
-    ("wholestep.api.compiled_step:CompiledStep._lower", "lower"),
+    ("wholestep.api.stages:capture", "capture"),
+    ("wholestep.api.stages:place", "place"),
+    ("wholestep.api.stages:run_passes", "passes"),
+    ("wholestep.api.stages:Stages._lower", "lower"),
     ("wholestep.capture.capture:verify", "verify"),
     ("wholestep.place.strategies:verify", "verify"),
     ("wholestep.passes.pass_manager:verify", "verify"),
     ("torch.fx:GraphModule.recompile", "python"),
     ("wholestep.runtime.distributed.rendezvous:Rendezvous.objection", "agree"),
     ("wholestep.runtime.distributed.rendezvous:Rendezvous.agree", "agree"),
-    ("wholestep.api.compiled_step:CompiledStep._meet", "agree"),
-    ("wholestep.api.compiled_step:CompiledStep._run", "run"),
+    ("wholestep.api.stages:Stages._broadcast_state", "agree"),
+    ("wholestep.api.dispatch:Dispatcher._run", "run"),
 )
 """Functions by where they are looked up, and the stage that their time belongs to."""
 

@@ -116,9 +116,9 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def take_up(step: CompiledStep, x: Tensor) -> None:
     """Has the step notice what was exchanged in its executable, which its shortcut holds: a call the long way."""
-    for entry in step._entries:
-        entry.shortcut = None
-    step._shortcut = None
+    for entry in step._dispatcher.entries:
+        entry.fast_call = None
+    step._fast_call = None
     step(x)
 
 

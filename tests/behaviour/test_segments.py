@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-import wholestep.api.compiled_step
+import wholestep.api.stages
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from wholestep.ir.printer import Step
@@ -57,7 +57,7 @@ class Segmented(Eager):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Segmented()
-    monkeypatch.setattr(wholestep.api.compiled_step, "backend_for", lambda *chosen: backend)
+    monkeypatch.setattr(wholestep.api.stages, "backend_for", lambda *chosen: backend)
     complaints = check(CASES[name], Run())
     assert not complaints, "\n".join(complaints)
     assert backend.num_segments

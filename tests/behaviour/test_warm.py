@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-import wholestep.api.compiled_step
+import wholestep.runtime.buffer_sync
 from wholestep.api.cache import artifact
 from wholestep.capture.tracing.tracer import Tracer
 from wholestep.errors import ArtifactError
@@ -555,7 +555,7 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
     done: list[tuple[Any, ...]] = []
     watched = [
         (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Rendezvous, "agree"),
-        (wholestep.api.compiled_step, "broadcast_tensors"),
+        (wholestep.runtime.buffer_sync, "broadcast_tensors"),
     ]  # fmt: skip
 
     def noted(owner: Any, name: str) -> Any:

@@ -100,7 +100,7 @@ def _one_cannot_compile() -> tuple[str, int]:
     costs = replace(CostModel.default("cpu+gloo"), source="calibrated on this host")
     no_compiler = "there is no C++ compiler" if world.rank == 1 else ""
     with (
-        patch("wholestep.api.compiled_step.agreed_costs", lambda *_: costs),
+        patch("wholestep.api.stages.agreed_costs", lambda *_: costs),
         patch.object(segment_compiler, "why_not", lambda _: no_compiler),
     ):
         step = ws.compile(train_step, strategy=ws.DDP())

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
-
-import torch
-import torch.distributed as dist
 
 from wholestep.capture.bind.binding import Binding
 from wholestep.capture.guards import fast_guards
 from wholestep.errors import RankMissingError
-from wholestep.ir.ops.collectives import group_named
-from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
+from wholestep.ir.program import InputKind, Program
 from wholestep.passes.analysis.write_order import writes_beside_communication
+from wholestep.runtime.buffer_sync import BufferSync
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.step_timer import Runner, StepTimer, StepTimes, Wait
@@ -37,11 +33,11 @@ class Executable:
         world: World,
         *,
         call: Callable[[], str],
-        buffers: BufferSync | None = None,
+        buffer_sync: BufferSync | None = None,
     ) -> None:
         """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
-        self.runner, self._world, self._buffers, self._name = runner, world, buffers, call
+        self.runner, self._world, self._buffer_sync, self._name = runner, world, buffer_sync, call
         self._inputs: fast_guards.InputFiller = binding.source()
         self._writes_early = writes_beside_communication(program)
         self._meter: StepTimer | None = None
@@ -68,8 +64,8 @@ class Executable:
         """The step among other ranks."""
         try:
             with named_failures(self._world, self._name):
-                if self._buffers is not None:
-                    self._buffers.before_call()
+                if self._buffer_sync is not None:
+                    self._buffer_sync.before_call()
                 return self.runner(inputs)
         except RankMissingError as error:
             raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
@@ -96,59 +92,6 @@ class Executable:
         if self._meter is not None:
             return self._timed(self._meter, leaves)
         return self.binding.finish(self._inputs.run(self._function(), leaves))
-
-
-_may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-"""Buffers that a step of this process wrote since they were last equal on all ranks, by id."""
-
-
-class BufferSync:
-    """Keeps the buffers of a data-parallel step as DistributedDataParallel does: rank 0's values at the start.
-
-    The graph itself broadcasts what it writes. A buffer that it only reads is broadcast here, and only when a
-    step has written it since the last time: constants such as masks and positions never travel, and of many
-    evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
-    """
-
-    def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axis: MeshAxis) -> None:
-        targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
-        kept = program.host_buffers
-        found = [
-            (index in targets, tensor)
-            for index, (record, tensor) in enumerate(zip(program.inputs, tensors, strict=True))
-            if record.kind is InputKind.BUFFER and index not in kept and isinstance(tensor, torch.Tensor)
-        ]
-        self._written = [tensor for is_written, tensor in found if is_written]
-        self._read = [tensor for is_written, tensor in found if not is_written]
-        self._axis = axis
-
-    def before_call(self) -> None:
-        """Broadcasts what this step reads and another has written; notes what this step is about to write."""
-        stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
-        if stale:
-            broadcast_tensors(stale, self._axis)
-        for tensor in self._written:
-            _may_differ[id(tensor)] = tensor
-
-
-def broadcast_tensors(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
-    """Gives `tensors` the values of the axis's first rank, one message per dtype, as DistributedDataParallel does.
-
-    None of them is changed before all have arrived.
-    """
-    group = group_named(axis.group)
-    source = dist.get_global_rank(group, 0)
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        sent = [(same, torch.cat([t.detach().reshape(-1) for t in same])) for same in by_dtype.values()]
-        for _, flat in sent:
-            dist.broadcast(flat, source, group=group)
-        for same, flat in sent:
-            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
-                _may_differ.pop(id(tensor), None)
 
 
 def describe_state(program: Program) -> str:

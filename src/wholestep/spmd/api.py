@@ -1,4 +1,4 @@
-"""compile() of the older surface, on the stages of `wholestep.api.compiled_step`."""
+"""compile() of the older surface, on the stages of `wholestep.api.stages`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.api.compiled_step import CompiledStep
+from wholestep.api.stages import Stages
 from wholestep.capture import module_override
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
@@ -28,7 +29,7 @@ from wholestep.passes.pass_manager import Pass
 from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.options import Options
 from wholestep.spmd.data_parallel import DataParallel
-from wholestep.spmd.gradients import Gradients
+from wholestep.spmd.gradients import LocalGradients
 from wholestep.spmd.override import Override, Replacements
 from wholestep.spmd.transforms import GraphModuleTransformation, Transformation, as_pass
 
@@ -99,7 +100,7 @@ def compile(
             with compiled.gradients.apart():
                 result = compiled(*args, **kwargs)
             setattr(run, COMPILED_OBJECT_KEY, compiled.describe(pytree.tree_leaves((args, kwargs))))
-            compiled.count(last=last)
+            compiled.count_call(last=last)
             return result
 
         return run
@@ -107,18 +108,58 @@ def compile(
     return decorate
 
 
-def _checked_overrides(given: Any) -> tuple[Override, ...]:
-    overrides = tuple(given or ())
+def _checked_overrides(module_override: Any) -> tuple[Override, ...]:
+    overrides = tuple(module_override or ())
     for one in overrides:
         if not isinstance(one, Override):
             raise ConfigError(f"compile(module_override=...) wants a list of Override objects, got {one!r} in it.")
     return overrides
 
 
-class _Step(CompiledStep):
-    """A compiled step whose capture sees replaced modules, and whose passes are the user's."""
+class _Stages(Stages):
+    """Stages whose capture sees replaced modules, and whose passes are the user's."""
 
-    _starts_warm = False
+    uses_cache = False
+
+    def __init__(
+        self,
+        *args: Any,
+        gradients: LocalGradients,
+        overrides: tuple[Override, ...],
+        transforms: Sequence[tuple[str, Transformation | None]],
+    ) -> None:
+        super().__init__(*args)
+        self._gradients, self._transforms = gradients, transforms
+        self._overrides, self._replacements = overrides, Replacements(overrides)
+        self.transformations: list[GraphModuleTransformation] = []
+        """Those of the user's that the last passes ran."""
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        reachable = reachability.find_reachable(self.step, args, kwargs)
+        stand_ins = module_override.choose([module for _, module in reachable.modules.values()], self._replacements)
+        with module_override.overridden(stand_ins):
+            self._gradients.add(reachability.find_reachable(self.step, args, kwargs) if stand_ins else reachable)
+            captured = capture(self.step, args, kwargs)
+        module_override.expect_originals(captured.guards, stand_ins)
+        return captured
+
+    def passes(
+        self, captured: Captured, compression: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
+    ) -> list[Pass]:
+        flat_state = _flat_state(captured)
+        self.transformations.clear()
+        calls: list[tuple[str, Transformation | None]] = [
+            (f"{type(one).__name__}.transform", _with_state(one, flat_state)) for one in self._overrides
+        ]
+        calls += self._transforms
+        mine = [as_pass(call, name, self.transformations) for name, call in calls if call is not None]
+        return [*mine, *lowering, reinplace]
+
+
+class _Step(CompiledStep):
+    """A compiled step that keeps its gradients to itself."""
+
+    _stages: _Stages
 
     def __init__(
         self,
@@ -127,55 +168,34 @@ class _Step(CompiledStep):
         transformation: Transformation | None,
         mode: DataParallel,
     ) -> None:
-        self.gradients = Gradients()
+        self.gradients = LocalGradients()
         options = Options(
             strategy=mode.strategy, mesh=None, backend="eager", passes=DefaultPasses(), max_retraces=MAX_RETRACES
         )
-        super().__init__(self.gradients.cleared_by(step), options)
-        self._overrides, self._replacements = overrides, Replacements(overrides)
-        self._transformation, self._mode = transformation, mode
-        self._used: list[GraphModuleTransformation] = []
-        self._described: dict[int, Compiled] = {}
+        transforms = (("custom_passes", mode.custom_passes), ("gm_transformation", transformation))
+        stages = functools.partial(_Stages, gradients=self.gradients, overrides=overrides, transforms=transforms)
+        super().__init__(self.gradients.cleared_by(step), options, stages=stages)
+        self._compiled: dict[int, Compiled] = {}
 
-    def describe(self, things: list[Any]) -> Compiled:
-        """What the last call ran. `things` are the leaves of its arguments."""
+    def describe(self, leaves: list[Any]) -> Compiled:
+        """What the last call ran. `leaves` are those of its arguments."""
         entry = self._last()
-        known = self._described.get(id(entry))
+        known = self._compiled.get(id(entry))
         if known is None:
             gm = entry.programs[Stage.SCHEDULED].module
             gm.recompile()  # passes edit the graph; what runs is generated from it, and so is `gm.code` now
-            known = self._described[id(entry)] = Compiled(
+            known = self._compiled[id(entry)] = Compiled(
                 gm=gm,
-                modules=tuple(one for one in things if isinstance(one, nn.Module)),
-                optimizers=tuple(one for one in things if isinstance(one, Optimizer)),
+                modules=tuple(one for one in leaves if isinstance(one, nn.Module)),
+                optimizers=tuple(one for one in leaves if isinstance(one, Optimizer)),
                 flat_state=_flat_state(entry.captured),
             )
         return known
 
-    def count(self, *, last: bool) -> None:
-        """One call is over."""
-        for one in self._used:
+    def count_call(self, *, last: bool) -> None:
+        """One call is over; `last`: of the training."""
+        for one in self._stages.transformations:
             one.count(last=last)
-
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        found = reachability.find_reachable(self._step, args, kwargs)
-        stand_ins = module_override.choose([module for _, module in found.modules.values()], self._replacements)
-        with module_override.overridden(stand_ins):
-            self.gradients.add(reachability.find_reachable(self._step, args, kwargs) if stand_ins else found)
-            captured = capture(self._step, args, kwargs)
-        module_override.expect_originals(captured.guards, stand_ins)
-        return captured
-
-    def _passes(
-        self, captured: Captured, comm: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
-    ) -> list[Pass]:
-        flat_state = _flat_state(captured)
-        self._used.clear()
-        calls: list[tuple[str, Transformation | None]] = [
-            (f"{type(one).__name__}.transform", _with_state(one, flat_state)) for one in self._overrides
-        ]
-        calls += [("custom_passes", self._mode.custom_passes), ("gm_transformation", self._transformation)]
-        return [*(as_pass(call, who, self._used) for who, call in calls if call is not None), *lowering, reinplace]
 
 
 def _with_state(override: Override, flat_state: list[torch.Tensor]) -> Transformation:

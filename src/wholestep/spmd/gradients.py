@@ -15,7 +15,7 @@ import torch
 from wholestep.capture.reach.reachability import Reachable
 
 
-class Gradients:
+class LocalGradients:
     """The gradients of every parameter and buffer that one step can reach."""
 
     def __init__(self) -> None:

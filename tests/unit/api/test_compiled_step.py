@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-import wholestep.api.compiled_step
+import wholestep.api.stages
 from tests.unit.capture.steps import Blocks, differing, train, twins
 from wholestep.api.cache.warm_start import StepCache
 from wholestep.ir import graph_edit, node_meta, printer
@@ -89,7 +89,7 @@ def test_ranks_connect_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatc
     def noted(name: str, of: Any, work: Any) -> None:
         monkeypatch.setattr(of, name, lambda *args, **kwargs: (happened.append(name), work(*args, **kwargs))[1])
 
-    noted("run_passes", wholestep.api.compiled_step, wholestep.api.compiled_step.run_passes)
+    noted("run_passes", wholestep.api.stages, wholestep.api.stages.run_passes)
     noted("begin", nccl_connect, nccl_connect.begin)
     noted("lower", Eager, Eager.lower)
     ws.compile(scaled)(batch())

@@ -171,7 +171,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(moving))
         return capture(step, args, kwargs, moving, moved)
 
-    monkeypatch.setattr("wholestep.api.compiled_step.capture", counted)
+    monkeypatch.setattr("wholestep.api.stages.capture", counted)
     return counts
 
 
@@ -194,7 +194,7 @@ def test_a_number_that_changes_is_traced_once_more(name: str, kind: str) -> None
     assert (info.traces + info.loaded, info.hits) == (2, CALLS - 2)
     (reason,) = info.reasons
     assert " was " in reason
-    assert (step._short() > 0) == (kind == "native")
+    assert (step._stats.fast_hits > 0) == (kind == "native")
 
 
 @pytest.mark.parametrize("make", [switched, warmed_up])
@@ -259,7 +259,7 @@ def test_in_lists_dicts_and_tuples_as_well(kind: str) -> None:
     step = race(make, give)
     assert step.cache_info().traces + step.cache_info().loaded == 2
     assert len([one for one in step.program().inputs if "argument" in one.name]) == 2
-    assert (step._short() > 0) == (kind == "native")
+    assert (step._stats.fast_hits > 0) == (kind == "native")
 
 
 def test_a_step_that_writes_to_its_dict_of_numbers_sees_its_own() -> None:
@@ -295,7 +295,7 @@ def test_text_that_nobody_looks_at_may_be_any(kind: str, captures: list[int]) ->
     step = race(named, names_of)
     assert (step.cache_info().traces, step.cache_info().hits) == (2, CALLS - 2)
     assert captures == [0, 0, 4]  # with the texts as they are, to compare
-    assert (step._short() > 0) == (kind == "native")
+    assert (step._stats.fast_hits > 0) == (kind == "native")
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {
@@ -406,7 +406,7 @@ def test_what_can_be_no_input_stays_a_constant(name: str) -> None:
     info = step.cache_info()
     assert info.traces + info.loaded == CALLS
     assert all("argument 1 was" in reason for reason in info.reasons)
-    (told,) = step._retraces._constant.values()
+    (told,) = step._stages.retraces._constant.values()
     assert told.startswith("Argument 1 can be no input of the graph: ")
     assert why in told
 

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.lower.inductor import segment_compiler
+from wholestep.lower import inductor_backend
 from wholestep.util import progress
 
 
@@ -59,7 +59,7 @@ def test_an_error_ends_it_and_one_inside_another_adds_none():
 
 def test_a_call_tells_its_stages_in_order(monkeypatch):
     told: list[str] = []
-    for module in ("wholestep.api.compiled_step.report_stage", "wholestep.lower.inductor_backend.report_stage"):
+    for module in ("wholestep.api.stages.report_stage", "wholestep.lower.inductor_backend.report_stage"):
         monkeypatch.setattr(module, told.append)
     monkeypatch.setattr(segment_compiler.Inductor, "begin", lambda self, segment: None)
     monkeypatch.setattr(segment_compiler.Inductor, "compile", lambda self, segment: segment)  # node by node

@@ -21,19 +21,21 @@ from wholestep.runtime.options import data_axis
 from wholestep.runtime.shared_costs import COSTS, marks_of
 
 
-def fingerprint_of(context: StepContext, setting: CacheContext) -> Fingerprint:
+def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerprint:
     """What a compiled step depends on, as far as it is known before anything is traced. Raises NotComparable."""
-    options, world, comm = setting.options, setting.world, setting.comm
+    options, world, compression = cache_context.options, cache_context.world, cache_context.compression
     chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
     axis = data_axis(world, options.mesh)
     mesh = [("the axis", str(axis)), ("the number of ranks", str(world.size)), ("the rank", str(world.rank))]
     state = (
-        [("what compression does next", f"{comm}, {'on' if comm.started else 'not yet'}")] if comm is not None else []
+        [("what compression does next", f"{compression}, {'on' if compression.started else 'not yet'}")]
+        if compression is not None
+        else []
     )
     return {
         "the build": tuple(_build(world)),
         "the mesh": tuple(mesh),
-        "the backend": (("its kind", type(setting.backend).__name__), *setting.backend.marks()),
+        "the backend": (("its kind", type(cache_context.backend).__name__), *cache_context.backend.marks()),
         "the switches of torch": tuple(torch_switches()),
         "compression": tuple(state),
         "the tensors that move": tuple(context.moved_places()),
@@ -67,12 +69,12 @@ def outside_lines(outside: Environment, costs: Mapping[str, Any]) -> Fingerprint
     }
 
 
-def costs_now(setting: CacheContext) -> Mapping[str, Any]:
+def costs_now(context: CacheContext) -> Mapping[str, Any]:
     """The costs that a plan made now would be made with, on the rank that says which."""
-    if COSTS in setting.choices:
-        known: Mapping[str, Any] = setting.choices[COSTS]
+    if COSTS in context.choices:
+        known: Mapping[str, Any] = context.choices[COSTS]
         return known
-    return calibrate.to_json(calibrate.find(setting.world.device, marks_of(setting.world)))
+    return calibrate.to_json(calibrate.find(context.world.device, marks_of(context.world)))
 
 
 def difference(saved: Fingerprint, now: Fingerprint) -> str | None:

@@ -51,7 +51,7 @@ class SavedStep:
 class StepToSave:
     """What there is to save of a compiled step."""
 
-    look: CacheLookup
+    lookup: CacheLookup
     captured: Captured
     programs: Mapping[Stage, Program]
     plan: str
@@ -73,33 +73,33 @@ class CachedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLookup:
-    """What was seen before a capture."""
+    """The outcome of a lookup in the step cache, before a capture."""
 
     fingerprint: Fingerprint | None
     """What the step depends on; None where another process could not tell."""
-    ready: CachedStep | None
+    step: CachedStep | None
     why_not: str
-    """Why there is nothing ready; empty where there is."""
+    """Why there is no step; empty where there is one."""
 
-    def dropped(self, why_not: str) -> CacheLookup:
-        """The same without what was ready."""
-        if self.ready is not None:
-            self.ready.captured.undo()
-        return CacheLookup(fingerprint=self.fingerprint, ready=None, why_not=why_not)
+    def without_step(self, why_not: str) -> CacheLookup:
+        """The same as a miss; undoes what binding the saved step has changed."""
+        if self.step is not None:
+            self.step.captured.undo()
+        return CacheLookup(fingerprint=self.fingerprint, step=None, why_not=why_not)
 
-    def given(self) -> CacheLookup:
+    def without_kernels(self) -> CacheLookup:
         """The same without the bytes of kernels, which the backend has by then."""
-        return self if self.ready is None else replace(self, ready=replace(self.ready, kernels=()))
+        return self if self.step is None else replace(self, step=replace(self.step, kernels=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheContext:
-    """What surrounds a call besides its objects."""
+    """What a compiled step depends on besides the objects of its call."""
 
     options: Options
     world: World
     backend: Backend
-    comm: CompressionState | None
+    compression: CompressionState | None
     choices: Mapping[str, Any]
     """What the ranks have agreed on so far."""
     moved: Collection[Hashable] = ()

@@ -76,70 +76,65 @@ class StepCache:
         self._step, self._path = step, path
         self.name = name_of(step)
 
-    @property
-    def is_asked_for(self) -> bool:
-        """Whether the user has named a file: then what does not fit is an error."""
-        return self._path is not None
-
-    def agreed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: CacheContext, first: Rendezvous | None
+    def lookup(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: CacheContext, first: Rendezvous | None
     ) -> CacheLookup:
-        """`look`, where all ranks use what they found, or none does. `first`: they meet there in their first call.
+        """The saved step that fits this call, where every rank has found one. Nothing of the user's is changed.
+
+        `first`: where the ranks meet in their first call; None in later ones, in which several ranks load nothing.
 
         Raises ArtifactError where the user has named a file for the first call, and it does not fit.
         """
-        world, name = setting.world, self.name.rpartition(".")[2].rpartition(":")[2]
-        look = self.look(args, kwargs, setting, may_load=first is not None or world.size == 1)
-        why_not = look.why_not
+        world, name = context.world, self.name.rpartition(".")[2].rpartition(":")[2]
+        lookup = self._lookup_on_this_rank(args, kwargs, context, may_load=first is not None or world.size == 1)
+        why_not = lookup.why_not
         if first is not None:
             try:
                 why_not = first.objection(why_not, world, f"the look for a saved {name}")
             except WholestepError:
-                look.dropped("")
+                lookup.without_step("")
                 raise
         if why_not:
-            look = look.dropped(why_not)
-        if look.ready is None:
-            if self.is_asked_for and first is not None:
-                raise ArtifactError(look.why_not)
-            log.info("%s is captured: %s", name, look.why_not)
-        return look
+            lookup = lookup.without_step(why_not)
+        if lookup.step is None:
+            if self._path is not None and first is not None:
+                raise ArtifactError(lookup.why_not)
+            log.info("%s is captured: %s", name, lookup.why_not)
+        return lookup
 
-    def look(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: CacheContext, *, may_load: bool
+    def _lookup_on_this_rank(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cache_context: CacheContext, *, may_load: bool
     ) -> CacheLookup:
-        """Looks for a saved step that fits this call. Nothing of the user's is changed."""
         try:
-            with StepContext(self._step, args, kwargs, moved=setting.moved) as context:
-                fingerprint = fingerprint_of(context, setting)
+            with StepContext(self._step, args, kwargs, moved=cache_context.moved) as context:
+                fingerprint = fingerprint_of(context, cache_context)
                 try:
                     if self._path is None and not is_enabled():
                         raise ArtifactError(f"{CACHE} is 0.")
                     if not may_load:
                         raise ArtifactError("only the first signature of a step is looked for on several ranks.")
-                    ready = self._ready(context, fingerprint, setting)
-                    return CacheLookup(fingerprint=fingerprint, ready=ready, why_not="")
+                    step = self._load(context, fingerprint, cache_context)
+                    return CacheLookup(fingerprint=fingerprint, step=step, why_not="")
                 except ArtifactError as error:
                     context.lazy.take_back()
-                    return CacheLookup(fingerprint=fingerprint, ready=None, why_not=str(error))
+                    return CacheLookup(fingerprint=fingerprint, step=None, why_not=str(error))
         except NotComparable as error:
-            return CacheLookup(
-                fingerprint=None, ready=None, why_not=f"{error}. It cannot be compared in another process."
-            )
+            why_not = f"{error}. It cannot be compared in another process."
         except WholestepError as error:  # the capture will say it better
-            return CacheLookup(fingerprint=None, ready=None, why_not=str(error))
+            why_not = str(error)
         except Exception as error:  # a cache may fail in a hundred ways, and none of them is a reason not to train
             log.warning("the look for a saved %s failed", self.name, exc_info=True)
-            return CacheLookup(fingerprint=None, ready=None, why_not=f"{type(error).__name__}: {error}")
+            why_not = f"{type(error).__name__}: {error}"
+        return CacheLookup(fingerprint=None, step=None, why_not=why_not)
 
-    def _ready(self, context: StepContext, fingerprint: Fingerprint, setting: CacheContext) -> CachedStep:
+    def _load(self, context: StepContext, fingerprint: Fingerprint, cache_context: CacheContext) -> CachedStep:
         """The saved step that fits. Raises ArtifactError."""
         path = self._path or self._cached(fingerprint)
         header, data = artifact.read(path)
         if why_not := difference(header.fingerprint, fingerprint):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         body = _loaded(path, data)
-        costs = costs_now(setting) if setting.world.rank == 0 else body.choices[COSTS]
+        costs = costs_now(cache_context) if cache_context.world.rank == 0 else body.choices[COSTS]
         now = outside_lines(environment_of(header).now(), costs)
         if why_not := difference(header.outside, now):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
@@ -172,11 +167,11 @@ class StepCache:
         """What files of the cache are kept by: the step and the rank, so that ranks do not push out each other's."""
         return f"{self.name} {dict(fingerprint['the mesh'])['the rank']}"
 
-    def write(self, path: Path, entry: StepToSave, setting: CacheContext) -> None:
+    def write(self, path: Path, entry: StepToSave, context: CacheContext) -> None:
         """Writes a step to a file of the user's, one per rank. Raises ArtifactError."""
-        header, body = written(self.name, entry, replace(setting.options, mesh=None))
+        header, body = written(self.name, entry, replace(context.options, mesh=None))
         try:
-            artifact.write(of_rank(path, setting.world), header, body)
+            artifact.write(of_rank(path, context.world), header, body)
         except OSError as error:
             raise ArtifactError(f"{path} cannot be written: {error.strerror or error}.") from error
 
@@ -228,8 +223,8 @@ def options_of(path: Path, *, trusted: bool) -> tuple[Options, str]:
 def written(name: str, entry: StepToSave, options: Options | None = None) -> tuple[Header, bytes]:
     """A compiled step as header and body of a file. Raises ArtifactError for one that means nothing elsewhere."""
     captured = entry.captured
-    if entry.look.fingerprint is None:
-        raise ArtifactError(f"It cannot be saved: {entry.look.why_not}")
+    if entry.lookup.fingerprint is None:
+        raise ArtifactError(f"It cannot be saved: {entry.lookup.why_not}")
     if captured.spec.foreign:
         raise ArtifactError(
             "It cannot be saved: it reads a tensor that belongs to no argument, closure, global or attribute, and that "
@@ -256,7 +251,7 @@ def written(name: str, entry: StepToSave, options: Options | None = None) -> tup
     if (path := edited(outside.files)) is not None:
         raise ArtifactError(f"It cannot be saved: {path} was written while this process ran, and may not be what runs.")
     lines = outside_lines(outside, entry.choices[COSTS])
-    return Header(step=name, fingerprint=entry.look.fingerprint, outside=lines), body
+    return Header(step=name, fingerprint=entry.lookup.fingerprint, outside=lines), body
 
 
 def _read(data: bytes, what: str) -> Any:

@@ -7,11 +7,13 @@ would come back from their journey in float32 are made in it.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from wholestep.api.compiled_step import CompiledStep
+from wholestep.api.stages import Stages
 from wholestep.config import DDP
 from wholestep.config import Inductor as InductorOptions
 from wholestep.errors import InternalError
@@ -22,7 +24,7 @@ from wholestep.lower.base.eager_backend import Wait
 from wholestep.lower.inductor_backend import Inductor
 from wholestep.passes.comm.wire_dtype import narrow_wire_dtype
 from wholestep.passes.pass_manager import Pass, pass_name
-from wholestep.runtime.distributed.world import World
+from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import checked_options
 
 
@@ -55,13 +57,14 @@ class _Silent(Inductor):
         return super().lower(without_communication(program), wait)
 
 
+class _SilentStages(Stages):
+    @cached_property
+    def backend(self) -> Inductor:
+        return _Silent(InductorOptions(), init().device)
+
+
 class SilentStep(CompiledStep):
     """The compiled step of a data-parallel training, without its communication."""
 
     def __init__(self, step: Any) -> None:
-        super().__init__(step, checked_options(DDP(), None, "inductor", None, 0))
-
-    def _lowering(self, world: World) -> Inductor:
-        if not isinstance(self._backend, _Silent):
-            self._backend = _Silent(InductorOptions(), world.device)
-        return self._backend
+        super().__init__(step, checked_options(DDP(), None, "inductor", None, 0), stages=_SilentStages)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from wholestep.runtime.distributed.blob_store import BlobStore
@@ -49,6 +50,15 @@ class Rendezvous:
         if world.size > 1:
             what = f"the plan of {self._name}"
             abandon(error, store=world.store, rank=world.rank, key=self._next(), size=world.size, what=what)
+
+    @contextmanager
+    def abandoned_on_error(self, world: World) -> Iterator[None]:
+        """Around work before a meeting: an error tells the others that this rank will not come."""
+        try:
+            yield
+        except Exception as error:
+            self.abandon(error, world)
+            raise
 
     def choose(self, question: str, answer: Callable[[], Any], world: World) -> Any:
         """Rank 0's answer, something that JSON holds; the same for the same question for good.

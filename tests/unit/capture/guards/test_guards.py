@@ -316,7 +316,7 @@ def test_the_native_look_takes_over_when_it_comes(monkeypatch: pytest.MonkeyPatc
 def test_usual_calls_take_the_quick_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     entry = bench.step._last()
-    shortcut = entry.shortcut
+    shortcut = entry.fast_call
     assert (shortcut is not None) == (kind == "native")
     if shortcut is None:
         return

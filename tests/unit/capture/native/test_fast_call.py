@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(build.wait() != "", reason="there is no native l
 
 def hits(step: CompiledStep) -> int:
     """Calls that took a shortcut."""
-    return sum(entry.shortcut.hits for entry in step._entries if entry.shortcut is not None)
+    return step._stats.fast_hits
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def test_signatures_in_turn_are_counted_once_each() -> None:
     for number, rows in enumerate((2, 2, 3, 3, 3, 2, 2, 3), 1):
         assert torch.equal(step(torch.ones(rows)), torch.full((rows,), 2.0))
         assert step.program().inputs[0].shape == (rows,), "the last signature used comes first"
-        assert step._rendezvous.call().endswith(f", call {number}")
+        assert step._stages.rendezvous.call().endswith(f", call {number}")
     assert (step.cache_info().traces, step.cache_info().hits) == (2, 6)
     assert hits(step) == 4, "all but the captures and the two calls of the other signature than before"
 
@@ -163,7 +163,7 @@ def test_wrong_use_of_the_native_types() -> None:
     step = ws.compile(doubled, backend="eager")
     for _ in range(2):
         step(torch.ones(2))
-    shortcut: Any = step._shortcut
+    shortcut: Any = step._fast_call
     for args in ((), (1,), ((), {}, 1)):
         with pytest.raises(TypeError, match="args: tuple, kwargs: dict"):
             shortcut(*args)

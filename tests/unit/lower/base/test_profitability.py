@@ -12,7 +12,7 @@ from torch import Tensor
 
 import wholestep as ws
 from tests.unit import builders
-from wholestep.api.compiled_step import CompiledStep
+from wholestep.api.stages import Stages
 from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
 from wholestep.lower.auto_backend import Auto, backend_for
@@ -164,13 +164,13 @@ def test_only_the_rank_that_compiles_starts_them(backend: str, monkeypatch: pyte
 
 def test_the_backend_prepares_before_the_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    capture = CompiledStep._capture
+    capture = Stages.capture
 
-    def watched(self: CompiledStep, *given: Any) -> Any:
+    def watched(self: Stages, *given: Any) -> Any:
         order.append("capture")
         return capture(self, *given)
 
     monkeypatch.setattr(Eager, "prepare", lambda self: order.append("prepare"))
-    monkeypatch.setattr(CompiledStep, "_capture", watched)
+    monkeypatch.setattr(Stages, "capture", watched)
     ws.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert order == ["prepare", "capture"]

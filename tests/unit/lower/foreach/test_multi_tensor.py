@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import wholestep.api.compiled_step
+import wholestep.api.stages
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Run, check
 from tests.unit import builders
@@ -109,7 +109,7 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_optimizers_train_as_eager_code_does(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Listed()
-    monkeypatch.setattr(wholestep.api.compiled_step, "backend_for", lambda *chosen: backend)
+    monkeypatch.setattr(wholestep.api.stages, "backend_for", lambda *chosen: backend)
     # Parameters of these cases are below 1 and move by less than 1: some roundings of float32 in some steps.
     case = dataclasses.replace(
         (OPTIM_CASES | STEP_CASES)[name], tolerance=50 * UNIT[torch.float32], tolerance_reason="other roundings"

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import wholestep as ws
-import wholestep.api.compiled_step
+import wholestep.api.stages
 from tests.unit import builders
 from tests.unit.builders import aten
 from tests.unit.lower.foreach.test_multi_tensor import FORM, Listed, interpreted, on_the_cpu, segments
@@ -121,7 +121,7 @@ def updating(program: Program) -> list[Any]:
 @pytest.mark.parametrize("update", POINTWISE, ids=lambda update: update.__name__)
 def test_a_loop_trains_as_eager_code_does(update: Update, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Listed()
-    monkeypatch.setattr(wholestep.api.compiled_step, "backend_for", lambda *chosen: backend)
+    monkeypatch.setattr(wholestep.api.stages, "backend_for", lambda *chosen: backend)
     found = []
     for step in (ws.compile(train_step), train_step):
         model = net()

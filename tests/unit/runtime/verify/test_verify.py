@@ -19,6 +19,7 @@ from tests.behaviour.untouched import assert_untouched, everything, warm_up
 from tests.behaviour.untouched import net as net_with_everything
 from tests.unit.builders import aten, c10d
 from tests.unit.capture.steps import Block
+from wholestep.api.stages import Stages
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import collect
@@ -116,13 +117,15 @@ def test_a_second_call_that_is_another_graph_is_another_graph() -> None:
     # The first call creates the momentum and the gradients, the second adds to both.
     captured: list[Captured] = []
 
-    class Counting(ws.CompiledStep):
-        def _capture(self, *args: Any) -> Captured:
-            captured.append(super()._capture(*args))
+    class Counting(Stages):
+        def capture(self, *args: Any) -> Captured:
+            captured.append(super().capture(*args))
             return captured[-1]
 
     plain = ws.compile(keeps_gradients, strategy=SMALL_BUCKETS)
-    found = Counting(keeps_gradients, plain._options).verify(*with_dampening(), *batch(), ranks=4)
+    found = ws.CompiledStep(keeps_gradients, plain._options, stages=Counting).verify(
+        *with_dampening(), *batch(), ranks=4
+    )
     assert outcomes(found) == PASSED, str(found)
     assert len(captured) == 2
 
@@ -375,13 +378,14 @@ def test_a_fault_of_placement_is_found_by_the_eager_step(monkeypatch: pytest.Mon
 
 
 def test_a_number_that_capture_froze_is_found_by_the_eager_step() -> None:
-    class Freezing(ws.CompiledStep):
-        def _capture(self, *args: Any) -> Captured:
-            captured = super()._capture(*args)
+    class Freezing(Stages):
+        def capture(self, *args: Any) -> Captured:
+            captured = super().capture(*args)
             with_a_stale_rate(captured.program)
             return captured
 
-    found = Freezing(train, ws.compile(train, strategy=SMALL_BUCKETS)._options).verify(*net(), *batch(), ranks=2)
+    step = ws.CompiledStep(train, ws.compile(train, strategy=SMALL_BUCKETS)._options, stages=Freezing)
+    found = step.verify(*net(), *batch(), ranks=2)
     assert outcomes(found) == [*PASSED[:3], Outcome.FAILED], str(found)
     assert found.difference is not None
     assert (found.difference.op, found.difference.step) == ("update", 2)
@@ -435,11 +439,12 @@ class Virtual:
 
 def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> Virtual:
     """The training on two virtual ranks, up to the comparison with the eager step."""
-    compiled = ws.compile(case.step, strategy=case.strategy, passes=passes)
+    stages = ws.compile(case.step, strategy=case.strategy, passes=passes)._stages
     model, opt = case.make()
     subject = Subject(
-        name="step", step=case.step, capture=compiled._capture, passes=compiled._passes, strategy=case.strategy,
-        axis=MeshAxis(name="data", size=2, group="virtual"), comm_state=compiled.state_dict(),
+        name="step", step=case.step, capture=stages.capture, passes=stages.passes, strategy=case.strategy,
+        axis=MeshAxis(name="data", size=2, group="virtual"),
+        comm_state=stages.compression.state_dict() if stages.compression is not None else {},
     )  # fmt: skip
     args = (model, opt, *batch())
     torch.manual_seed(11)

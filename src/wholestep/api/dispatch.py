@@ -1,0 +1,95 @@
+"""Dispatch: which entry a call runs, in Python. The native fast call of the last one is tried before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wholestep.api.call_stats import CallStats
+from wholestep.api.stages import Entry, Stages
+from wholestep.capture.guards.fast_guards import FastCall
+from wholestep.capture.python import tree_util
+from wholestep.errors import ConfigError
+from wholestep.runtime.distributed.world import init
+from wholestep.util.gc_pause import gc_paused
+from wholestep.util.progress import progress_shown
+
+
+class Dispatcher:
+    """The entries of one step, the last one used first."""
+
+    def __init__(self, stages: Stages, stats: CallStats) -> None:
+        self.entries: list[Entry] = []
+        self.fast_call: FastCall | None = None
+        """The native call of the first entry, where it may be used for the next call."""
+        self._stages, self._stats = stages, stats
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the entry whose guards hold for this call; a new one if there is none."""
+        self._stats.dispatched_calls += 1
+        self.fast_call = None
+        leaves, spec = tree_util.flatten((args, kwargs))
+        entry, reason = self._find(leaves, spec)
+        if entry is None:
+            return self._call_new(args, kwargs, leaves, reason)
+        result = entry.captured.returned(self._run(entry, leaves), args, kwargs)
+        self._set_fast_call(entry)
+        return result
+
+    def last(self) -> Entry:
+        """The entry used last. Raises ConfigError before the first call."""
+        if not self.entries:
+            name = self._stages.name
+            raise ConfigError(f"{name} has not been called yet, so there is nothing to look at. Call it once.")
+        return self.entries[0]
+
+    def _find(self, leaves: list[Any], spec: tree_util.TreeSpec) -> tuple[Entry | None, str | None]:
+        """The entry whose guards hold, moved to the front; or why the one used last does not, if there is one."""
+        reason = None
+        for position, entry in enumerate(self.entries):
+            why_not = entry.captured.guards.why_not(leaves, spec)
+            if why_not is None:
+                self._stats.dispatched_hits += 1
+                if position:
+                    self.entries.insert(0, self.entries.pop(position))
+                if self._stages.is_outdated(entry):
+                    entry = self.entries[0] = self._stages.plan(entry.captured, entry.lookup)
+                return entry, None
+            reason = reason or why_not
+            self._stages.retraces.compared(entry.captured.guards, leaves)
+        return None, reason
+
+    def _call_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], reason: str | None) -> Any:
+        """Builds an entry and runs it; it is one of the entries once its first call has succeeded."""
+        stages, stats = self._stages, self._stats
+        with gc_paused():
+            with progress_shown(stages.name, init().rank):
+                stages.retraces.allow(reason)
+                entry = stages.build(args, kwargs, is_first=not self.entries)
+            with entry.captured.undone_on_error():
+                result = entry.captured.returned(self._run(entry, leaves), args, kwargs)
+            self.entries.insert(0, entry)
+            self._set_fast_call(entry)
+            if entry.loaded_from is not None:
+                stats.loaded += 1
+            else:
+                stats.traces += 1
+                stages.keep(entry)
+        return result
+
+    def _run(self, entry: Entry, leaves: list[Any]) -> Any:
+        compression, held = self._stages.compression, entry.compression
+        if compression is None or held is None:
+            return entry.executable(leaves)
+        with compression.call(held):
+            return entry.executable(leaves)
+
+    def _set_fast_call(self, entry: Entry) -> None:
+        """Has the next call try the native call of this entry, if it has one and no calls are measured."""
+        plain = entry.compression is None and entry.captured.only_returns
+        run = entry.executable.run() if plain else None
+        if run is None:
+            return
+        if entry.fast_call is None and (fast_call := entry.captured.guards.shortcut(run)) is not None:
+            entry.fast_call = fast_call
+            self._stats.fast_calls.append(fast_call)
+        self.fast_call = entry.fast_call

@@ -1,0 +1,243 @@
+"""The page: how a call that nothing was compiled for becomes an entry. Reads top to bottom as the arrow of wholestep.
+
+call ──capture──▶ CAPTURED ──place──▶ PLACED ──passes──▶ SCHEDULED ──agree, lower, bind──▶ Executable
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wholestep.api.cache.records import CacheContext, CachedStep, CacheLookup, StepToSave
+from wholestep.api.cache.warm_start import StepCache
+from wholestep.api.call_stats import CallStats
+from wholestep.capture.bind.binding import Binding
+from wholestep.capture.bind.captured import Captured
+from wholestep.capture.capture import capture
+from wholestep.capture.guards.fast_guards import FastCall
+from wholestep.capture.python.user_frame import naming
+from wholestep.capture.retrace_policy import RetracePolicy
+from wholestep.config import DDP
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir.printer import plan_text
+from wholestep.ir.program import Program, Stage
+from wholestep.lower.auto_backend import Backend, backend_for
+from wholestep.passes.comm.bucket_planner import Cuts
+from wholestep.passes.comm.bucketing import Choose
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.place.strategies import place
+from wholestep.runtime.buffer_sync import BufferSync, StateBroadcast
+from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
+from wholestep.runtime.distributed import nccl_connect
+from wholestep.runtime.distributed.rendezvous import Rendezvous
+from wholestep.runtime.distributed.world import World, init
+from wholestep.runtime.executable import Executable, describe_state
+from wholestep.runtime.options import Options, data_axis
+from wholestep.runtime.shared_costs import agreed_costs
+from wholestep.runtime.step_timer import Runner
+from wholestep.util.progress import report_stage
+
+log = logging.getLogger("wholestep")
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One signature of a step: the program at each stage and what runs it."""
+
+    captured: Captured
+    programs: Mapping[Stage, Program]
+    executable: Executable
+    plan: str
+    """The text that all ranks agreed on."""
+    compression: CompressionBuffers | None
+    """The state of compressed communication that the program reads."""
+    lookup: CacheLookup
+    """What the step cache had before the step was captured."""
+    fast_call: FastCall | None = None
+    """The native call, once there is one."""
+
+    @property
+    def loaded_from(self) -> Path | None:
+        """The file it was loaded from; None if it was captured."""
+        return self.lookup.step.path if self.lookup.step is not None else None
+
+
+class Stages:
+    """Makes the entries of one step; holds what they share: backend, compression state, agreed choices."""
+
+    uses_cache = True
+    """Whether steps are looked up in, and written to, the cache on disk."""
+
+    def __init__(
+        self, step: Callable[..., Any], options: Options, stats: CallStats | None = None, saved: Path | None = None
+    ) -> None:
+        """`stats` number the calls in messages. `saved`: a trusted file that holds the step for its first call."""
+        self.step, self.options = step, options
+        self.name = getattr(step, "__name__", type(step).__name__)
+        self.rendezvous = Rendezvous(self.name, lambda: stats.calls if stats is not None else 0)
+        self.retraces = RetracePolicy(step, options.max_retraces)
+        self.cache = StepCache(step, saved)
+        compress = options.strategy.compress if options.strategy is not None else None
+        self.compression = CompressionState(compress) if compress is not None else None
+        self._broadcast = StateBroadcast(self.name)
+
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
+        """Every stage in order, for one signature. `is_first`: the step has no other entry."""
+        world = init()
+        lookup = self._lookup(args, kwargs, self.rendezvous if is_first else None)
+        if lookup.step is not None:
+            with lookup.step.captured.undone_on_error():
+                return self._load(lookup, lookup.step)
+        self.backend.prepare()
+        with self.rendezvous.abandoned_on_error(world):
+            report_stage("capturing")
+            with naming(self.step):
+                captured = self.capture(args, kwargs)
+        with captured.undone_on_error():
+            return self.plan(captured, lookup)
+
+    def plan(self, captured: Captured, lookup: CacheLookup) -> Entry:
+        """Every stage after capture, in order."""
+        world, axis = init(), data_axis(init(), self.options.mesh)
+        with self.rendezvous.abandoned_on_error(world):
+            report_stage("planning")
+            placed = place(captured.program, self._strategy(world), axis)
+            passes = self.passes(captured, self.compression, self._choose_cuts, self.backend.passes(placed))
+            scheduled = run_passes(placed, passes)
+        programs = {program.stage: program for program in (captured.program, placed, scheduled)}
+        nccl_connect.begin(axis, world.device)  # ranks connect while kernels are compiled
+        return self._lower(captured, programs, lookup, self.compile_and_share)
+
+    def _lower(
+        self,
+        captured: Captured,
+        programs: Mapping[Stage, Program],
+        lookup: CacheLookup,
+        compile_before: Callable[[Program], Runner | None],
+    ) -> Entry:
+        """Makes a scheduled program run: compiles, agrees, broadcasts the state, binds.
+
+        `compile_before` compiles before the ranks agree, or returns None where the backend compiles afterwards.
+        """
+        world, scheduled = init(), programs[Stage.SCHEDULED]
+        with self.rendezvous.abandoned_on_error(world):
+            compression = self.compression.hold(scheduled) if self.compression is not None else None
+            runner = compile_before(scheduled)
+        plan = self._agree(scheduled, world)
+        binding = captured.binding if compression is None else captured.binding.with_tensors(compression.tensors)
+        buffer_sync = self._broadcast_state(scheduled, binding, world)
+        runner = runner or self.backend.lower(scheduled)
+        executable = Executable(scheduled, binding, runner, world, call=self.rendezvous.call, buffer_sync=buffer_sync)
+        return Entry(
+            captured=captured, programs=programs, executable=executable, plan=plan, compression=compression,
+            lookup=lookup,
+        )  # fmt: skip
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """One call as a functional graph, with as many numbers for inputs as its retraces have shown to vary."""
+        moved = self.retraces.moved
+        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving, moved))
+
+    def passes(
+        self, captured: Captured, compression: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
+    ) -> list[Pass]:
+        """The passes for a captured program. `lowering` are those of the backend."""
+        strategy = self.options.strategy or DDP()
+        return passes_of(
+            self.options.passes, cost=self.backend.costs(self.cost()), bucket_bytes=strategy.limit_bytes,
+            hold_updates=strategy.hold_updates, choose=choose, travels_as=self.backend.travels_as, lowering=lowering,
+            compress=compression.as_pass() if compression is not None else None,
+        )  # fmt: skip
+
+    def compile_and_share(self, scheduled: Program) -> Runner | None:
+        """Compiles on rank 0, whose kernels the other ranks find after they agreed; None on those."""
+        compiles = init().rank == 0 or not self.backend.shares_kernels
+        return self.backend.lower(scheduled) if compiles else None
+
+    def _agree(self, scheduled: Program, world: World) -> str:
+        """Compares the plan of all ranks; returns its text. Raises RankMismatchError, RankMissingError."""
+        state = describe_state(scheduled) + (f"{self.compression}\n" if self.compression is not None else "")
+        plan = plan_text(scheduled) + state
+        self.rendezvous.agree(plan, lambda: plan_text(scheduled, by_rank=True) + state, world)
+        return plan
+
+    def _broadcast_state(self, program: Program, binding: Binding, world: World) -> BufferSync | None:
+        """Makes parameters and buffers equal on all ranks; returns what keeps the buffers so, if anything has to."""
+        axis, strategy = data_axis(world, self.options.mesh), self._strategy(world)
+        if strategy is None or axis is None or axis.size == 1:
+            return None
+        nccl_connect.wait()
+        if strategy.sync_at_start:
+            self._broadcast(binding.synced(program), axis, world)
+        return BufferSync(program, binding.tensors, axis) if strategy.broadcast_buffers else None
+
+    # What an entry is planned with.
+
+    @functools.cached_property
+    def backend(self) -> Backend:
+        """The backend, made when it is first needed: before that the device is not known."""
+        world, meeting = init(), f"the choice of a backend for {self.name}"
+        objection = functools.partial(self.rendezvous.objection, world=world, what=meeting)
+        costs = functools.partial(agreed_costs, self.rendezvous, world)
+        blob_store = self.rendezvous.blob_store(world)
+        return backend_for(self.options.backend, world.device, costs, objection, blob_store)
+
+    def cost(self) -> CostModel:
+        """The costs that all ranks plan with."""
+        return agreed_costs(self.rendezvous, init())
+
+    def _strategy(self, world: World) -> DDP | None:
+        return DDP() if self.options.strategy is None and world.size > 1 else self.options.strategy
+
+    def _choose_cuts(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:
+        """The buckets for these gradients, as rank 0 has planned them."""
+        chosen = self.rendezvous.choose(gradients, lambda: list(plan().items()), init())
+        return {int(item): str(why) for item, why in chosen}
+
+    def is_outdated(self, entry: Entry) -> bool:
+        """Whether compressed communication wants another program for the next call than that of this entry."""
+        held = entry.compression
+        return self.compression is not None and held is not None and self.compression.is_outdated(held)
+
+    # The step cache.
+
+    def _lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: Rendezvous | None) -> CacheLookup:
+        """What the cache has of this step, from earlier processes."""
+        if not self.uses_cache:
+            return CacheLookup(fingerprint=None, step=None, why_not="the older surface captures in every process")
+        return self.cache.lookup(args, kwargs, self._cache_context(), first)
+
+    def _load(self, lookup: CacheLookup, cached: CachedStep) -> Entry:
+        """What follows capture and plan, for a step that was saved."""
+        world, scheduled = init(), cached.programs[Stage.SCHEDULED]
+        self.rendezvous.recall(cached.choices)
+        nccl_connect.begin(data_axis(world, self.options.mesh), world.device)
+        self.backend.give(scheduled, cached.kernels)
+        log.info("%s is not captured: it was loaded from %s", self.name, cached.path)
+        return self._lower(cached.captured, cached.programs, lookup.without_kernels(), self.backend.lower)
+
+    def keep(self, entry: Entry) -> None:
+        """Writes an entry to the cache, for other processes, if it can be written."""
+        if self.uses_cache:
+            self.cache.keep(lambda: self._to_save(entry))
+
+    def save(self, entry: Entry, path: Path) -> None:
+        """Writes an entry to a file of the user's. Raises ArtifactError."""
+        self.cache.write(path, self._to_save(entry), self._cache_context())
+
+    def _cache_context(self) -> CacheContext:
+        return CacheContext(
+            options=self.options, world=init(), backend=self.backend, compression=self.compression,
+            choices=self.rendezvous.choices, moved=self.retraces.moved,
+        )  # fmt: skip
+
+    def _to_save(self, entry: Entry) -> StepToSave:
+        return StepToSave(
+            lookup=entry.lookup, captured=entry.captured, programs=entry.programs, plan=entry.plan,
+            choices=self.rendezvous.choices, kernels=self.backend.kernels(entry.programs[Stage.SCHEDULED]),
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Makes state equal on all ranks: all of it before the first step, later the buffers that other steps wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from wholestep.capture.functionalize.storage_resize import is_freed
+from wholestep.ir.ops.collectives import group_named
+from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
+from wholestep.runtime.distributed.failure_report import named_failures
+from wholestep.runtime.distributed.world import World
+
+_may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""Buffers that a step of this process wrote since they were last equal on all ranks, by id."""
+
+
+class StateBroadcast:
+    """Gives tensors of the state the values of the first rank, each tensor once."""
+
+    def __init__(self, name: str) -> None:
+        """`name` of the step, for messages."""
+        self._name = name
+        self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+    def __call__(self, tensors: Iterable[torch.Tensor], axis: MeshAxis, world: World) -> None:
+        fresh = [tensor for tensor in tensors if id(tensor) not in self._equal and not is_freed(tensor)]
+        with named_failures(world, lambda: f"the first broadcast of {self._name}"):
+            broadcast_tensors(fresh, axis)
+        self._equal.update({id(tensor): tensor for tensor in fresh})
+
+
+class BufferSync:
+    """Keeps the buffers of a data-parallel step as DistributedDataParallel does: rank 0's values at the start.
+
+    The graph itself broadcasts what it writes. A buffer that it only reads is broadcast here, and only when a
+    step has written it since the last time: constants such as masks and positions never travel, and of many
+    evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
+    """
+
+    def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axis: MeshAxis) -> None:
+        targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
+        kept = program.host_buffers
+        found = [
+            (index in targets, tensor)
+            for index, (record, tensor) in enumerate(zip(program.inputs, tensors, strict=True))
+            if record.kind is InputKind.BUFFER and index not in kept and isinstance(tensor, torch.Tensor)
+        ]
+        self._written = [tensor for is_written, tensor in found if is_written]
+        self._read = [tensor for is_written, tensor in found if not is_written]
+        self._axis = axis
+
+    def before_call(self) -> None:
+        """Broadcasts what this step reads and another has written; notes what this step is about to write."""
+        stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
+        if stale:
+            broadcast_tensors(stale, self._axis)
+        for tensor in self._written:
+            _may_differ[id(tensor)] = tensor
+
+
+def broadcast_tensors(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
+    """Gives `tensors` the values of the axis's first rank, one message per dtype, as DistributedDataParallel does.
+
+    None of them is changed before all have arrived.
+    """
+    group = group_named(axis.group)
+    source = dist.get_global_rank(group, 0)
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        sent = [(same, torch.cat([t.detach().reshape(-1) for t in same])) for same in by_dtype.values()]
+        for _, flat in sent:
+            dist.broadcast(flat, source, group=group)
+        for same, flat in sent:
+            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+                _may_differ.pop(id(tensor), None)
