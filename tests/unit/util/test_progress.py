@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.lower import inductor_backend
+from wholestep.lower.inductor import segment_compiler
 from wholestep.util import progress
 
 
