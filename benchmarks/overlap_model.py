@@ -47,7 +47,7 @@ from wholestep.cost.link_model import with_copies
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.lower.inductor import segment_compiler
-from wholestep.lower.inductor_backend import forms_segments, way_by_copies
+from wholestep.lower.inductor_passes import copy_engine_wire_format, form_inductor_segments
 from wholestep.passes.comm.bucket_planner import Cuts, fixed_cuts
 from wholestep.passes.comm.bucketing import DDP_LIMITS_BYTES
 from wholestep.passes.comm.fold_mean import fold_mean
@@ -107,7 +107,7 @@ def lowering(*, by_copies: bool) -> list[Pass]:
         partial(widen_matmul_out_dtype, widens=can),
         partial(pack_scalars, reads=segment_compiler.reads_packed),
         sink_waits,
-        partial(forms_segments("cuda"), compiles=segment_compiler.compiles),  # of a program on a CPU
+        partial(form_inductor_segments("cuda"), compiles=segment_compiler.compiles),  # of a program on a CPU
     ]
 
 
@@ -115,7 +115,7 @@ def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel
     """Costs and passes of a step that a GPU runs."""
 
     def travels_as(grad: fx.Node, group: str) -> WireFormat:
-        return way_by_copies(grad, ranks, makes=can) if by_copies else unchanged(grad, group)
+        return copy_engine_wire_format(grad, ranks, makes=can) if by_copies else unchanged(grad, group)
 
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
     cost = replace(cost, compiles=segment_compiler.may_compile, links=links)

@@ -16,9 +16,9 @@ from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.base import eager_backend
-from wholestep.lower.base.eager_backend import Wait
+from wholestep.lower.base.eager_backend import EagerBackend
+from wholestep.lower.base.protocol import Wait
 from wholestep.lower.inductor import segment_compiler
-from wholestep.lower.inductor_backend import Eager
 from wholestep.passes.pass_manager import Pass
 from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.passes.schedule.pack_scalars import pack_scalars
@@ -37,7 +37,7 @@ CASES = {name: (STEP_CASES | OPTIM_CASES)[name] for name in (
 )}  # fmt: skip
 
 
-class Segmented(Eager):
+class Segmented(EagerBackend):
     """Forms segments and packs numbers as Inductor's backend does; runs them as they are."""
 
     name = "segments"

@@ -104,10 +104,10 @@ class CompiledStep:
         """What the last signature used runs: collectives, buckets, reasons; predicted and measured times, memory."""
         entry, stages = self._last(), self._stages
         strategy = "DDP" if entry.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
-        form = stages.backend.form(entry.executable.runner)
+        mode = stages.backend.execution_mode(entry.executable.runner)
         return explain(
-            self.program(), step=stages.name, strategy=strategy, backend=form.told,
-            one_launch=form.is_one_launch, cost=stages.cost(), measured=entry.executable.measured,
+            self.program(), step=stages.name, strategy=strategy, backend=mode.description,
+            one_launch=mode.is_one_launch, cost=stages.cost(), measured=entry.executable.measured,
             loaded_from=str(entry.loaded_from or ""),
         )  # fmt: skip
 

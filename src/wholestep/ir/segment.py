@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.ir import node_meta
+from wholestep.ir.program import Program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,3 +101,8 @@ class _Name(str):
 
     __slots__ = ()
     __repr__ = str.__str__
+
+
+def segments_of(program: Program) -> list[Segment]:
+    """The segments of a program, in order."""
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]

@@ -187,14 +187,14 @@ def _train_words(step: Callable[..., Tensor], rank: int, *, ddp: bool = False) -
 def _updates_early() -> None:
     world = ws.init()
     torch.cuda.set_device(world.device)
-    begin, begun = multi_tensor.Lists._begin, list[int]()
+    begin, begun = multi_tensor.MultiTensorSegment._begin, list[int]()
 
     def noted(*args: Any) -> int:
         begun.append(begin(*args))
         return begun[-1]
 
     try:
-        multi_tensor.Lists._begin = noted
+        multi_tensor.MultiTensorSegment._begin = noted
         step = ws.compile(_step, strategy=ws.DDP(bucket_bytes=1 << 10), backend="inductor")
         found = _train_words(step, world.rank)
         assert step.explain().backend == "inductor, one CUDA graph"
@@ -202,7 +202,7 @@ def _updates_early() -> None:
         assert begun
         assert all(0 < one < ROWS * 128 / triton_codegen.CHUNK for one in begun)
     finally:
-        multi_tensor.Lists._begin = begin  # the processes go on to other tests
+        multi_tensor.MultiTensorSegment._begin = begin  # the processes go on to other tests
 
 
 def test_an_update_begins_before_all_of_its_gradient_is_there(nccl2) -> None:

@@ -20,7 +20,7 @@ from tests.unit.capture.steps import Blocks, differing, train, twins
 from wholestep.api.cache.warm_start import StepCache
 from wholestep.ir import graph_edit, node_meta, printer
 from wholestep.ir.program import InputKind, OutputKind, Program, Stage
-from wholestep.lower.inductor_backend import Eager
+from wholestep.lower.base.eager_backend import EagerBackend
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.executable import Executable
 
@@ -91,7 +91,7 @@ def test_ranks_connect_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatc
 
     noted("run_passes", wholestep.api.stages, wholestep.api.stages.run_passes)
     noted("begin", nccl_connect, nccl_connect.begin)
-    noted("lower", Eager, Eager.lower)
+    noted("lower", EagerBackend, EagerBackend.lower)
     ws.compile(scaled)(batch())
     assert happened == ["run_passes", "begin", "lower"]
 

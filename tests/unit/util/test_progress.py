@@ -59,10 +59,10 @@ def test_an_error_ends_it_and_one_inside_another_adds_none():
 
 def test_a_call_tells_its_stages_in_order(monkeypatch):
     told: list[str] = []
-    for module in ("wholestep.api.stages.report_stage", "wholestep.lower.inductor_backend.report_stage"):
+    for module in ("wholestep.api.stages.report_stage", "wholestep.lower.program_compiler.report_stage"):
         monkeypatch.setattr(module, told.append)
-    monkeypatch.setattr(segment_compiler.Inductor, "begin", lambda self, segment: None)
-    monkeypatch.setattr(segment_compiler.Inductor, "compile", lambda self, segment: segment)  # node by node
+    monkeypatch.setattr(segment_compiler.SegmentCompiler, "begin", lambda self, segment: None)
+    monkeypatch.setattr(segment_compiler.SegmentCompiler, "compile", lambda self, segment: segment)  # node by node
     step = ws.compile(lambda x: ((x + 1).tanh() + torch.rand_like(x)).exp(), backend="inductor")
     step(torch.ones(4))
     assert told[:2] == ["capturing", "planning"]

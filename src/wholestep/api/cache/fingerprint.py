@@ -35,7 +35,7 @@ def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerp
     return {
         "the build": tuple(_build(world)),
         "the mesh": tuple(mesh),
-        "the backend": (("its kind", type(cache_context.backend).__name__), *cache_context.backend.marks()),
+        "the backend": (("its kind", type(cache_context.backend).__name__), *cache_context.backend.fingerprint()),
         "the switches of torch": tuple(torch_switches()),
         "compression": tuple(state),
         "the tensors that move": tuple(context.moved_places()),

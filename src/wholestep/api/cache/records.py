@@ -9,7 +9,7 @@ from typing import Any
 
 from wholestep.capture.bind.captured import BindingSpec, Captured
 from wholestep.ir.program import Program, Stage
-from wholestep.lower.auto_backend import Backend
+from wholestep.lower.base.protocol import Backend
 from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import Options

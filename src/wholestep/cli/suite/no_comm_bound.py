@@ -20,8 +20,8 @@ from wholestep.errors import InternalError
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
-from wholestep.lower.base.eager_backend import Wait
-from wholestep.lower.inductor_backend import Inductor
+from wholestep.lower.base.protocol import Wait
+from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.passes.comm.wire_dtype import narrow_wire_dtype
 from wholestep.passes.pass_manager import Pass, pass_name
 from wholestep.runtime.distributed.world import init
@@ -47,13 +47,13 @@ def without_communication(program: Program) -> Program:
     return program
 
 
-class _Silent(Inductor):
+class _Silent(InductorBackend):
+    """Inductor's backend for a program without its communication."""
+
     def passes(self, placed: Program) -> list[Pass]:
-        """See `Inductor.passes`."""
         return [one for one in super().passes(placed) if pass_name(one) != narrow_wire_dtype.__name__]
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
-        """See `Inductor.lower`."""
         return super().lower(without_communication(program), wait)
 
 

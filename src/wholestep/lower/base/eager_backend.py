@@ -12,21 +12,53 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
 
+from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
+from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
+from wholestep.passes.comm.wire_format import WireFormat, unchanged
+from wholestep.passes.pass_manager import Pass
 
 _numbers = itertools.count()
 
 _NODE = "_wholestep_node"
 """The attribute of an error that names its node."""
 
-
-Wait = Callable[[Tensor], Tensor]
 Compile = Callable[[Segment], Callable[[list[Any]], Sequence[Any]]]
+
+
+class EagerBackend(Backend):
+    """Runs the program's own text, node by node. Has nothing to compile, to write or to load."""
+
+    shares_kernels = False
+
+    def prepare(self) -> None: ...
+
+    def passes(self, placed: Program) -> list[Pass]:
+        return []
+
+    def costs(self, cost: CostModel) -> CostModel:
+        return cost
+
+    def wire_format(self, grad: fx.Node, group: str) -> WireFormat:
+        return unchanged(grad, group)
+
+    def fingerprint(self) -> list[tuple[str, str]]:
+        return []
+
+    def dump_kernels(self, program: Program) -> tuple[bytes | None, ...]:
+        return ()
+
+    def load_kernels(self, program: Program, kernels: tuple[bytes | None, ...]) -> None: ...
+
+    def lower(self, program: Program, wait: Wait | None = None) -> Step:
+        return lower(program, wait=wait)
+
+    def execution_mode(self, step: Step) -> ExecutionMode:
+        return ExecutionMode("eager")
 
 
 def lower(
@@ -34,12 +66,12 @@ def lower(
     *,
     wait: Wait | None = None,
     compile_segment: Compile | None = None,
-    instead: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
+    replacements: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
 ) -> Step:
     """A function from inputs to results, in the order of the program's records.
 
     `wait` stands in for ``wait_tensor``; what `compile_segment` makes of a segment stands in for running its nodes;
-    `instead` has what stands in for other operators.
+    `replacements` has what stands in for other operators.
 
     Writes that are done, whose result is None, are left out at the end, where they stand in a scheduled program.
     The caller turns gradients off (``torch.no_grad()``). The generated line shows up in tracebacks, and an
@@ -48,7 +80,7 @@ def lower(
     rendered = printer.render(program, short_names=True)
     filename = f"<wholestep step {next(_numbers)}>"
     namespace = dict(rendered.namespace)
-    functions = {operator._op: function for operator, function in (instead or {}).items()}
+    functions = {operator._op: function for operator, function in (replacements or {}).items()}
     if wait is not None:
         functions[op_info.WAIT._op] = wait
     calls = {name: thing for name, thing in namespace.items() if isinstance(thing, types.BuiltinFunctionType)}

@@ -136,9 +136,9 @@ class GraphRunner:
         """Whether results lie in the same memory in every call."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Of how many graphs the step is made, and what cuts it, for people."""
-        return self._parts.told
+        return self._parts.description
 
     def let_go(self, group: str) -> None:
         """Gives up the graphs if they may hold collectives of the group. The next call captures again."""
@@ -203,7 +203,7 @@ class GraphRunner:
             parts = split(self._program, self._refused)
             if isinstance(parts, Parts):
                 self._use(parts)
-                log.info("the step runs as %s", self.told)
+                log.info("the step runs as %s", self.description)
                 return
         self.why_none = f"its capture failed: {_cause(error)}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_none)

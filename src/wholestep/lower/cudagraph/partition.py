@@ -79,7 +79,7 @@ class Parts:
     """Why calls are in no graph, those that had to be first. Empty for a step that is one graph."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """How many graphs there are and, if calls stand outside of them, why, for people."""
         number = sum(piece.captured for piece in self.pieces)
         graphs = "one CUDA graph" if number == 1 else f"{number} CUDA graphs"

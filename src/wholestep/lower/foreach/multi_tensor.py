@@ -37,7 +37,7 @@ from torch import Tensor
 from wholestep.ir import graph_edit, node_meta, op_info, serializer
 from wholestep.ir.ops.collectives import ALL_REDUCE_ROWS_
 from wholestep.ir.program import Program
-from wholestep.ir.segment import Segment
+from wholestep.ir.segment import Segment, segments_of
 from wholestep.lower.codecache import toolchain_hash, triton_cache
 from wholestep.lower.cudagraph import capture_hooks
 from wholestep.lower.foreach import triton_codegen
@@ -49,7 +49,7 @@ from wholestep.util import background
 
 log = logging.getLogger("wholestep")
 
-__all__ = ["Lists", "Plans", "apart", "loops", "takes"]
+__all__ = ["MultiTensorCompiler", "MultiTensorSegment", "apart", "loops", "takes"]
 
 _WARPS = 4
 
@@ -63,15 +63,15 @@ class _Awaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
+class _Dumped:
     """What another process needs."""
 
     plan: Plan
     binaries: bytes
 
 
-class Plans:
-    """Finds kernels for segments, once each."""
+class MultiTensorCompiler:
+    """Compiles segments of calls on lists of tensors, each once."""
 
     def __init__(self) -> None:
         self._plans: dict[Segment, Plan | str] = {}
@@ -82,18 +82,18 @@ class Plans:
 
     def begin(self, program: Program) -> None:
         """Begins to build the kernels of a program for a GPU, in a thread: there are other segments to compile."""
-        plans = [one for segment in _segments(program) if isinstance(one := self._of(segment), Plan)]
+        plans = [one for segment in segments_of(program) if isinstance(one := self._of(segment), Plan)]
         wanted = {kernel.text: one.device for one in plans for kernel in one.kernels}
         for text in wanted:
             _built(text)  # once: what two threads made would be two kernels, of which one is built
         if wanted:
             self._building = background.start_in_background(functools.partial(_build, wanted))
 
-    def compile(self, segment: Segment) -> Lists | None:
+    def compile(self, segment: Segment) -> MultiTensorSegment | None:
         """A function that does what the segment does, with tables of its own; None for what is not computed here."""
         found = self._of(segment)
         if isinstance(found, Plan):
-            return Lists(found, self._awaited.get(segment), self._building)
+            return MultiTensorSegment(found, self._awaited.get(segment), self._building)
         if found and any(map(takes, segment.calls)):
             log.info("%s is left to Inductor: %s", segment.name, found)
         return None
@@ -102,7 +102,7 @@ class Plans:
         """Whether a segment is computed here."""
         return isinstance(self._of(segment), Plan)
 
-    def written(self, segment: Segment) -> bytes | None:
+    def dumps(self, segment: Segment) -> bytes | None:
         """The plan of a segment and what Triton has made of its kernels, for another process; None for what was not
         built."""
         found = self._of(segment)
@@ -111,19 +111,19 @@ class Plans:
         if not isinstance(found, Plan) or not all(kernel.text in _binaries for kernel in found.kernels):
             return None
         built = triton_cache.written(_binaries[kernel.text] for kernel in found.kernels)
-        return serializer.dumps(_Written(plan=found, binaries=built)) if found.kernels else None
+        return serializer.dumps(_Dumped(plan=found, binaries=built)) if found.kernels else None
 
-    def take(self, segment: Segment, data: bytes, device: torch.device) -> None:
-        """Uses what `written` gave in another process, for this GPU or one of the same kind: it holds no number of
+    def loads(self, segment: Segment, data: bytes, device: torch.device) -> None:
+        """Uses what `dumps` gave in another process, for this GPU or one of the same kind: it holds no number of
         one but that of the plan."""
         try:
-            found: _Written = serializer.loads(data)
+            found: _Dumped = serializer.loads(data)
             self._plans[segment] = replace(found.plan, device=device)
             triton_cache.take(found.binaries)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
 
-    def leave(self, segment: Segment) -> None:
+    def leave_to_inductor(self, segment: Segment) -> None:
         """Another process has had this segment compiled by Inductor. Nobody looks at what it does."""
         self._plans[segment] = ""
 
@@ -132,7 +132,7 @@ class Plans:
             self._plans[segment] = plan(segment, self._texts)
         return self._plans[segment]
 
-    def as_it_arrives(self, program: Program) -> Program:
+    def overlap_last_update(self, program: Program) -> Program:
         """The scheduled program whose last update by copies begins when all pieces of its gradients but one are there.
 
         While it does, the wires are busy with the last piece, behind which there is only that piece's own part left.
@@ -159,10 +159,10 @@ class Plans:
             graph_edit.replace_node(wait, start)
         return program
 
-    def tell_lists(self, program: Program) -> Program:
+    def note_updates(self, program: Program) -> Program:
         """The same program. Notes say how many tensors how many kernels update, and what is left to Inductor."""
         # Segments change once more, when results are stored where their operands lay.
-        plans = {one.name: plan(one, self._texts) for one in _segments(program) if any(map(takes, one.calls))}
+        plans = {one.name: plan(one, self._texts) for one in segments_of(program) if any(map(takes, one.calls))}
         own = [one for one in plans.values() if isinstance(one, Plan)]
         rows, kernels = sum(one.num_rows for one in own), sum(len(one.kernels) for one in own)
         return program.with_notes(
@@ -171,7 +171,7 @@ class Plans:
         )
 
 
-class Lists:
+class MultiTensorSegment:
     """A segment as its kernels: takes a list of arguments, which it empties, and gives a list of results."""
 
     def __init__(self, plan: Plan, awaited: _Awaited | None = None, building: threading.Thread | None = None) -> None:
@@ -296,12 +296,8 @@ def _turn(turned: Turned, argument: Tensor) -> Tensor:
     return made.copy_(source)
 
 
-def _segments(program: Program) -> list[Segment]:
-    return [node.target for node in program.graph.nodes if isinstance(node.target, Segment)]
-
-
 def _build(wanted: Mapping[str, torch.device]) -> None:
-    """Has Triton compile modules' kernels for devices, as `Lists` launches them."""
+    """Has Triton compile modules' kernels for devices, as `MultiTensorSegment` launches them."""
     toolchain_hash.wait_for_triton()
     for text, device in wanted.items():
         if background.is_ending():

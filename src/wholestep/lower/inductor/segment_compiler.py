@@ -172,8 +172,8 @@ def why_not(device: torch.device) -> str:
     return "" if major >= _LEAST_CAPABILITY else f"triton does not know GPUs of compute capability {major}.{minor}"
 
 
-class Inductor:
-    """Compiles segments, those that are alike once."""
+class SegmentCompiler:
+    """Compiles segments by Inductor, equal ones once."""
 
     def __init__(self, device: torch.device, *, early_launches: bool = False, tune_products: bool = False) -> None:
         """`device`: that of the segments. The rest as for `wholestep.Inductor`."""
@@ -196,20 +196,20 @@ class Inductor:
             self._asking = threading.Thread(target=cpu_isa.ask, daemon=True)
             self._asking.start()
 
-    def found(self) -> bytes:
+    def dump_shared(self) -> bytes:
         """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
         that have run on a GPU and algorithms of products."""
         if self._on_cpu:
             return cpu_isa.answers()
         return pickle.dumps((triton_cache.written(triton_cache.kept()), matmul_autotune.choices()))
 
-    def take_found(self, found: bytes) -> None:
-        """Uses what `found` gave on such a device with such a compiler, which `marks` name."""
+    def load_shared(self, data: bytes) -> None:
+        """Uses what `dump_shared` gave on such a device with such a compiler, which `fingerprint` names."""
         if self._on_cpu:
-            cpu_isa.believe(found)
+            cpu_isa.believe(data)
             return
         try:
-            own, choices = pickle.loads(found)
+            own, choices = pickle.loads(data)
             if choices is not None:
                 matmul_autotune.take(choices)
             triton_cache.take(own)
@@ -249,7 +249,7 @@ class Inductor:
         written = [*self._compiled.values(), *(begun.graph for begun in self._unfinished.values())]
         return [one.source_code for one in written if isinstance(one, CompiledFxGraph)]
 
-    def written(self, segment: Segment) -> bytes | None:
+    def dumps(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
         compiled = self._compiled.get(segment.likeness)
         if not isinstance(compiled, CompiledFxGraph):
@@ -260,8 +260,8 @@ class Inductor:
             log.warning("%s is compiled in every process: %s", segment.name, _said(error))
             return None
 
-    def take(self, segment: Segment, data: bytes) -> None:
-        """Uses what `written` gave in another process, for this device or one of the same kind. On a CPU, kernels that
+    def loads(self, segment: Segment, data: bytes) -> None:
+        """Uses what `dumps` gave in another process, for this device or one of the same kind. On a CPU, kernels that
         are not in Inductor's cache are built."""
         likeness = segment.likeness
         if likeness in self._compiled:
@@ -291,7 +291,7 @@ def may_measure() -> bool:
     return not inductor_config.deterministic
 
 
-def marks(device: torch.device) -> list[tuple[str, str]]:
+def fingerprint(device: torch.device) -> list[tuple[str, str]]:
     """What compiled code depends on besides the graph: the device, the compiler of kernels for a CPU, and the options
     of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
@@ -303,7 +303,7 @@ def marks(device: torch.device) -> list[tuple[str, str]]:
 def key_of(segments: Iterable[Segment], device: torch.device) -> str:
     """The same text for ranks that can use each other's compiled segments: these segments, on devices of one kind."""
     kind = [torch.__version__, str(torch.version.git_version), *_kind(device)]
-    options = [f"{name} {held}" for name, held in marks(device) if name != "the device"]
+    options = [f"{name} {held}" for name, held in fingerprint(device) if name != "the device"]
     alike = [one.likeness if device.index is None else anywhere(one.likeness, device.index) for one in segments]
     return hashlib.sha256("\n".join([*kind, *options, *alike]).encode()).hexdigest()
 

@@ -15,10 +15,11 @@ from tests.unit import builders
 from wholestep.api.stages import Stages
 from wholestep.cost.cost_model import CostModel
 from wholestep.cost.curve import Curve
-from wholestep.lower.auto_backend import Auto, backend_for
+from wholestep.lower.auto_backend import AutoBackend, backend_for
+from wholestep.lower.base.eager_backend import EagerBackend
 from wholestep.lower.base.profitability import saved_share
 from wholestep.lower.inductor import compile_fx, segment_compiler
-from wholestep.lower.inductor_backend import Eager, Inductor
+from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.runtime.distributed.blob_store import BlobStore
 from wholestep.runtime.distributed.store import HashStore
 
@@ -65,7 +66,7 @@ def test_products_are_saved_where_another_library_was_measured_to_be_faster() ->
 def test_plans_of_a_compiler_count_on_the_library_that_it_will_choose(tunes: bool) -> None:
     slower = COST.device.curves["softmax"]
     cost = replace(COST, device=replace(COST.device, curves={**COST.device.curves, "tuned_function": slower}))
-    planned = Inductor(ws.Inductor(tune_products=tunes), CPU).costs(cost)
+    planned = InductorBackend(ws.Inductor(tune_products=tunes), CPU).costs(cost)
     assert (planned.device.curves["function"] == slower) == tunes
 
 
@@ -76,36 +77,38 @@ def test_what_stays_inside_a_kernel_is_saved() -> None:
     assert share_of(chain, 1000, 1000) == pytest.approx(2 / 3, rel=0.01)
 
 
-def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", cannot: str = "") -> Auto:
+def auto(monkeypatch: pytest.MonkeyPatch, cost: CostModel, *, others: str = "", cannot: str = "") -> AutoBackend:
     """Behind the plan of a step of many small calls. `others` is what another rank says."""
     monkeypatch.setattr(segment_compiler, "why_not", lambda device: cannot)
-    chosen = Auto(CPU, lambda: cost, lambda own: own or others)
+    chosen = AutoBackend(CPU, lambda: cost, lambda own: own or others)
     chosen.passes(builders.capture(many, [torch.empty(8, 8)]))
     return chosen
 
 
 def test_without_a_calibration_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = auto(monkeypatch, COST)
-    assert isinstance(chosen._backend, Eager)
-    assert "eager (auto: this host is not calibrated" in chosen.form(lowered).told
+    assert isinstance(chosen._backend, EagerBackend)
+    assert "eager (auto: this host is not calibrated" in chosen.execution_mode(lowered).description
 
 
 def test_a_calibration_that_says_so_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = auto(monkeypatch, CALIBRATED)
-    assert isinstance(chosen._backend, Inductor)
-    assert "(auto: compiled kernels would take " in chosen.form(lowered).told
+    assert isinstance(chosen._backend, InductorBackend)
+    assert "(auto: compiled kernels would take " in chosen.execution_mode(lowered).description
 
 
 def test_what_does_not_pay_runs_as_it_is() -> None:
-    chosen = Auto(CPU, lambda: CALIBRATED, lambda own: own)
+    chosen = AutoBackend(CPU, lambda: CALIBRATED, lambda own: own)
     chosen.passes(builders.capture(product, [torch.empty(512, 512)]))
-    assert chosen.form(lowered).told == "eager (auto: compiled kernels would take 0% off the computation)"
+    assert (
+        chosen.execution_mode(lowered).description == "eager (auto: compiled kernels would take 0% off the computation)"
+    )
 
 
 def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = auto(monkeypatch, CALIBRATED)
     passes = chosen.passes(builders.capture(product, [torch.empty(512, 512)]))  # another signature
-    assert isinstance(chosen._backend, Inductor)
+    assert isinstance(chosen._backend, InductorBackend)
     assert passes
 
 
@@ -114,8 +117,8 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_one_rank_that_cannot_compile_is_enough(monkeypatch: pytest.MonkeyPatch, who: dict[str, str]) -> None:
     chosen = auto(monkeypatch, CALIBRATED, **who)
-    assert isinstance(chosen._backend, Eager)
-    assert "there is no C++ compiler" in chosen.form(lowered).told
+    assert isinstance(chosen._backend, EagerBackend)
+    assert "there is no C++ compiler" in chosen.execution_mode(lowered).description
 
 
 def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +149,7 @@ def test_workers_for_kernels_of_gpus_start_early(device: str, started: int, monk
     calls: list[str] = []
     monkeypatch.setattr(compile_fx.async_compile, "maybe_warm_pool", lambda: calls.append("started"))
     where = torch.device(device)
-    for one in (Inductor(ws.Inductor(), where), Auto(where, lambda: COST, lambda own: own)):
+    for one in (InductorBackend(ws.Inductor(), where), AutoBackend(where, lambda: COST, lambda own: own)):
         one.prepare()
     assert len(calls) == started
 
@@ -170,7 +173,7 @@ def test_the_backend_prepares_before_the_step_is_captured(monkeypatch: pytest.Mo
         order.append("capture")
         return capture(self, *given)
 
-    monkeypatch.setattr(Eager, "prepare", lambda self: order.append("prepare"))
+    monkeypatch.setattr(EagerBackend, "prepare", lambda self: order.append("prepare"))
     monkeypatch.setattr(Stages, "capture", watched)
     ws.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert order == ["prepare", "capture"]

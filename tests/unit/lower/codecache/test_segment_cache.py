@@ -238,19 +238,19 @@ def test_one_segment_that_cannot_be_written_costs_no_other(
 
     monkeypatch.setattr(segment_compiler, "CompiledFxGraph", Fake)
     monkeypatch.setattr(segment_cache, "dumps", dumps)
-    compiler = segment_compiler.Inductor(torch.device("cuda"))
+    compiler = segment_compiler.SegmentCompiler(torch.device("cuda"))
     compiler._compiled = {"first": Fake(False), "second": Fake(True)}  # type: ignore[dict-item]
     with caplog.at_level(logging.WARNING):
-        assert [compiler.written(Named(one)) for one in compiler._compiled] == [None, b"good"]  # type: ignore[arg-type]
+        assert [compiler.dumps(Named(one)) for one in compiler._compiled] == [None, b"good"]  # type: ignore[arg-type]
     (told,) = caplog.records
     assert told.getMessage().startswith("first is compiled in every process: AssertionError: it has launchers")
     assert told.exc_info is None
 
 
 def test_a_segment_that_cannot_be_read_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    compiler = segment_compiler.Inductor(torch.device("cuda"))
+    compiler = segment_compiler.SegmentCompiler(torch.device("cuda"))
     segment: Any = Named("first")
-    compiler.take(segment, b"no pickle")
+    compiler.loads(segment, b"no pickle")
     assert compiler._compiled == {}
     assert "first is compiled anew: what another process made cannot be used: UnpicklingError" in caplog.text
 
@@ -304,7 +304,7 @@ def test_ranks_on_gpus_of_one_kind_have_the_same_key(monkeypatch: pytest.MonkeyP
 
 
 def test_the_number_of_the_gpu_counts() -> None:
-    first, second = (segment_compiler.marks(torch.device("cuda", number)) for number in (0, 1))
+    first, second = (segment_compiler.fingerprint(torch.device("cuda", number)) for number in (0, 1))
     assert dict(first)["the device"] == "cuda:0"
     assert [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]] == [
         (("the device", "cuda:0"), ("the device", "cuda:1"))
@@ -312,14 +312,14 @@ def test_the_number_of_the_gpu_counts() -> None:
 
 
 def test_the_compiler_of_kernels_for_a_cpu_counts() -> None:
-    assert dict(segment_compiler.marks(torch.device("cpu")))["the C++ compiler"]
+    assert dict(segment_compiler.fingerprint(torch.device("cpu")))["the C++ compiler"]
 
 
 def test_the_assembler_is_chosen_before_a_kernel_of_ours_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's keys hold its version, so another process finds kernels only if both choose it as early."""
     chosen: list[str] = []
     monkeypatch.setattr(segment_compiler.compile_tasks, "_set_triton_ptxas_path", lambda: chosen.append("once"))
-    segment_compiler.Inductor(torch.device("cpu"))
+    segment_compiler.SegmentCompiler(torch.device("cpu"))
     assert chosen == []
-    segment_compiler.Inductor(torch.device("cuda", 0))
+    segment_compiler.SegmentCompiler(torch.device("cuda", 0))
     assert chosen == ["once"]

@@ -21,11 +21,12 @@ from tests.unit.lower.gpu_programs import Spec, gpu, host, scheduled
 from wholestep.config import Inductor as InductorOptions
 from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
 from wholestep.lower.base import eager_backend
+from wholestep.lower.base.protocol import ExecutionMode
 from wholestep.lower.cudagraph import memset_nodes
 from wholestep.lower.cudagraph.graph_pool import Pool
 from wholestep.lower.cudagraph.graph_runner import WARM_UP_CALLS, GraphRunner, _cause
 from wholestep.lower.cudagraph.partition import Parts, split
-from wholestep.lower.inductor_backend import Form, Inductor
+from wholestep.lower.inductor_backend import InductorBackend
 
 
 class FakeStream(str):
@@ -228,14 +229,14 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
 
     parts = split(program)
     assert isinstance(parts, Parts)
-    backend = Inductor(InductorOptions(), torch.device("cuda", 0))
+    backend = InductorBackend(InductorOptions(), torch.device("cuda", 0))
     graphed = GraphRunner(program, parts, lower, Pool(torch.device("cpu")), refused={})
-    assert backend.form(graphed) == Form("inductor, one CUDA graph", is_one_launch=True)
+    assert backend.execution_mode(graphed) == ExecutionMode("inductor, one CUDA graph", is_one_launch=True)
     with caplog.at_level(logging.WARNING):
         found = [graphed([torch.ones(3)])[0] for _ in range(5)]
     assert all(torch.equal(one, torch.full((3,), 2.0)) for one in found)
     assert len([stream for stream in calls if stream != "users"]) == 1
-    assert backend.form(graphed) == Form(
+    assert backend.execution_mode(graphed) == ExecutionMode(
         "inductor, no CUDA graph: its capture failed: illegal, while running mul", is_one_launch=False
     )
     own = [record for record in caplog.records if record.name == "wholestep"]
@@ -511,7 +512,7 @@ def test_a_call_that_turns_out_to_wait_cuts_the_step() -> None:
         # It is captured in vain once, runs as it is in that call and two others, and in pieces from then on.
         assert pool.calls.count("replay") == (3 if call >= 2 * WARM_UP_CALLS + 1 else 0)
     assert all(same(*pair) for pair in kept)
-    assert graphed.told == (
+    assert graphed.description == (
         "3 CUDA graphs, cut where wholestep_unit_tests.waits.default of train.py:7 could not be captured: "
         "operation not permitted when stream is capturing, and 1 more"
     )
@@ -527,7 +528,7 @@ def test_what_cuts_one_program_cuts_all() -> None:
         return layers(x)
 
     pool, specs, refused = Replays(), [gpu(3, 3)], dict[Any, str]()
-    backend = Inductor(InductorOptions(), torch.device("cuda", 0))
+    backend = InductorBackend(InductorOptions(), torch.device("cuda", 0))
 
     def made(fn: Callable[..., Any]) -> GraphRunner:
         return graphed_of(scheduled(fn, *specs, segments=False), pool, refused)
@@ -536,17 +537,17 @@ def test_what_cuts_one_program_cuts_all() -> None:
     (x,) = tensors_for(specs, 0)
     for _ in range(WARM_UP_CALLS + 1):
         first([x])
-    cut = first.told
+    cut = first.description
     assert cut.startswith("2 CUDA graphs, cut where wholestep_unit_tests.waits.default")
-    assert (early.told, whole.told) == ("one CUDA graph",) * 2
+    assert (early.description, whole.description) == ("one CUDA graph",) * 2
     late = made(step)
-    assert late.told == cut
+    assert late.description == cut
     assert len(late._pieces) == 3
     for _ in range(WARM_UP_CALLS + 1):
         early([x])
         late([x])
-    assert [backend.form(one).told for one in (early, late)] == [f"inductor, {cut}"] * 2
-    assert backend.form(whole).told == "inductor, one CUDA graph"
+    assert [backend.execution_mode(one).description for one in (early, late)] == [f"inductor, {cut}"] * 2
+    assert backend.execution_mode(whole).description == "inductor, one CUDA graph"
 
 
 def test_a_capture_that_fails_for_another_reason_cuts_nothing() -> None:

@@ -39,7 +39,7 @@ def body_of(parts: Parts) -> Program:
     """What is captured of a step that is one graph."""
     (piece,) = parts.pieces
     assert piece.captured
-    assert parts.told == "one CUDA graph"
+    assert parts.description == "one CUDA graph"
     return piece.program
 
 
@@ -303,7 +303,7 @@ ITEM, MM = aten._local_scalar_dense.default, aten.mm.default
 def test_a_number_at_the_end_leaves_one_graph():
     parts = parts_of(lambda x: layers(x).sum().item(), gpu(3, 3), segments=False)
     assert kinds(parts) == [(True, [MM] * 4 + [aten.sum.default]), (False, [ITEM])]
-    assert parts.told == (
+    assert parts.description == (
         "one CUDA graph, cut where aten._local_scalar_dense.default of train.py:7 gives a number of the GPU, "
         "for which the host would wait"
     )
@@ -323,8 +323,8 @@ def test_a_number_in_the_middle_leaves_two():
     # What takes the number runs as it is, and no more.
     assert kinds(parts)[1][1] == [ITEM, aten.elu_.default]
     assert kinds(parts)[2][1][1:] == [MM] * 4
-    assert parts.told.startswith("2 CUDA graphs, cut where aten._local_scalar_dense.default of train.py:7 gives")
-    assert parts.told.endswith(", for which the host would wait, and 1 more")
+    assert parts.description.startswith("2 CUDA graphs, cut where aten._local_scalar_dense.default of train.py:7 gives")
+    assert parts.description.endswith(", for which the host would wait, and 1 more")
     assert "which the host computes for every call" not in parts.cuts[1]
     assert parts.cuts[1].endswith("takes _local_scalar_dense, for which the host waits")
 
@@ -380,7 +380,7 @@ def test_a_step_has_only_so_many_graphs():
     parts = parts_of(step, gpu(3, 3), segments=False)
     found = [targets(piece.program).count(MM) for piece in parts.pieces if piece.captured]
     assert found == counts[1:-1]
-    assert parts.told.startswith(f"{MOST_GRAPHS} CUDA graphs, cut where ")
+    assert parts.description.startswith(f"{MOST_GRAPHS} CUDA graphs, cut where ")
 
 
 def test_every_call_is_somewhere_once_and_has_what_it_takes():

@@ -31,13 +31,14 @@ from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.base import eager_backend
-from wholestep.lower.base.eager_backend import Wait
+from wholestep.lower.base.eager_backend import EagerBackend
+from wholestep.lower.base.protocol import Wait
 from wholestep.lower.decompositions import optimizers
 from wholestep.lower.foreach import multi_tensor, triton_codegen
 from wholestep.lower.foreach.kernel_plan import Plan, plan
 from wholestep.lower.foreach.triton_codegen import BLOCK, CHUNK, NotPointwise
 from wholestep.lower.inductor import segment_compiler
-from wholestep.lower.inductor_backend import Eager, Inductor
+from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.kernels import copy_all_reduce
 from wholestep.lower.kernels.copy_all_reduce import Arriving
 from wholestep.passes.comm import use_copy_engine
@@ -78,17 +79,17 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     multi_tensor._built.cache_clear()
 
 
-class Listed(Eager):
+class Listed(EagerBackend):
     """Segments over lists run as kernels, the rest as it is."""
 
     name = "lists"
 
     def __init__(self) -> None:
-        self.plans = multi_tensor.Plans()
+        self.plans = multi_tensor.MultiTensorCompiler()
         self.num_segments = 0
 
     def passes(self, placed: Program) -> list[Pass]:
-        return [*FORM, self.plans.tell_lists]
+        return [*FORM, self.plans.note_updates]
 
     def lower(self, program: Program, wait: Wait | None = None) -> Step:
         return eager_backend.lower(program, wait=wait, compile_segment=self.compile)
@@ -136,7 +137,7 @@ def planned(fn: Callable[..., Any], tensors: list[Tensor]) -> Plan | str:
 def run(fn: Callable[..., Any], tensors: list[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The tensors as the kernels leave them, and what the step gives."""
     program, given = scheduled(fn, tensors), [builders_copy(one) for one in tensors]
-    plans = multi_tensor.Plans()
+    plans = multi_tensor.MultiTensorCompiler()
     step = eager_backend.lower(
         program, compile_segment=lambda segment: plans.compile(segment) or pytest.fail(segment.name)
     )
@@ -258,9 +259,9 @@ def test_what_is_no_number_stays_none_and_zeros_divide(interpreted):
 def test_nothing_of_them_is_saved(interpreted):
     """The text is made again in another process, and Triton has its own cache."""
     program = scheduled(doubled, draw([(3,), (4,)], torch.float32, 0))
-    backend = Inductor(InductorOptions(), torch.device("cpu"))
+    backend = InductorBackend(InductorOptions(), torch.device("cpu"))
     backend.lower(program)
-    _, *kernels = backend.kernels(program)
+    _, *kernels = backend.dump_kernels(program)
     assert kernels == [None]
 
 
@@ -308,7 +309,7 @@ class Arrives:
 
 
 def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
-    program, plans, log = by_copies_last(monkeypatch), multi_tensor.Plans(), []
+    program, plans, log = by_copies_last(monkeypatch), multi_tensor.MultiTensorCompiler(), []
     stops = (10_000, 30_000, 40_000)
 
     def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
@@ -319,10 +320,10 @@ def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
         unread = torch.full_like(message, torch.nan)
         return Arriving(message=unread, result=message, pieces=list(zip(stops, events, strict=True)))
 
-    launch = multi_tensor.Lists._launch
+    launch = multi_tensor.MultiTensorSegment._launch
     monkeypatch.setattr(copy_all_reduce, "STARTS", {ALL_REDUCE_BY_COPIES_: start})
-    monkeypatch.setattr(multi_tensor.Lists, "_launch", lambda *args: (log.append(args[2:]), launch(*args)))
-    lowered = plans.as_it_arrives(program)
+    monkeypatch.setattr(multi_tensor.MultiTensorSegment, "_launch", lambda *args: (log.append(args[2:]), launch(*args)))
+    lowered = plans.overlap_last_update(program)
     given = whole_numbers()
     step = eager_backend.lower(lowered, compile_segment=lambda one: plans.compile(one) or one)
     with torch.no_grad():
@@ -335,7 +336,7 @@ def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
 
 def test_an_update_waits_for_all_where_others_read_its_gradients_or_inputs_are_held(monkeypatch):
     def starts(program: Program) -> int:
-        lowered = multi_tensor.Plans().as_it_arrives(program)
+        lowered = multi_tensor.MultiTensorCompiler().overlap_last_update(program)
         assert builders.count(lowered, op_info.WAIT) + builders.count(lowered, copy_all_reduce.start) == 2
         return builders.count(lowered, copy_all_reduce.start)
 
@@ -412,7 +413,7 @@ def test_an_index_that_reads_what_another_one_overwrites_in_another_order_is_lef
     found = plan(segment, {})
     assert isinstance(found, str)
     assert "overwritten by another" in found
-    assert multi_tensor.Plans().compile(segment) is None
+    assert multi_tensor.MultiTensorCompiler().compile(segment) is None
 
 
 def test_a_tensor_that_is_shared_is_no_number():
@@ -440,7 +441,7 @@ def test_a_view_in_another_type_is_refused():
 
 def test_notes_say_what_is_updated_and_what_is_not():
     program = builders.without_gradients(builders.capture(doubled, draw([(3,), (4,)], torch.float32, 0)))
-    after = run_passes(program, [*FORM, multi_tensor.Plans().tell_lists])
+    after = run_passes(program, [*FORM, multi_tensor.MultiTensorCompiler().note_updates])
     assert after.history[-1].notes == ("2 tensors are updated by 1 kernels over lists",)
 
 
@@ -540,14 +541,14 @@ def test_kernels_are_built_in_a_thread_while_others_compile(counters_are_the_dev
 
     monkeypatch.setattr(multi_tensor, "_segments", lambda program: [None])
     monkeypatch.setattr(multi_tensor, "_built", lambda text: Kernel())
-    monkeypatch.setattr(multi_tensor.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(multi_tensor.MultiTensorCompiler, "_of", lambda self, segment: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    plans: Any = multi_tensor.Plans()
+    plans: Any = multi_tensor.MultiTensorCompiler()
     plans.begin(None)
     compiled = plans.compile(None)
     assert not built
     there = []
-    monkeypatch.setattr(multi_tensor.Lists, "_launch", lambda *launch: there.append(len(built)))
+    monkeypatch.setattr(multi_tensor.MultiTensorSegment, "_launch", lambda *launch: there.append(len(built)))
     threading.Timer(0.05, may_end.set).start()
     compiled([*tensors, *(torch.tensor(float(place)) for place in range(2))])  # needs them
     assert built == [((torch.int64, torch.int32), 4)] * len({kernel.text for kernel in found.kernels})
@@ -566,8 +567,8 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
     assert isinstance(found, Plan)
     monkeypatch.setattr(multi_tensor, "plan", lambda segment, texts: found)
     monkeypatch.setattr(multi_tensor, "_binaries", {})
-    plans, segment = multi_tensor.Plans(), object()
-    assert plans.written(segment) is None  # nothing is built yet
+    plans, segment = multi_tensor.MultiTensorCompiler(), object()
+    assert plans.dumps(segment) is None  # nothing is built yet
 
     def build() -> dict[str, Any]:
         sources = {
@@ -583,11 +584,11 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     multi_tensor._binaries.update(build())
-    data = plans.written(segment)
+    data = plans.dumps(segment)
     assert data is not None
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    other = multi_tensor.Plans()
-    other.take(segment, data, torch.device("cuda", 3))
+    other = multi_tensor.MultiTensorCompiler()
+    other.loads(segment, data, torch.device("cuda", 3))
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
     monkeypatch.setattr(multi_tensor, "plan", None)  # and whoever plans
     taken = other._of(segment)
@@ -607,9 +608,9 @@ def test_another_process_finds_the_binaries_of_kernels(counters_are_the_devices,
 
 def test_binaries_that_cannot_be_read_are_told(counters_are_the_devices, monkeypatch, caplog):
     found = planned(adamw, [*draw([(3,), (4,)] * 4, torch.float32, 0), *(torch.tensor(0.0) for _ in range(2))])
-    monkeypatch.setattr(multi_tensor.Plans, "_of", lambda self, segment: found)
+    monkeypatch.setattr(multi_tensor.MultiTensorCompiler, "_of", lambda self, segment: found)
     named: Any = type("Named", (), {"name": "segment_7"})
-    plans = multi_tensor.Plans()
-    plans.take(named, b"no pickle", torch.device("cuda", 0))
+    plans = multi_tensor.MultiTensorCompiler()
+    plans.loads(named, b"no pickle", torch.device("cuda", 0))
     assert plans._of(named) is found
     assert "segment_7 is built anew: UnpicklingError" in caplog.text

@@ -30,7 +30,7 @@ from wholestep.ir.program import Program
 from wholestep.lower.foreach import index_expr, multi_tensor
 from wholestep.lower.foreach.kernel_plan import Plan, plan
 from wholestep.lower.inductor import segment_compiler
-from wholestep.lower.inductor_backend import forms_segments
+from wholestep.lower.inductor_passes import form_inductor_segments
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code
@@ -139,7 +139,8 @@ def test_a_loop_trains_as_eager_code_does(update: Update, interpreted: None, mon
 @pytest.mark.parametrize("update", POINTWISE, ids=lambda update: update.__name__)
 def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
     program = run_passes(
-        program_of(update), [*FORM, partial(reinplace, hold_updates=True), multi_tensor.Plans().tell_lists]
+        program_of(update),
+        [*FORM, partial(reinplace, hold_updates=True), multi_tensor.MultiTensorCompiler().note_updates],
     )
     assert program.history[-1].notes == ("4 tensors are updated by 1 kernels over lists",)
     assert len(updating(program)) == 1
@@ -148,7 +149,7 @@ def test_a_loop_is_one_kernel_for_all_parameters(update: Update) -> None:
 def test_a_loop_is_not_cut_where_it_repeats_itself() -> None:
     """As Inductor's segments are on a GPU, which it compiles once for all pieces: a kernel over lists is one anyway."""
     passes = [
-        partial(pack_scalars, reads=segment_compiler.reads_packed), partial(forms_segments("cuda"),
+        partial(pack_scalars, reads=segment_compiler.reads_packed), partial(form_inductor_segments("cuda"),
         compiles=segment_compiler.compiles), partial(reinplace, hold_updates=True),
     ]  # fmt: skip
     (segment,) = updating(run_passes(program_of(lion, layers=6), passes))

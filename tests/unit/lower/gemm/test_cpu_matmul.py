@@ -116,7 +116,7 @@ def trained(step: Callable[..., Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def texts(step: ws.CompiledStep) -> str:
-    return "\n".join(step._stages.backend._inductor.texts())
+    return "\n".join(step._stages.backend._compiler.inductor.texts())
 
 
 def test_a_compiled_step_multiplies_by_the_library_that_is_faster(monkeypatch):

@@ -267,7 +267,7 @@ def travel(segment: Segment, old: int, new: int, early: bool) -> dict[str, Any]:
 def travel_lists(old: int, new: int) -> dict[str, Any]:
     """Builds a kernel over lists on GPU `old` and takes it over on GPU `new`."""
     tensors = [torch.zeros(3), torch.zeros(4)]
-    plans, made = multi_tensor.Plans(), list[str]()
+    plans, made = multi_tensor.MultiTensorCompiler(), list[str]()
     with patch.object(optimizers, "on_gpu", lambda node: True):
         (segment,) = test_multi_tensor.segments(test_multi_tensor.scheduled(test_multi_tensor.doubled, tensors))
         found = plans._of(segment)
@@ -278,12 +278,12 @@ def travel_lists(old: int, new: int) -> dict[str, Any]:
         return str(multi_tensor._binaries[kernel.text].hash)
 
     with counted(made), gpu(old), fresh_cache():
-        first, data = build(old), plans.written(segment)
+        first, data = build(old), plans.dumps(segment)
     made_by_building = len(made)
     multi_tensor._binaries.clear()
-    other = multi_tensor.Plans()
+    other = multi_tensor.MultiTensorCompiler()
     with counted(made), gpu(new), fresh_cache(), patch.object(multi_tensor, "plan", None):  # whoever plans calls it
-        other.take(segment, data, torch.device("cuda", new))
+        other.loads(segment, data, torch.device("cuda", new))
         second = build(new)
         taken = other._of(segment)
     return {"made by building": made_by_building, "made by taking": len(made) - made_by_building,

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit import builders
+from wholestep.ir.segment import segments_of
 from wholestep.lower.inductor import compile_fx, segment_compiler
 from wholestep.lower.inductor.compile_fx import _LENIENT, _ROWS_OF_PROGRAM, settings_for
-from wholestep.lower.inductor_backend import segments_of
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.schedule.form_segments import form_segments
 
@@ -142,7 +142,7 @@ def test_what_is_written_can_be_read_before_its_kernels_are_there() -> None:
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(beside_nothing, [x]))
     (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
-    ours = segment_compiler.Inductor(torch.device("cpu"))
+    ours = segment_compiler.SegmentCompiler(torch.device("cpu"))
     ours.begin(segment)
     (text,) = ours.texts()
     assert "async_compile.wait" in text

@@ -74,7 +74,7 @@ def test_all_are_written_before_one_is_waited_for(log: list[str]) -> None:
     """And are in Inductor's cache behind it."""
     segments = [segment_of(number) for number in range(3)]
     with fresh_cache():
-        first = segment_compiler.Inductor(torch.device("cpu"))
+        first = segment_compiler.SegmentCompiler(torch.device("cpu"))
         for one in segments:
             first.begin(one)
         # Modules of kernels in C++ are loaded by that name, too, when they are waited for.
@@ -87,7 +87,7 @@ def test_all_are_written_before_one_is_waited_for(log: list[str]) -> None:
             check(first.compile(one), number)
         assert log.count("wait") == 3, "what is compiled is not waited for again"
         counters.clear()
-        second = segment_compiler.Inductor(torch.device("cpu"))
+        second = segment_compiler.SegmentCompiler(torch.device("cpu"))
         for number, one in enumerate(segments):
             check(second.compile(one), number)
         assert counters["inductor"]["fxgraph_cache_hit"] == 3
@@ -107,7 +107,7 @@ def test_what_fails_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with fresh_cache(), monkeypatch.context() as patched:
         patched.setattr(AsyncCompile, "wait", fails_second)
-        compiler = segment_compiler.Inductor(torch.device("cpu"))
+        compiler = segment_compiler.SegmentCompiler(torch.device("cpu"))
         for one in segments:
             compiler.begin(one)
         with pytest.raises(RuntimeError, match="no such instruction"):

@@ -16,9 +16,9 @@ from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit import builders
+from wholestep.ir.segment import segments_of
 from wholestep.lower.inductor import compile_fx, segment_compiler
 from wholestep.lower.inductor.post_grad_passes import PostGradPasses, keep_values
-from wholestep.lower.inductor_backend import segments_of
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.schedule.form_segments import form_segments
 

@@ -18,8 +18,8 @@ from tests.unit.lower.gpu_programs import captured, devices, gpu, host
 from wholestep.ir import node_meta
 from wholestep.ir.program import InputKind
 from wholestep.ir.segment import Segment
-from wholestep.lower.inductor.segment_compiler import Inductor, compiles
-from wholestep.lower.inductor_backend import forms_segments
+from wholestep.lower.inductor.segment_compiler import SegmentCompiler, compiles
+from wholestep.lower.inductor_passes import form_inductor_segments
 from wholestep.passes.pass_manager import run_passes
 
 STEPS = 50
@@ -159,7 +159,7 @@ def test_beside_a_gpu_what_is_computed_on_the_host_is_left_to_aten(device: str) 
         return x.sin().cos() * 2, torch.cat([lengths + 1, torch.ones(3), torch.zeros(3)]).mul(2)
 
     specs = [(gpu if device == "cuda" else host)(3), host(3, kind=InputKind.USER, dtype=torch.float32)]
-    formed = run_passes(builders.without_gradients(captured(step, specs)), [forms_segments(device)])
+    formed = run_passes(builders.without_gradients(captured(step, specs)), [form_inductor_segments(device)])
     segments = [node for node in formed.graph.nodes if isinstance(node.target, Segment)]
     assert {one for node in segments for one in devices(node)} == {device}
     assert bool(formed.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)) is (device == "cuda")
@@ -173,7 +173,7 @@ def test_a_segment_of_constants_has_no_input():
         for node in made.graph.nodes:
             if node.op == "call_function":
                 node_meta.set_value(node, mode.from_tensor(torch.zeros(3, 3)))
-    run = Inductor(torch.device("cpu")).compile(Segment(name="mask", read=lambda: made))
+    run = SegmentCompiler(torch.device("cpu")).compile(Segment(name="mask", read=lambda: made))
     assert torch.equal(next(iter(run([]))), torch.ones(3, 3).tril() * 2)
 
 

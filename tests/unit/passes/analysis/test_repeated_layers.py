@@ -164,7 +164,7 @@ def test_pieces_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
     program = cut(layers(6))
-    backend = segment_compiler.Inductor(torch.device("cpu"))
+    backend = segment_compiler.SegmentCompiler(torch.device("cpu"))
     functions = [backend.compile(one) for one in segments(program)]
     assert len(compiled) == len(set(map(id, functions))) == different(program) < len(functions)
 

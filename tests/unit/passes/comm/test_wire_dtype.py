@@ -20,9 +20,10 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE
 from wholestep.ir.program import Program
-from wholestep.lower.auto_backend import Auto
+from wholestep.lower.auto_backend import AutoBackend
+from wholestep.lower.base.eager_backend import EagerBackend
 from wholestep.lower.inductor import segment_compiler
-from wholestep.lower.inductor_backend import Eager, Inductor
+from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.passes.analysis import task_graph
 from wholestep.passes.analysis.alias_analysis import Memory
 from wholestep.passes.comm.use_copy_engine import use_copy_engine
@@ -163,14 +164,14 @@ def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
     grads = [start.args[0].args[0] for start in calls(placed, op_info.c10d.all_reduce.default)]
 
     def types(backend: Any, group: str = "0") -> list[torch.dtype]:
-        return sorted((backend.travels_as(grad, group).dtype for grad in grads), key=str)
+        return sorted((backend.wire_format(grad, group).dtype for grad in grads), key=str)
 
     plain = [torch.float32] * 7
-    backend = Inductor(InductorOptions(), torch.device("cpu"))
+    backend = InductorBackend(InductorOptions(), torch.device("cpu"))
     backend.passes(placed)
-    assert types(backend) == types(Eager()) == plain
+    assert types(backend) == types(EagerBackend()) == plain
     assert backend.costs(COST).links is COST.links
-    auto = Auto(torch.device("cpu"), lambda: COST, lambda why: why)
+    auto = AutoBackend(torch.device("cpu"), lambda: COST, lambda why: why)
     assert types(auto) == plain
     backend._by_copies = True  # as on a GPU
     backend.passes(placed)
@@ -186,7 +187,7 @@ def test_the_step_without_communication_makes_its_gradients_in_float32(training)
     placed = place(captured(step, *training).program, DDP(), AXIS)
     names = [pass_name(one) for one in silent.passes(placed)]
     assert narrow_wire_dtype.__name__ not in names
-    assert len(names) == len(Inductor(InductorOptions(), torch.device("cpu")).passes(placed)) - 1
+    assert len(names) == len(InductorBackend(InductorOptions(), torch.device("cpu")).passes(placed)) - 1
     program = without_communication(planned(training, AVERAGE, COPIES, WIDEN, FORM))
     assert not any(op_info.is_collective(node) for node in program.graph.nodes)
     assert len(calls(program, aten.mm.dtype_out)) == 2

@@ -20,7 +20,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES_, ALL_REDUCE_ROWS_
 from wholestep.ir.program import Program
-from wholestep.lower.inductor_backend import Inductor
+from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.kernels import sparse_all_reduce
 from wholestep.passes.analysis import task_graph
 from wholestep.passes.comm import wire_format
@@ -214,11 +214,11 @@ def test_backends_say_how_many_rows_where_copies_reduce(monkeypatch):
     monkeypatch.setattr(sparse_all_reduce, "LEAST_TABLE_BYTES", WORDS * WIDTH * 4)
     program = placed(*training())
     grads = [start.args[0] for start in calls(program, op_info.c10d.all_reduce.default)]
-    backend = Inductor(InductorOptions(), torch.device("cpu"))
+    backend = InductorBackend(InductorOptions(), torch.device("cpu"))
     backend.passes(program)
-    assert {backend.travels_as(grad, "0").most_rows for grad in grads} == {0}
+    assert {backend.wire_format(grad, "0").most_rows for grad in grads} == {0}
     backend._by_copies = True  # as on a GPU
     backend.passes(program)
-    found = {node_meta.tensor(grad).shape[0]: backend.travels_as(grad, "0").most_rows for grad in grads}
+    found = {node_meta.tensor(grad).shape[0]: backend.wire_format(grad, "0").most_rows for grad in grads}
     assert found == {WORDS: WORDS // 2, 5: 0}
-    assert {backend.travels_as(grad, "1").most_rows for grad in grads} == {0}
+    assert {backend.wire_format(grad, "1").most_rows for grad in grads} == {0}

@@ -23,7 +23,7 @@ from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import segment_compiler
-from wholestep.lower.inductor_backend import forms_segments
+from wholestep.lower.inductor_passes import form_inductor_segments
 from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
@@ -183,7 +183,7 @@ def planned(program: Program, *lowering: Pass) -> Program:
         *lowering,
         partial(fold_mean, averages=lambda group, device: True),
         partial(widen_matmul_out_dtype, widens=lambda node: True),
-        partial(forms_segments("cuda"), compiles=segment_compiler.compiles),
+        partial(form_inductor_segments("cuda"), compiles=segment_compiler.compiles),
     ]
     return run_passes(placed, passes_of(cost=CostModel.default("h200+nvlink"), lowering=passes))
 
