@@ -539,7 +539,7 @@ def test_kernels_are_built_in_a_thread_while_others_compile(counters_are_the_dev
             threads.append(threading.current_thread())
             built.append((types, num_warps))
 
-    monkeypatch.setattr(multi_tensor, "_segments", lambda program: [None])
+    monkeypatch.setattr(multi_tensor, "segments_of", lambda program: [None])
     monkeypatch.setattr(multi_tensor, "_built", lambda text: Kernel())
     monkeypatch.setattr(multi_tensor.MultiTensorCompiler, "_of", lambda self, segment: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -173,7 +173,7 @@ def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
     assert backend.costs(COST).links is COST.links
     auto = AutoBackend(torch.device("cpu"), lambda: COST, lambda why: why)
     assert types(auto) == plain
-    backend._by_copies = True  # as on a GPU
+    backend._uses_copy_engines = True  # as on a GPU
     backend.passes(placed)
     assert types(backend) == [torch.bfloat16] * 2 + [torch.float32] * 5
     assert types(backend, "1") == plain

@@ -217,7 +217,7 @@ def test_backends_say_how_many_rows_where_copies_reduce(monkeypatch):
     backend = InductorBackend(InductorOptions(), torch.device("cpu"))
     backend.passes(program)
     assert {backend.wire_format(grad, "0").most_rows for grad in grads} == {0}
-    backend._by_copies = True  # as on a GPU
+    backend._uses_copy_engines = True  # as on a GPU
     backend.passes(program)
     found = {node_meta.tensor(grad).shape[0]: backend.wire_format(grad, "0").most_rows for grad in grads}
     assert found == {WORDS: WORDS // 2, 5: 0}
