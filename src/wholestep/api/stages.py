@@ -25,7 +25,8 @@ from wholestep.config import DDP
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import Program, Stage
-from wholestep.lower.auto_backend import Backend, backend_for
+from wholestep.lower.auto_backend import backend_for
+from wholestep.lower.base.protocol import Backend
 from wholestep.passes.comm.bucket_planner import Cuts
 from wholestep.passes.comm.bucketing import Choose
 from wholestep.passes.default_passes import passes_of
@@ -150,7 +151,7 @@ class Stages:
         strategy = self.options.strategy or DDP()
         return passes_of(
             self.options.passes, cost=self.backend.costs(self.cost()), bucket_bytes=strategy.limit_bytes,
-            hold_updates=strategy.hold_updates, choose=choose, travels_as=self.backend.travels_as, lowering=lowering,
+            hold_updates=strategy.hold_updates, choose=choose, travels_as=self.backend.wire_format, lowering=lowering,
             compress=compression.as_pass() if compression is not None else None,
         )  # fmt: skip
 
@@ -217,7 +218,7 @@ class Stages:
         world, scheduled = init(), cached.programs[Stage.SCHEDULED]
         self.rendezvous.recall(cached.choices)
         nccl_connect.begin(data_axis(world, self.options.mesh), world.device)
-        self.backend.give(scheduled, cached.kernels)
+        self.backend.load_kernels(scheduled, cached.kernels)
         log.info("%s is not captured: it was loaded from %s", self.name, cached.path)
         return self._lower(cached.captured, cached.programs, lookup.without_kernels(), self.backend.lower)
 
@@ -239,5 +240,5 @@ class Stages:
     def _to_save(self, entry: Entry) -> StepToSave:
         return StepToSave(
             lookup=entry.lookup, captured=entry.captured, programs=entry.programs, plan=entry.plan,
-            choices=self.rendezvous.choices, kernels=self.backend.kernels(entry.programs[Stage.SCHEDULED]),
+            choices=self.rendezvous.choices, kernels=self.backend.dump_kernels(entry.programs[Stage.SCHEDULED]),
         )  # fmt: skip

@@ -59,7 +59,7 @@ class _Silent(InductorBackend):
 
 class _SilentStages(Stages):
     @cached_property
-    def backend(self) -> Inductor:
+    def backend(self) -> InductorBackend:
         return _Silent(InductorOptions(), init().device)
 
 
