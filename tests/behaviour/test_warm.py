@@ -27,7 +27,6 @@ from wholestep.capture.tracing.tracer import Tracer
 from wholestep.errors import ArtifactError
 from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.program_compiler import ProgramCompiler
-from wholestep.lower.program_compiler import ProgramCompiler
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import init
