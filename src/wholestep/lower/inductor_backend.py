@@ -21,7 +21,7 @@ from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
 from wholestep.lower.cudagraph import graph_pool, graph_runner
-from wholestep.lower.cudagraph.partition import split
+from wholestep.lower.cudagraph.partition import partition
 from wholestep.lower.foreach import multi_tensor
 from wholestep.lower.gemm import matmul_autotune
 from wholestep.lower.inductor_passes import copy_engine_wire_format, inductor_passes
@@ -149,7 +149,7 @@ class InductorBackend(Backend):
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._compiler.multi_tensor.overlap_last_update(program)
-        parts = split(program, self._refused) if self._options.cuda_graph == "auto" else "it was not asked for"
+        parts = partition(program, self._refused) if self._options.cuda_graph == "auto" else "it was not asked for"
         if isinstance(parts, str):
             log.info("no CUDA graph: %s", parts)
             step = lower(program)

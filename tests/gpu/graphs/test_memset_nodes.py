@@ -54,7 +54,7 @@ def test_a_kernel_writes_the_same_bytes(name: str) -> None:
     graph.replay()
     wanted = target.clone()
     num_left = int(name == "in two dimensions")
-    assert memset_nodes.as_kernels(graph, captured, target.device) == 1 - num_left
+    assert memset_nodes.replace_memsets(graph, captured, target.device) == 1 - num_left
     assert kinds(graph).count("MEMSET") == num_left
     assert len(kinds(graph)) == 3
     target.fill_(7)
@@ -84,7 +84,7 @@ def test_nodes_on_several_streams_wait_as_before() -> None:
         small.zero_()
 
     graph = captured(body)
-    assert memset_nodes.as_kernels(graph, captured, big.device) >= 1
+    assert memset_nodes.replace_memsets(graph, captured, big.device) >= 1
     assert "MEMSET" not in kinds(graph)
     graph.instantiate()
     for _ in range(20):
@@ -128,7 +128,7 @@ def test_a_step_has_no_memsets(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*found, *(one.grad for one in model.parameters())], sum("Memset" in e.name for e in profile.events())
 
     with_kernels, num_left = run()
-    monkeypatch.setattr(memset_nodes, "as_kernels", lambda *args: 0)
+    monkeypatch.setattr(memset_nodes, "replace_memsets", lambda *args: 0)
     with_memsets, num_before = run()
     assert num_before > 0
     assert num_left == 0

@@ -10,8 +10,8 @@ _works: list[list[Callable[[], None]]] = []
 
 
 @contextlib.contextmanager
-def settled() -> Iterator[None]:
-    """Does behind its block what `behind` was given within, in order, if the block has come to its end."""
+def running_hooks() -> Iterator[None]:
+    """Does behind its block what `after_capture` was given within, in order, if the block has come to its end."""
     _works.append([])
     try:
         yield
@@ -21,7 +21,7 @@ def settled() -> Iterator[None]:
         _works.pop()
 
 
-def behind(work: Callable[[], None]) -> bool:
+def after_capture(work: Callable[[], None]) -> bool:
     """Whether there is somebody who does the work behind the capture and before the graph runs.
 
     There is nobody if a user of ours captures a step.

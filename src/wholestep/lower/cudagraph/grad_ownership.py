@@ -20,12 +20,12 @@ import torch
 from wholestep.lower.cudagraph.output_copies import storage_of
 
 
-def is_possible() -> bool:
+def is_supported() -> bool:
     """Whether this torch says who holds a tensor."""
     return hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 
 
-def apart(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[int, torch.Tensor]:
+def keepable(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[int, torch.Tensor]:
     """Those of some gradients that leave no gaps in their memory, in storages that do not begin at an address in
     `taken`."""
     return {n: grad for n, grad in grads.items() if _is_dense(grad) and storage_of(grad) not in taken}

@@ -85,7 +85,7 @@ class Pool:
             if self._keeper is None:
                 self._renew()
             graph, results = self._captured(body, rewound)
-            memset_nodes.as_kernels(graph, lambda fill: self._captured(fill)[0], self.device)
+            memset_nodes.replace_memsets(graph, lambda fill: self._captured(fill)[0], self.device)
             graph.instantiate()
             return graph, results
 
@@ -96,7 +96,7 @@ class Pool:
         graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
         try:
             rewinding = rewound.captured(graph) if rewound is not None else contextlib.nullcontext()
-            with capture_hooks.settled(), rewinding, self._capturing(graph):
+            with capture_hooks.running_hooks(), rewinding, self._capturing(graph):
                 results = body()
         except BaseException:
             self._mend(graph, before)

@@ -36,7 +36,7 @@ from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import grad_ownership, output_copies, rng_replay
 from wholestep.lower.cudagraph.graph_pool import Pool
-from wholestep.lower.cudagraph.partition import Parts, Piece, split
+from wholestep.lower.cudagraph.partition import Partition, Piece, partition
 from wholestep.runtime.distributed import teardown
 
 log = logging.getLogger("wholestep")
@@ -87,7 +87,7 @@ class GraphRunner:
     def __init__(
         self,
         program: Program,
-        parts: Parts,
+        parts: Partition,
         lower: Callable[[Program], Step],
         pool: Pool,
         *,
@@ -103,15 +103,15 @@ class GraphRunner:
         """Why all runs as it is, where a capture has failed for good."""
         self._lent: grad_ownership.GradOwnership | None = None
         """The gradients that were not copied."""
-        self._lends = grad_ownership.is_possible()
-        self._takings: dict[int, output_copies.Taking] | None = None
+        self._lends = grad_ownership.is_supported()
+        self._takings: dict[int, output_copies.OutputCopy] | None = None
         """How to take results of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
         pool.add(self)
         teardown.goes_first(self)
 
-    def _use(self, parts: Parts) -> None:
+    def _use(self, parts: Partition) -> None:
         """Begins with some parts: they run as they are at first."""
         self._parts, self._calls = parts, 0
         self._host = self._lower(parts.host)
@@ -200,8 +200,8 @@ class GraphRunner:
         if found is not None and found[0] not in self._cut_by and len(self._cut_by) < _MOST_REFUSED:
             self._refused.setdefault(*found)
             self._cut_by = {*self._refused}
-            parts = split(self._program, self._refused)
-            if isinstance(parts, Parts):
+            parts = partition(self._program, self._refused)
+            if isinstance(parts, Partition):
                 self._use(parts)
                 log.info("the step runs as %s", self.description)
                 return
@@ -224,7 +224,7 @@ class GraphRunner:
         takings = self._takings
         if takings is None or self._error is not None:
             standins = self._standins(inputs, values)
-            takings = output_copies.takings(in_graphs, standins, new=self._grads.values())
+            takings = output_copies.plan_copies(in_graphs, standins, new=self._grads.values())
             if self._error is None:
                 self._lend(in_graphs, taken=standins)
                 self._takings = takings if self._stay else None
@@ -235,9 +235,9 @@ class GraphRunner:
             taken[number] = lent_by_number[number] if number in lent_by_number else takings[number](call)
         return tuple(taken)
 
-    def _standins(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, output_copies.Standin]:
+    def _standins(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, output_copies.StaticInput]:
         return {
-            output_copies.storage_of(values[place]): output_copies.Standin(
+            output_copies.storage_of(values[place]): output_copies.StaticInput(
                 number, values[place], inputs[number].stride()
             )
             for place, number in enumerate(self._parts.inputs)
@@ -248,14 +248,14 @@ class GraphRunner:
         """Lends the gradients that may stay where they are, if any. `taken`: where storages of inputs begin."""
         if self._lent is not None or not self._lends or not self._pool.may_lend(self):
             return
-        alone = output_copies.alone(in_graphs)
+        alone = output_copies.unshared(in_graphs)
         own = {target: in_graphs[number] for target, number in self._grads.items() if number in alone & self._may_stay}
-        self._lent = grad_ownership.GradOwnership(grad_ownership.apart(own, taken))
+        self._lent = grad_ownership.GradOwnership(grad_ownership.keepable(own, taken))
         if self._lent.given():  # else the graphs of others stay as they are
             self._pool.lends_to(self)
 
 
-def _pieces(program: Program, parts: Parts, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
+def _pieces(program: Program, parts: Partition, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
     """The pieces of a program; each knows which values lie somewhere else in every call."""
     moving = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.USER}
     moving |= set(range(len(parts.inputs), len(parts.inputs) + parts.num_handed))

@@ -118,7 +118,7 @@ class Graph:
         return tuple(found)
 
 
-def as_kernels(captured: torch.cuda.CUDAGraph, capture: Capture, device: torch.device) -> int:
+def replace_memsets(captured: torch.cuda.CUDAGraph, capture: Capture, device: torch.device) -> int:
     """Puts a kernel in the place of every memset that one can stand for, in a graph that is not instantiated yet.
 
     Args:

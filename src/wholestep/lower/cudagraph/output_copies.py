@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Standin:
+class StaticInput:
     """The tensor that graphs read or write where a call has an input."""
 
     number: int
@@ -37,7 +37,7 @@ class Call:
     """Copies so far."""
 
 
-class Taking(Protocol):
+class OutputCopy(Protocol):
     """How to take one result, in every call that leaves it in the same memory."""
 
     def __call__(self, call: Call) -> Tensor:
@@ -45,7 +45,7 @@ class Taking(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _InInput:
+class _InputView:
     """What lies in an input, `distance` elements behind its first."""
 
     number: int
@@ -72,7 +72,7 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CopyView:
     """A part of one copy, of the `extent` elements that begin with the result `first`."""
 
     number: int
@@ -97,18 +97,18 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def takings(
-    values: Mapping[int, Tensor], standins: Mapping[int, Standin], *, new: Collection[int] = ()
-) -> dict[int, Taking]:
+def plan_copies(
+    values: Mapping[int, Tensor], standins: Mapping[int, StaticInput], *, new: Collection[int] = ()
+) -> dict[int, OutputCopy]:
     """How to take results, by number. `standins`: by where the storage begins. `new`: results that are copied in any
     case."""
-    found: dict[int, Taking] = {}
+    found: dict[int, OutputCopy] = {}
     own: dict[int, Tensor] = {}
     for number, value in values.items():
         at = standins.get(storage_of(value))
         if number not in new and at is not None and _is_seen_in(value, at.tensor) and at.tensor.stride() == at.stride:
             distance = int(value.storage_offset() - at.tensor.storage_offset())
-            found[number] = _InInput(at.number, value.size(), value.stride(), distance)
+            found[number] = _InputView(at.number, value.size(), value.stride(), distance)
         else:
             own[number] = value
     objects: dict[int, int] = {}
@@ -118,7 +118,7 @@ def takings(
     return found
 
 
-def alone(values: Mapping[int, Tensor]) -> set[int]:
+def unshared(values: Mapping[int, Tensor]) -> set[int]:
     """The numbers of results with memory that no other result has."""
     return {some[0] for some in _overlapping(values) if len(some) == 1}
 
@@ -151,7 +151,7 @@ def _extent(value: Tensor) -> int:
     return reach + 1 if value.numel() else 0
 
 
-def _copied(values: Mapping[int, Tensor], leaders: Mapping[int, int]) -> dict[int, Taking]:
+def _copied(values: Mapping[int, Tensor], leaders: Mapping[int, int]) -> dict[int, OutputCopy]:
     """How to take results that lie in between each other's ends. Parts that leave most of that out, as columns of a
     wide matrix do, are copied each by itself. `leaders`: per number the first one of the same tensor."""
     first, earliest = next(iter(values.items()))
@@ -163,6 +163,6 @@ def _copied(values: Mapping[int, Tensor], leaders: Mapping[int, int]) -> dict[in
     if not as_one or extent > sum(value.numel() for value in objects.values()):
         return {number: _Copy(leaders[number]) for number in values}
     return {
-        number: _Part(leaders[number], first, extent, value.size(), value.stride(), int(value.storage_offset() - begin))
+        number: _CopyView(leaders[number], first, extent, value.size(), value.stride(), int(value.storage_offset() - begin))
         for number, value in values.items()
     }

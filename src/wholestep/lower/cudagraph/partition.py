@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Partition:
     """A scheduled program in parts: the host's, and the pieces behind it."""
 
     host: Program
@@ -87,7 +87,7 @@ class Parts:
         return f"{graphs}, cut where {self.cuts[0]}{more}" if self.cuts else graphs
 
 
-def split(program: Program, refused: Mapping[Any, str] = NOTHING) -> Parts | str:
+def partition(program: Program, refused: Mapping[Any, str] = NOTHING) -> Partition | str:
     """The parts of a scheduled program, or the reason why nothing of it can be captured. `refused`: targets of calls
     that turned out to be none for a graph, with what was said."""
     host = _host_nodes(program.graph)
@@ -143,7 +143,7 @@ def _cuts(graph: fx.Graph, host: Collection[fx.Node], refused: Mapping[Any, str]
             cuts[node] = f"{_named(node)} could not be captured: {refused[node.target]}"
         elif (reason := _reason(node, host)) is not None:
             cuts[node] = reason
-        elif rng_replay.is_one(node):
+        elif rng_replay.is_replayed(node):
             rewinding[node] = len(cuts)
     if len(set(rewinding.values())) > 1:
         # A graph sets the generator to what it has read itself.
@@ -154,7 +154,7 @@ def _cuts(graph: fx.Graph, host: Collection[fx.Node], refused: Mapping[Any, str]
 def _reason(node: fx.Node, host: Collection[fx.Node]) -> str | None:
     """Why a CUDA graph cannot hold a call; None if it can, or need not."""
     name = _named(node)
-    if rng_replay.is_one(node) and rng_replay.are_possible():
+    if rng_replay.is_replayed(node) and rng_replay.is_supported():
         return None
     if _handles_generator(node) and node not in host:
         return _of_generator(node)
@@ -202,7 +202,7 @@ def _handles_gpu_generator(node: fx.Node) -> bool:
 
 
 def _is_of_generator(node: fx.Node) -> bool:
-    return node.target is rng_state.GET and rng_replay.is_one(node)
+    return node.target is rng_state.GET and rng_replay.is_replayed(node)
 
 
 def _outer_reason(program: Program) -> str | None:
@@ -278,11 +278,11 @@ def _num_calls(node: fx.Node) -> int:
     """How many calls a node stands for that compute something."""
     if isinstance(node.target, Segment):
         return sum(map(_num_calls, node.target.calls))
-    idle = node.target in (op_info.WAIT, operator.getitem) or op_info.is_view(node) or rng_replay.is_one(node)
+    idle = node.target in (op_info.WAIT, operator.getitem) or op_info.is_view(node) or rng_replay.is_replayed(node)
     return int(not idle)
 
 
-def _parts(program: Program, host: Collection[fx.Node], runs: Sequence[Run], cuts: tuple[str, ...]) -> Parts:
+def _parts(program: Program, host: Collection[fx.Node], runs: Sequence[Run], cuts: tuple[str, ...]) -> Partition:
     results = program.results
     taken = {arg for _, nodes in runs for node in nodes for arg in node.all_input_nodes}
     wanted = {value for value in results if isinstance(value, fx.Node)}
@@ -309,7 +309,7 @@ def _parts(program: Program, host: Collection[fx.Node], runs: Sequence[Run], cut
     places, behind = [], iter(range(len(at_home)))
     for value in results:
         places.append((True, values[value]) if value in values else (False, next(behind)))
-    return Parts(
+    return Partition(
         host=home, pieces=tuple(pieces), inputs=tuple(inputs), num_handed=len(handed), num_values=len(values),
         places=tuple(places), cuts=cuts,
         on_host=frozenset(place for node, place in values.items() if not _on_gpu(node)),

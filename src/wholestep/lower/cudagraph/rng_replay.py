@@ -28,13 +28,13 @@ _OFFSET = slice(8, 16)
 """Of the state of a generator of a GPU, 16 bytes: a seed and an offset."""
 
 
-def are_possible() -> bool:
+def is_supported() -> bool:
     """Whether this torch lets a graph draw from several states."""
     graph, generator = torch.cuda.CUDAGraph, torch.Generator
     return hasattr(graph, "register_generator_state") and hasattr(generator, "graphsafe_set_state")
 
 
-def is_one(node: fx.Node) -> bool:
+def is_replayed(node: fx.Node) -> bool:
     """Whether a node sets the state of a GPU's generator to one that the step has read, or reads one for that alone."""
     if node.target not in (rng_state.GET, rng_state.SET) or not str(node.args[-1]).startswith("cuda"):
         return False
@@ -44,7 +44,7 @@ def is_one(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReplayPlan:
     """From which state a graph draws. State 0 is that of the device's generator."""
 
     starts: tuple[int, ...]
@@ -53,7 +53,7 @@ class Plan:
     """The state that is drawn from behind each setting, in order."""
 
 
-def planned(settings: Sequence[tuple[int, int]]) -> Plan | None:
+def plan_replay(settings: Sequence[tuple[int, int]]) -> ReplayPlan | None:
     """The plan for a run in which the generator stood at the first number of a pair and was set to the second; None if
     the step leaves it anywhere but where it has drawn to."""
     left: dict[int, int] = {}
@@ -66,7 +66,7 @@ def planned(settings: Sequence[tuple[int, int]]) -> Plan | None:
         if now > len(starts):
             starts.append(wanted)
         turns.append(now)
-    return None if now else Plan(starts=tuple(starts), turns=tuple(turns))
+    return None if now else ReplayPlan(starts=tuple(starts), turns=tuple(turns))
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class RngReplay:
     """Of one body on one device."""
 
     device: torch.device
-    plan: Plan | None = None
+    plan: ReplayPlan | None = None
     _others: list[torch.Generator] = field(default_factory=list)
 
     @classmethod
@@ -101,7 +101,7 @@ class RngReplay:
 
         with rng_state.redirected(generator.get_state, set_):
             yield
-        self.plan = planned(settings)
+        self.plan = plan_replay(settings)
 
     @contextmanager
     def captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -257,7 +257,7 @@ class MultiTensorSegment:
         on_gpu = self._device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             torch.add(torch.tensor(addresses, device="cpu")[self._bases], self._offsets, out=self._held)
-            if not capture_hooks.behind(self._fill):
+            if not capture_hooks.after_capture(self._fill):
                 self._fill()
             return self._captured
         known = (addresses, torch.cuda.current_stream() if on_gpu else None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.lower.cudagraph.grad_ownership import GradOwnership, apart, is_possible
+from wholestep.lower.cudagraph.grad_ownership import GradOwnership, keepable, is_supported
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_only_gradients_with_memory_of_their_own_are_lent() -> None:
         3: torch.zeros(9).as_strided((3, 3), (2, 2)), 4: other.t(), 5: torch.zeros(2), 6: torch.zeros(8)[::2],
         7: torch.zeros(2, 3, 1, 1).contiguous(memory_format=torch.channels_last),
     }  # fmt: skip
-    assert sorted(apart(grads, {other.untyped_storage().data_ptr()})) == [0, 1, 5, 7]
+    assert sorted(keepable(grads, {other.untyped_storage().data_ptr()})) == [0, 1, 5, 7]
 
 
 def test_this_torch_says_who_holds_a_tensor() -> None:
-    assert is_possible()
+    assert is_supported()

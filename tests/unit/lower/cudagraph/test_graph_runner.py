@@ -25,7 +25,7 @@ from wholestep.lower.base.protocol import ExecutionMode
 from wholestep.lower.cudagraph import memset_nodes
 from wholestep.lower.cudagraph.graph_pool import Pool
 from wholestep.lower.cudagraph.graph_runner import WARM_UP_CALLS, GraphRunner, _cause
-from wholestep.lower.cudagraph.partition import Parts, split
+from wholestep.lower.cudagraph.partition import Partition, partition
 from wholestep.lower.inductor_backend import InductorBackend
 
 
@@ -193,7 +193,7 @@ def test_torch_is_mended_where_fills_cannot_be_captured(cuda: FakeCuda, monkeypa
         return 0
 
     pool = Pool(torch.device("cpu"))
-    monkeypatch.setattr(memset_nodes, "as_kernels", as_kernels)
+    monkeypatch.setattr(memset_nodes, "replace_memsets", as_kernels)
     graph, results = pool.capture(lambda: ("result",))
     assert results == ("result",)
     assert str(graph) in cuda.alive
@@ -227,8 +227,8 @@ def test_a_step_whose_capture_fails_runs_as_it_is(cuda: FakeCuda, caplog: pytest
 
         return run
 
-    parts = split(program)
-    assert isinstance(parts, Parts)
+    parts = partition(program)
+    assert isinstance(parts, Partition)
     backend = InductorBackend(InductorOptions(), torch.device("cuda", 0))
     graphed = GraphRunner(program, parts, lower, Pool(torch.device("cpu")), refused={})
     assert backend.execution_mode(graphed) == ExecutionMode("inductor, one CUDA graph", is_one_launch=True)
@@ -404,8 +404,8 @@ def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def graphed_of(program: Program, pool: Replays, refused: dict[Any, str] | None = None) -> GraphRunner:
-    parts = split(program, refused := {} if refused is None else refused)
-    assert isinstance(parts, Parts), parts
+    parts = partition(program, refused := {} if refused is None else refused)
+    assert isinstance(parts, Partition), parts
     return GraphRunner(program, parts, pool.lower, pool, refused=refused)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from wholestep.lower.cudagraph import memset_nodes
-from wholestep.lower.cudagraph.memset_nodes import Memset, as_kernels
+from wholestep.lower.cudagraph.memset_nodes import Memset, replace_memsets
 
 CPU = torch.device("cpu")
 
@@ -190,7 +190,7 @@ def test_a_kernel_waits_and_is_waited_for_as_the_memset_was(driver: Driver, fill
     driver.CUDA_VERSION = version
     graph, first, second = step_of()
     assert graph.told() == edges(first, second)
-    assert as_kernels(graph, capture_of(filled), CPU) == 2
+    assert replace_memsets(graph, capture_of(filled), CPU) == 2
     assert graph.told() == edges("fill 100", "fill 200")
     assert sorted(graph.nodes.values()) == ["attention", "fill 100", "fill 200", "other", "product", "sum"]
     assert filled[0] == Memset(address=100, value=0, element_bytes=1, count=8)
@@ -200,18 +200,18 @@ def test_memsets_that_are_no_single_run_stay(driver: Driver, filled: list[Memset
     rows, empty = memset(300), memset(400)
     rows.height, empty.width = 2, 0
     graph, *_ = step_of(rows, empty)
-    assert as_kernels(graph, capture_of(filled), CPU) == 2
+    assert replace_memsets(graph, capture_of(filled), CPU) == 2
     assert {rows, empty} <= set(graph.nodes.values())
     assert [one.address for one in filled] == [100, 200]
 
 
 def test_a_graph_that_allocates_or_has_no_memsets_is_left(driver: Driver, filled: list[Memset]) -> None:
     graph, first, second = step_of("alloc")
-    assert as_kernels(graph, capture_of(filled), CPU) == 0
+    assert replace_memsets(graph, capture_of(filled), CPU) == 0
     assert graph.told() == {*edges(first, second), ("attention", "alloc")}
     plain = Captured()
     plain.add("product")
-    assert as_kernels(plain, None, CPU) == 0  # type: ignore[arg-type]
+    assert replace_memsets(plain, None, CPU) == 0  # type: ignore[arg-type]
     assert filled == []
 
 
@@ -228,7 +228,7 @@ def test_a_graph_does_the_same_where_the_driver_refuses(
     graph, first, second = step_of()
     driver.refuses.update(refused)
     with caplog.at_level(logging.INFO, "wholestep"):
-        assert as_kernels(graph, capture_of(filled), CPU) == wanted
+        assert replace_memsets(graph, capture_of(filled), CPU) == wanted
     assert graph.told() == (edges("fill 100", second) if wanted else edges(first, second))
     assert len(graph.nodes) == 6
     (name,) = refused
@@ -238,7 +238,7 @@ def test_a_graph_does_the_same_where_the_driver_refuses(
 def test_a_memset_that_cannot_go_is_done_twice_and_waited_for(driver: Driver, filled: list[Memset]) -> None:
     graph, first, second = step_of()
     driver.refuses["cuGraphDestroyNode"] = 0
-    assert as_kernels(graph, capture_of(filled), CPU) == 0
+    assert replace_memsets(graph, capture_of(filled), CPU) == 0
     own = {("product", "fill 100"), ("other", "fill 100"), ("fill 100", "attention"), ("fill 100", "sum")}
     assert graph.told() == edges(first, second) | own
 
@@ -253,7 +253,7 @@ def test_fills_that_are_no_kernels_are_not_taken(
 
     graph, first, second = step_of()
     with caplog.at_level(logging.INFO, "wholestep"):
-        assert as_kernels(graph, capture, CPU) == 0
+        assert replace_memsets(graph, capture, CPU) == 0
     assert graph.told() == edges(first, second)
     assert "2 fills were captured as KERNEL, MEMSET" in caplog.text
 
@@ -261,7 +261,7 @@ def test_fills_that_are_no_kernels_are_not_taken(
 def test_without_bindings_memsets_stay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with caplog.at_level(logging.INFO, "wholestep"):
-        assert as_kernels(Captured(), None, CPU) == 0  # type: ignore[arg-type]
+        assert replace_memsets(Captured(), None, CPU) == 0  # type: ignore[arg-type]
     assert "memsets of a CUDA graph stay" in caplog.text
 
 

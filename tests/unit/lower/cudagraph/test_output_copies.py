@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholestep.lower.cudagraph.output_copies import Call, Standin, alone, storage_of, takings
+from wholestep.lower.cudagraph.output_copies import Call, StaticInput, unshared, storage_of, plan_copies
 
 
 def take(
@@ -18,9 +18,9 @@ def take(
 ) -> list[Tensor]:
     """The results. `inputs`: by number, where graphs have it and the input itself."""
     pairs = inputs or {}
-    standins = {storage_of(one): Standin(number, one, whole.stride()) for number, (one, whole) in pairs.items()}
+    standins = {storage_of(one): StaticInput(number, one, whole.stride()) for number, (one, whole) in pairs.items()}
     by_number = dict(enumerate(values))
-    found = takings(by_number, standins, **options)
+    found = plan_copies(by_number, standins, **options)
     call = Call({number: whole for number, (_, whole) in pairs.items()}, by_number)  # type: ignore[arg-type]
     return [found[number](call) for number in by_number]
 
@@ -62,8 +62,8 @@ def test_neighbours_in_one_memory_are_copied_each_by_itself() -> None:
     bucket = torch.randn(8)
     found = take([bucket[:4], bucket[4:], bucket[4:4]])
     assert [one.untyped_storage().nbytes() for one in found] == [16, 16, 0]
-    assert alone({0: bucket[:4], 1: bucket[4:], 2: bucket[3:3]}) == {0, 1, 2}
-    assert alone({0: bucket[:4], 1: bucket[3:], 2: torch.ones(2), 3: bucket[:0]}) == {2, 3}
+    assert unshared({0: bucket[:4], 1: bucket[4:], 2: bucket[3:3]}) == {0, 1, 2}
+    assert unshared({0: bucket[:4], 1: bucket[3:], 2: torch.ones(2), 3: bucket[:0]}) == {2, 3}
 
 
 def test_what_lies_in_an_input_is_the_input() -> None:

@@ -22,20 +22,20 @@ from wholestep.ir.program import InputKind, Output, OutputKind, Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import rng_replay
-from wholestep.lower.cudagraph.partition import MOST_GRAPHS, Parts, split
+from wholestep.lower.cudagraph.partition import MOST_GRAPHS, Partition, partition
 from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.schedule.pack_scalars import pack_scalars
 
 
-def parts_of(fn: Callable[..., Any], *specs: Spec, segments: bool = True) -> Parts:
-    parts = split(scheduled(fn, *specs, segments=segments))
-    assert isinstance(parts, Parts), parts
+def parts_of(fn: Callable[..., Any], *specs: Spec, segments: bool = True) -> Partition:
+    parts = partition(scheduled(fn, *specs, segments=segments))
+    assert isinstance(parts, Partition), parts
     return parts
 
 
-def body_of(parts: Parts) -> Program:
+def body_of(parts: Partition) -> Program:
     """What is captured of a step that is one graph."""
     (piece,) = parts.pieces
     assert piece.captured
@@ -44,7 +44,7 @@ def body_of(parts: Parts) -> Program:
 
 
 def reason_of(fn: Callable[..., Any], *specs: Spec) -> str:
-    reason = split(scheduled(fn, *specs))
+    reason = partition(scheduled(fn, *specs))
     assert isinstance(reason, str)
     return reason
 
@@ -62,8 +62,8 @@ UPDATE = (gpu(3, kind=InputKind.PARAM), gpu(3), host(kind=InputKind.OPTIMIZER, d
 
 def test_numbers_are_the_hosts_and_all_else_is_the_body():
     program = scheduled(update, *UPDATE, writes=True)
-    parts = split(program)
-    assert isinstance(parts, Parts)
+    parts = partition(program)
+    assert isinstance(parts, Partition)
     host_calls, body_calls = targets(parts.host), targets(body_of(parts))
     assert pack in host_calls
     assert pack not in body_calls
@@ -82,8 +82,8 @@ def test_numbers_are_the_hosts_and_all_else_is_the_body():
 
 def test_inputs_and_results_go_where_they_belong():
     program = scheduled(update, *UPDATE, writes=True)
-    parts = split(program)
-    assert isinstance(parts, Parts)
+    parts = partition(program)
+    assert isinstance(parts, Partition)
     # Inputs on the device, then the packed numbers.
     assert parts.inputs == (0, 1)
     assert parts.num_handed == 1
@@ -98,8 +98,8 @@ def test_inputs_and_results_go_where_they_belong():
 
 def test_the_host_part_computes_the_numbers_of_each_call():
     """It runs on the CPU as it is, once what it packs stays there."""
-    parts = split(scheduled(update, *UPDATE, writes=True))
-    assert isinstance(parts, Parts)
+    parts = partition(scheduled(update, *UPDATE, writes=True))
+    assert isinstance(parts, Partition)
     (node,) = parts.host.graph.find_nodes(op="call_function", target=pack)
     node.args = (node.args[0], torch.device("cpu"))
     run, step = eager_backend.lower(parts.host), torch.tensor(0.0)
@@ -215,10 +215,10 @@ def test_a_number_packed_for_a_call_that_is_in_no_segment():
     """It is read as it is, which waits for the device."""
     program = builders.without_gradients(captured(lambda x, rate: x * rate.item(), [gpu(3), host()]))
     passes = [partial(pack_scalars, reads=segment_compiler.reads_packed), reinplace]
-    assert split(run_passes(program, passes)) == (
+    assert partition(run_passes(program, passes)) == (
         "element of train.py:7 gives a number of the GPU, for which the host would wait"
     )
-    assert isinstance(split(scheduled(lambda x, rate: x * rate.item(), gpu(3), host())), Parts)
+    assert isinstance(partition(scheduled(lambda x, rate: x * rate.item(), gpu(3), host())), Partition)
 
 
 def with_generator(target: Any, *args: Any) -> Program:
@@ -240,31 +240,31 @@ def with_generator(target: Any, *args: Any) -> Program:
 @pytest.mark.parametrize("target", [GET, SET])
 def test_the_generator_of_the_device_is_not_touched_in_a_graph(target):
     """Where somebody else looks at a state, or one is set that was there before the step. Others: `test_rewinds`."""
-    reason = split(with_generator(target, "cuda:0"))
+    reason = partition(with_generator(target, "cuda:0"))
     assert reason == f"{target} of train.py:9 reads or sets the state of a random generator on the host"
 
 
 def test_the_generator_of_the_host_is_the_hosts():
-    parts = split(with_generator(SET, "cpu"))
-    assert isinstance(parts, Parts)
+    parts = partition(with_generator(SET, "cpu"))
+    assert isinstance(parts, Partition)
     assert targets(parts.host) == [SET]
 
 
 FREES = "the step frees the memory of its inputs or fills it"
 
 
-def ended(*outputs: Output, kind: InputKind = InputKind.PARAM, freed: bool = False) -> str | Parts:
+def ended(*outputs: Output, kind: InputKind = InputKind.PARAM, freed: bool = False) -> str | Partition:
     program = scheduled(lambda w: (w * 2).exp(), gpu(3, kind=kind))
     inputs = (replace(program.inputs[0], freed=freed),)
-    return split(replace(program, outputs=outputs or program.outputs, inputs=inputs))
+    return partition(replace(program, outputs=outputs or program.outputs, inputs=inputs))
 
 
 def test_what_the_step_does_to_things_outside_is_a_reason_too():
     state = Output(kind=OutputKind.STATE, name="opt.exp_avg.w")
     assert ended(state) == "the step creates the state opt.exp_avg.w; the calls behind it can be captured"
     write = Output(kind=OutputKind.WRITE, name="x0", target=0)
-    assert isinstance(ended(write, kind=InputKind.GRAD), Parts)
-    assert isinstance(ended(write), Parts)
+    assert isinstance(ended(write, kind=InputKind.GRAD), Partition)
+    assert isinstance(ended(write), Partition)
     assert ended(freed=True) == FREES
 
 
@@ -273,13 +273,13 @@ def test_memory_that_is_gone_behind_the_step_cannot_be_written_back(call):
     program = scheduled(lambda w: (w * 2).exp(), gpu(3, kind=InputKind.USER))
     with program.graph.inserting_before(program.graph.output_node()):
         program.graph.call_function(call, (program.placeholders[0], 0))
-    assert split(program) == FREES
+    assert partition(program) == FREES
 
 
 def test_the_program_that_went_in_is_not_touched():
     program = scheduled(update, *UPDATE, writes=True)
     before = [node.format_node() for node in program.graph.nodes]
-    split(program)
+    partition(program)
     assert [node.format_node() for node in program.graph.nodes] == before
 
 
@@ -293,7 +293,7 @@ def layers(x: Tensor, count: int = 4) -> Tensor:
     return x
 
 
-def kinds(parts: Parts) -> list[tuple[bool, list[Any]]]:
+def kinds(parts: Partition) -> list[tuple[bool, list[Any]]]:
     return [(piece.captured, targets(piece.program)) for piece in parts.pieces]
 
 
@@ -391,8 +391,8 @@ def test_every_call_is_somewhere_once_and_has_what_it_takes():
         return y, layers(z + x).sum(), number * 2, rate * 2
 
     program = scheduled(step, gpu(3, 3), host(), segments=False)
-    parts = split(program)
-    assert isinstance(parts, Parts)
+    parts = partition(program)
+    assert isinstance(parts, Partition)
     found = [*targets(parts.host), *(one for piece in parts.pieces for one in targets(piece.program))]
     assert sorted(map(str, found)) == sorted(map(str, targets(program)))
     known = set(range(len(parts.inputs) + parts.num_handed))
@@ -422,8 +422,8 @@ def test_a_wait_goes_where_its_collective_begins():
     program = replace(program, outputs=(*program.outputs, Output(kind=OutputKind.USER, name="out3")))
     end = graph.output_node()
     end.args = ((*end.args[0], wait),)
-    parts = split(program)
-    assert isinstance(parts, Parts)
+    parts = partition(program)
+    assert isinstance(parts, Partition)
     where = [number for number, (_, found) in enumerate(kinds(parts)) for one in found if one is op_info.WAIT]
     assert where == [0]
     assert op_info.c10d.all_reduce.default in kinds(parts)[0][1]
@@ -453,16 +453,16 @@ def rewinding(*, apart: bool) -> Program:
 
 
 def test_a_generator_is_rewound_in_one_piece(monkeypatch):
-    monkeypatch.setattr(rng_replay, "are_possible", lambda: True)
-    parts = split(rewinding(apart=False))
-    assert isinstance(parts, Parts)
+    monkeypatch.setattr(rng_replay, "is_supported", lambda: True)
+    parts = partition(rewinding(apart=False))
+    assert isinstance(parts, Partition)
     assert {GET, SET} <= {*targets(body_of(parts))}
 
 
 def test_a_generator_is_not_rewound_across_pieces(monkeypatch):
-    monkeypatch.setattr(rng_replay, "are_possible", lambda: True)
-    parts = split(rewinding(apart=True))
-    assert isinstance(parts, Parts)
+    monkeypatch.setattr(rng_replay, "is_supported", lambda: True)
+    parts = partition(rewinding(apart=True))
+    assert isinstance(parts, Partition)
     assert [is_graph for is_graph, _ in kinds(parts)] == [False, True, False, True]
     for is_graph, found in kinds(parts):
         assert not is_graph or not {GET, SET} & {*found}
@@ -485,8 +485,8 @@ def test_a_state_that_somebody_looks_at_is_read_in_its_place():
         state = graph_edit.emit(graph, aten.clone.default, graph_edit.emit(graph, GET, "cuda:0"))
     end = graph.output_node()
     end.args = ((*end.args[0], state),)
-    parts = split(replace(program, outputs=(*program.outputs, Output(kind=OutputKind.USER, name="out2"))))
-    assert isinstance(parts, Parts)
+    parts = partition(replace(program, outputs=(*program.outputs, Output(kind=OutputKind.USER, name="out2"))))
+    assert isinstance(parts, Partition)
     assert targets(parts.host) == []
     assert kinds(parts) == [
         (True, [aten.rand_like.default, MM, MM, MM, MM]), (False, [GET, aten.clone.default, aten.rand_like.default]),
@@ -518,18 +518,18 @@ ORDER: dict[str, tuple[Callable[..., Any], list[Spec], str]] = {
 @pytest.mark.parametrize("name", ORDER)
 def test_what_the_host_does_keeps_its_order(name):
     fn, specs, reason = ORDER[name]
-    parts = split(scheduled(fn, *specs, writes=True, segments=False))
-    assert (parts == reason) if reason else isinstance(parts, Parts), parts
+    parts = partition(scheduled(fn, *specs, writes=True, segments=False))
+    assert (parts == reason) if reason else isinstance(parts, Partition), parts
 
 
 def test_a_segment_stands_for_the_calls_in_it():
     def step(x: Tensor, count: int) -> tuple[Any, ...]:
         return x.sum().item(), layers(x, count)
 
-    assert split(scheduled(partial(step, count=3), gpu(3, 3))) == (
+    assert partition(scheduled(partial(step, count=3), gpu(3, 3))) == (
         "aten._local_scalar_dense.default of train.py:7 gives a number of the GPU, for which the host would wait"
     )
-    parts = split(scheduled(partial(step, count=4), gpu(3, 3)))
-    assert isinstance(parts, Parts)
+    parts = partition(scheduled(partial(step, count=4), gpu(3, 3)))
+    assert isinstance(parts, Partition)
     assert [piece.captured for piece in parts.pieces] == [False, True]
     assert isinstance(kinds(parts)[1][1][0], Segment)

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wholestep.ir import node_meta
 from wholestep.ir.ops import rng_state
 from wholestep.lower.cudagraph import rng_replay
-from wholestep.lower.cudagraph.rng_replay import Plan, planned
+from wholestep.lower.cudagraph.rng_replay import ReplayPlan, plan_replay
 
 
-def drawn(plan: Plan, draws: list[int]) -> list[list[int]]:
+def drawn(plan: ReplayPlan, draws: list[int]) -> list[list[int]]:
     """What each part of a graph draws: `draws` numbers each, in front of every setting and behind the last."""
     places = [0, *plan.starts]
     found, now = [], 0
@@ -66,19 +66,19 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_graph_draws_what_is_drawn_without_one(name: str) -> None:
     parts, settings, draws = as_it_is(PROGRAMS[name])
-    plan = planned(settings)
+    plan = plan_replay(settings)
     assert plan is not None
     assert drawn(plan, draws) == parts
 
 
 def test_a_block_has_one_state_of_its_own() -> None:
     _, settings, _ = as_it_is(PROGRAMS["blocks, the last first"])
-    assert planned(settings) == Plan(starts=(8, 0), turns=(1, 0, 2, 0))
+    assert plan_replay(settings) == ReplayPlan(starts=(8, 0), turns=(1, 0, 2, 0))
 
 
 def test_a_step_that_leaves_the_generator_back_there_has_no_plan() -> None:
-    assert planned([(8, 0)]) is None
-    assert planned([]) == Plan(starts=(), turns=())
+    assert plan_replay([(8, 0)]) is None
+    assert plan_replay([]) == ReplayPlan(starts=(), turns=())
 
 
 def node(graph: fx.Graph, target: object, *args: object) -> fx.Node:
@@ -92,10 +92,10 @@ def test_settings_to_states_that_the_step_has_read_are_taken() -> None:
     graph = fx.Graph()
     outside = graph.placeholder("state")
     read, read_on_host = node(graph, rng_state.GET, "cuda:0"), node(graph, rng_state.GET, "cpu")
-    assert rng_replay.is_one(read)
-    assert not rng_replay.is_one(read_on_host)
-    assert rng_replay.is_one(node(graph, rng_state.SET, read, "cuda"))
-    assert not rng_replay.is_one(node(graph, rng_state.SET, read_on_host, "cpu"))
-    assert not rng_replay.is_one(node(graph, rng_state.SET, outside, "cuda"))
+    assert rng_replay.is_replayed(read)
+    assert not rng_replay.is_replayed(read_on_host)
+    assert rng_replay.is_replayed(node(graph, rng_state.SET, read, "cuda"))
+    assert not rng_replay.is_replayed(node(graph, rng_state.SET, read_on_host, "cpu"))
+    assert not rng_replay.is_replayed(node(graph, rng_state.SET, outside, "cuda"))
     node(graph, torch.ops.aten.clone.default, read)
-    assert not any(map(rng_replay.is_one, (read, *read.users)))  # a graph would show something else
+    assert not any(map(rng_replay.is_replayed, (read, *read.users)))  # a graph would show something else

@@ -16,7 +16,7 @@ from wholestep.ir import op_info
 from wholestep.ir.ops.packed_scalars import element, pack
 from wholestep.ir.program import InputKind, Program
 from wholestep.lower.base import eager_backend
-from wholestep.lower.cudagraph.partition import Parts, split
+from wholestep.lower.cudagraph.partition import Partition, partition
 from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
@@ -86,8 +86,8 @@ def test_numbers_travel_back_together():
     assert calls(program).count(element) == 6
     assert builders.same(run(adapting(6), inputs(6)), run(program, inputs(6)))
     formed = [partial(form_segments, compiles=segment_compiler.compiles), reinplace]
-    parts = split(run_passes(program, formed))
-    assert isinstance(parts, Parts)
+    parts = partition(run_passes(program, formed))
+    assert isinstance(parts, Partition)
     assert [piece.captured for piece in parts.pieces] == [True, False, True]
     found = [node.target for node in parts.pieces[1].program.graph.nodes if node.op == "call_function"]
     assert found.count(ITEM) == 6
