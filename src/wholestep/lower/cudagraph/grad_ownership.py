@@ -32,7 +32,7 @@ def keepable(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[
 
 
 class GradOwnership:
-    """Gradients that lie in the memory of graphs, which nobody else has yet."""
+    """Gradients that stay in the memory of graphs, as long as only parameters hold them."""
 
     def __init__(self, grads: Mapping[int, torch.Tensor]) -> None:
         """`grads`: by the number of the input that is the parameter."""
@@ -40,11 +40,11 @@ class GradOwnership:
         self._storages = {_key(grad): grad.untyped_storage() for grad in self._grads.values()}
         self._counts = {key: _uses(key) for key in self._storages}
 
-    def given(self) -> dict[int, torch.Tensor]:
+    def fresh(self) -> dict[int, torch.Tensor]:
         """What parameters may have as ``.grad`` until the next replay, by the number of the input."""
         return {number: grad.detach() for number, grad in self._grads.items()}
 
-    def are_free(self, inputs: Sequence[Any]) -> bool:
+    def are_unshared(self, inputs: Sequence[Any]) -> bool:
         """Whether nobody holds any of them but parameters."""
         by_params: Counter[int] = Counter()
         for number in self._grads:

@@ -45,36 +45,36 @@ class Pool:
         self._stream: torch.cuda.Stream | None = None
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self._lender: Callable[[], Member | None] = lambda: None
+        self._results_owner: Callable[[], Member | None] = lambda: None
 
     def add(self, member: Member) -> None:
         """Makes known who will have graphs here. They are not kept alive."""
         self._members.add(member)
 
-    def may_lend(self, member: Member) -> bool:
+    def may_keep_results_of(self, member: Member) -> bool:
         """Whether results of `member` may stay in the pool between two replays, once it lends: they may of one at a
         time."""
-        return self._lender() in (None, member)
+        return self._results_owner() in (None, member)
 
-    def lends_to(self, member: Member) -> None:
+    def keep_results_of(self, member: Member) -> None:
         """Has results of `member`, which it may lend, stay. Graphs from before use the same memory in between, so they
         are given up, and those from behind leave it alone."""
-        if self._lender() is member:
+        if self._results_owner() is member:
             return
-        self._lender = weakref.ref(member)
+        self._results_owner = weakref.ref(member)
         for other in self._members:
             if other is not member:
                 other.give_up()
 
-    def lends_no_more(self, member: Member) -> None:
+    def release_results_of(self, member: Member) -> None:
         """Has another one in its place, if it was the one."""
-        if self._lender() is member:
-            self._lender = lambda: None
+        if self._results_owner() is member:
+            self._results_owner = lambda: None
 
     def capture(
-        self, body: Callable[[], Sequence[Any]], rewound: rng_replay.RngReplay | None = None
+        self, body: Callable[[], Sequence[Any]], rng: rng_replay.RngReplay | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rewound` are its
+        """What `body` does, as a graph, and the tensors in which that leaves the results of `body`. `rng` are its
         settings of the random generator, if there are any.
 
         Raises what `body` raises, or RuntimeError for what CUDA cannot capture. Nothing has run then, and torch is as
@@ -84,19 +84,19 @@ class Pool:
         with torch.cuda.device(self.device), gc_paused():
             if self._keeper is None:
                 self._renew()
-            graph, results = self._captured(body, rewound)
+            graph, results = self._captured(body, rng)
             memset_nodes.replace_memsets(graph, lambda fill: self._captured(fill)[0], self.device)
             graph.instantiate()
             return graph, results
 
     def _captured(
-        self, body: Callable[[], Any], rewound: rng_replay.RngReplay | None = None
+        self, body: Callable[[], Any], rng: rng_replay.RngReplay | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """What `body` does, as a graph that cannot run yet, and what `body` gives."""
         graph, before = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
         try:
-            rewinding = rewound.captured(graph) if rewound is not None else contextlib.nullcontext()
-            with capture_hooks.running_hooks(), rewinding, self._capturing(graph):
+            rng_capture = rng.capturing(graph) if rng is not None else contextlib.nullcontext()
+            with capture_hooks.running_hooks(), rng_capture, self._capturing(graph):
                 results = body()
         except BaseException:
             self._mend(graph, before)

@@ -59,23 +59,23 @@ def _first(error: BaseException) -> BaseException:
     return next((one for one in chain if getattr(one, "__notes__", ())), error)
 
 
-def _said(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _cause(error: BaseException) -> str:
     """What went wrong, in a line, with the node that it happened in, where that is known."""
     first = _first(error)
-    return ", ".join([_said(first), *getattr(first, "__notes__", [])[:1]])
+    return ", ".join([_first_line(first), *getattr(first, "__notes__", [])[:1]])
 
 
-def _culprit(error: BaseException) -> tuple[Any, str] | None:
+def _uncapturable_call(error: BaseException) -> tuple[Any, str] | None:
     """The target of the call that cannot be captured, and what was said; None if the error is of another kind."""
     first = _first(error)
     node = eager_backend.failing_node(first)
     if node is None or isinstance(first, torch.OutOfMemoryError) or "captur" not in str(first):
         return None
-    return node.target, _said(first)
+    return node.target, _first_line(first)
 
 
 class GraphRunner:
@@ -101,10 +101,10 @@ class GraphRunner:
         """Why a capture has failed in the call that is running."""
         self.why_none = ""
         """Why all runs as it is, where a capture has failed for good."""
-        self._lent: grad_ownership.GradOwnership | None = None
+        self._kept_grads: grad_ownership.GradOwnership | None = None
         """The gradients that were not copied."""
-        self._lends = grad_ownership.is_supported()
-        self._takings: dict[int, output_copies.OutputCopy] | None = None
+        self._may_keep_grads = grad_ownership.is_supported()
+        self._output_copies: dict[int, output_copies.OutputCopy] | None = None
         """How to take results of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
@@ -119,7 +119,9 @@ class GraphRunner:
         written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
         self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
         self._on_device = [
-            number for number, (in_pieces, place) in enumerate(parts.places) if in_pieces and place not in parts.on_host
+            number
+            for number, (in_pieces, place) in enumerate(parts.result_places)
+            if in_pieces and place not in parts.on_host
         ]
         self._grads = {
             output.target: number
@@ -127,12 +129,14 @@ class GraphRunner:
             if output.kind is OutputKind.GRAD and output.target is not None
         }
         """By the number of the parameter that of the result which is its new gradient."""
-        given = {place for piece in parts.pieces if piece.captured for place in piece.gives}
+        given = {place for piece in parts.pieces if piece.captured for place in piece.outputs}
         reads = any(self._program.inputs[number].kind is InputKind.GRAD for number in parts.inputs)
-        in_graphs = {number for number in self._on_device if parts.places[number][1] in given}
-        self._may_stay = set() if reads else in_graphs
-        """Results that graphs give, which may be lent if they are gradients: none where those from before are read."""
-        self._stay = all(n in in_graphs or parts.places[n][1] < len(parts.inputs) for n in self._on_device)
+        in_graphs = {number for number in self._on_device if parts.result_places[number][1] in given}
+        self._keepable = set() if reads else in_graphs
+        """Results in the memory of graphs that may stay there if they are gradients: none where old gradients are read."""
+        self._results_stay = all(
+            n in in_graphs or parts.result_places[n][1] < len(parts.inputs) for n in self._on_device
+        )
         """Whether results lie in the same memory in every call."""
 
     @property
@@ -148,55 +152,55 @@ class GraphRunner:
 
     def give_up(self) -> None:
         """Gives up the graphs, which nothing may be running of. The next call captures again."""
-        self._lent = self._takings = None
+        self._kept_grads = self._output_copies = None
         for piece in self._pieces:
-            piece.let_go()
+            piece.reset()
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """One step. Results are the caller's own."""
-        home, num_handed = self._host(list(inputs)), self._parts.num_handed
-        values = [*(inputs[number] for number in self._parts.inputs), *home[:num_handed]]
+        host_results, num_host_values = self._host(list(inputs)), self._parts.num_host_values
+        values = [*(inputs[number] for number in self._parts.inputs), *host_results[:num_host_values]]
         values += [None] * (self._parts.num_values - len(values))
         self._calls += 1
-        by_graphs = self._calls > WARM_UP_CALLS and not self.why_none
-        if by_graphs and self._lent is not None and not self._lent.are_free(inputs):
-            self._lends = False
-            self._pool.lends_no_more(self)
+        replays = self._calls > WARM_UP_CALLS and not self.why_none
+        if replays and self._kept_grads is not None and not self._kept_grads.are_unshared(inputs):
+            self._may_keep_grads = False
+            self._pool.release_results_of(self)
             self.give_up()
         for number, piece in enumerate(self._pieces):
-            if not by_graphs or not self._replayed(number, values):
+            if not replays or not self._replay(number, values):
                 piece.run(values)
         for place, written in self._written:
             if values[place] is not inputs[written]:  # but a copy of it
                 inputs[written].copy_(values[place])
-        found = self._found(home[num_handed:], values)
-        if by_graphs:
-            found = self._taken(inputs, found, values)
+        found = self._results(host_results[num_host_values:], values)
+        if replays:
+            found = self._copied_out(inputs, found, values)
         if self._error is not None:
-            self._do_without(self._error)
+            self._fall_back(self._error)
         return found
 
-    def _replayed(self, number: int, values: list[Any]) -> bool:
+    def _replay(self, number: int, values: list[Any]) -> bool:
         """Whether a piece has run as a graph."""
         piece = self._pieces[number]
         if not piece.is_captured or self._error is not None:
             return False
         try:
             if piece.capture(values):
-                self._lent = self._takings = None
+                self._kept_grads = self._output_copies = None
                 for later in self._pieces[number + 1 :]:
-                    later.let_go()
+                    later.reset()
         except Exception as error:
             self._error = error
             return False
         piece.replay(values)
         return True
 
-    def _do_without(self, error: Exception) -> None:
+    def _fall_back(self, error: Exception) -> None:
         """Has the call that could not be captured cut the step, or gives up where that is not known."""
         self._error = None
         self.give_up()
-        found = _culprit(error)
+        found = _uncapturable_call(error)
         if found is not None and found[0] not in self._cut_by and len(self._cut_by) < _MOST_REFUSED:
             self._refused.setdefault(*found)
             self._cut_by = {*self._refused}
@@ -208,34 +212,34 @@ class GraphRunner:
         self.why_none = f"its capture failed: {_cause(error)}"
         log.warning("the step runs without a CUDA graph, since %s", self.why_none)
 
-    def _found(self, home: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+    def _results(self, host_results: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
         """The results in their order. Trailing ones of the host that are None have been left out."""
         return tuple(
-            values[place] if in_pieces else home[place] if place < len(home) else None
-            for in_pieces, place in self._parts.places
+            values[place] if in_pieces else host_results[place] if place < len(host_results) else None
+            for in_pieces, place in self._parts.result_places
         )
 
-    def _taken(self, inputs: Sequence[Any], found: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+    def _copied_out(self, inputs: Sequence[Any], found: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
         """`found` with what lies in the memory of graphs taken out of it, but for gradients that are lent. Those from
         before give up their memory."""
         for target in self._grads:
             inputs[target].grad = None
         in_graphs = {number: found[number] for number in self._on_device if isinstance(found[number], torch.Tensor)}
-        takings = self._takings
-        if takings is None or self._error is not None:
-            standins = self._standins(inputs, values)
-            takings = output_copies.plan_copies(in_graphs, standins, new=self._grads.values())
+        copies = self._output_copies
+        if copies is None or self._error is not None:
+            static_inputs = self._static_inputs(inputs, values)
+            copies = output_copies.plan_copies(in_graphs, static_inputs, new=self._grads.values())
             if self._error is None:
-                self._lend(in_graphs, taken=standins)
-                self._takings = takings if self._stay else None
-        given = {} if self._lent is None else self._lent.given()
-        lent_by_number = {self._grads[target]: grad for target, grad in given.items()}
+                self._keep_grads(in_graphs, taken=static_inputs)
+                self._output_copies = copies if self._results_stay else None
+        kept = {} if self._kept_grads is None else self._kept_grads.fresh()
+        kept_by_number = {self._grads[target]: grad for target, grad in kept.items()}
         call, taken = output_copies.Call(inputs, in_graphs), list(found)
         for number in in_graphs:
-            taken[number] = lent_by_number[number] if number in lent_by_number else takings[number](call)
+            taken[number] = kept_by_number[number] if number in kept_by_number else copies[number](call)
         return tuple(taken)
 
-    def _standins(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, output_copies.StaticInput]:
+    def _static_inputs(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, output_copies.StaticInput]:
         return {
             output_copies.storage_of(values[place]): output_copies.StaticInput(
                 number, values[place], inputs[number].stride()
@@ -244,30 +248,30 @@ class GraphRunner:
             if isinstance(values[place], torch.Tensor)
         }
 
-    def _lend(self, in_graphs: Mapping[int, torch.Tensor], taken: Collection[int]) -> None:
+    def _keep_grads(self, in_graphs: Mapping[int, torch.Tensor], taken: Collection[int]) -> None:
         """Lends the gradients that may stay where they are, if any. `taken`: where storages of inputs begin."""
-        if self._lent is not None or not self._lends or not self._pool.may_lend(self):
+        if self._kept_grads is not None or not self._may_keep_grads or not self._pool.may_keep_results_of(self):
             return
         alone = output_copies.unshared(in_graphs)
-        own = {target: in_graphs[number] for target, number in self._grads.items() if number in alone & self._may_stay}
-        self._lent = grad_ownership.GradOwnership(grad_ownership.keepable(own, taken))
-        if self._lent.given():  # else the graphs of others stay as they are
-            self._pool.lends_to(self)
+        own = {target: in_graphs[number] for target, number in self._grads.items() if number in alone & self._keepable}
+        self._kept_grads = grad_ownership.GradOwnership(grad_ownership.keepable(own, taken))
+        if self._kept_grads.fresh():  # else the graphs of others stay as they are
+            self._pool.keep_results_of(self)
 
 
 def _pieces(program: Program, parts: Partition, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
     """The pieces of a program; each knows which values lie somewhere else in every call."""
     moving = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.USER}
-    moving |= set(range(len(parts.inputs), len(parts.inputs) + parts.num_handed))
+    moving |= set(range(len(parts.inputs), len(parts.inputs) + parts.num_host_values))
     grads = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.GRAD}
     loose, found = set[int](), []
     for piece in parts.pieces:
         step, num_inputs = lower(piece.program), len(parts.inputs)
         found.append(_Piece(piece, step, pool, num_inputs=num_inputs, moving=moving, grads=grads, loose=loose))
         if piece.captured:  # which copies what moves, for those behind it too
-            moving, loose = moving - {*piece.takes}, loose - {*piece.takes}
+            moving, loose = moving - {*piece.inputs}, loose - {*piece.inputs}
         else:
-            loose = loose | {*piece.gives}
+            loose = loose | {*piece.outputs}
     return found
 
 
@@ -290,17 +294,17 @@ class _Piece:
         their own, and `grads` once they have moved often."""
         self._piece, self._step, self._pool, self._num_inputs = piece, step, pool, num_inputs
         self.is_captured = piece.captured
-        self._loose = {place for place, number in enumerate(piece.takes) if number in loose}
-        self._moving = {place for place, number in enumerate(piece.takes) if number in moving} | self._loose
-        self._grads = {place for place, number in enumerate(piece.takes) if number in grads}
-        self._resting, self._moves = list[int](), 0
+        self._loose = {place for place, number in enumerate(piece.inputs) if number in loose}
+        self._copied = {place for place, number in enumerate(piece.inputs) if number in moving} | self._loose
+        self._grads = {place for place, number in enumerate(piece.inputs) if number in grads}
+        self._read_in_place, self._num_moves = list[int](), 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self._static: dict[int, torch.Tensor] = {}
         self._addresses: list[int] = []
         self._outputs: Sequence[Any] = ()
-        self._rewinds = rng_replay.RngReplay.of(piece.program, pool.device) if piece.captured else None
+        self._rng_replay = rng_replay.RngReplay.of(piece.program, pool.device) if piece.captured else None
 
-    def let_go(self) -> None:
+    def reset(self) -> None:
         """Gives up the graph, which nothing may be running of."""
         if self.graph is not None:
             self.graph.reset()
@@ -308,22 +312,22 @@ class _Piece:
 
     def run(self, values: list[Any]) -> None:
         """Runs the calls one by one, on `values` that it adds to."""
-        given = [values[number] for number in self._piece.takes]
-        with self._rewinds.seen() if self._rewinds is not None else contextlib.nullcontext():
-            self._put(values, self._step(given))
+        inputs = [values[number] for number in self._piece.inputs]
+        with self._rng_replay.observed() if self._rng_replay is not None else contextlib.nullcontext():
+            self._store_outputs(values, self._step(inputs))
 
     def replay(self, values: list[Any]) -> None:
         """Runs the graph, which there is, on `values` that it adds to."""
         if self._static:
-            targets, sources = [*self._static.values()], [values[self._piece.takes[place]] for place in self._static]
+            targets, sources = [*self._static.values()], [values[self._piece.inputs[place]] for place in self._static]
             torch.ops.aten._foreach_copy_.default(targets, sources, True)
             for place, static in self._static.items():
-                values[self._piece.takes[place]] = static
+                values[self._piece.inputs[place]] = static
         assert self.graph is not None
-        if self._rewinds is not None:
-            self._rewinds.begin()
+        if self._rng_replay is not None:
+            self._rng_replay.begin()
         self.graph.replay()
-        self._put(values, self._outputs)
+        self._store_outputs(values, self._outputs)
 
     def capture(self, values: Sequence[Any]) -> bool:
         """Captures the calls on tensors that stay where they are, unless that was done and they are still there.
@@ -331,39 +335,39 @@ class _Piece:
 
         Raises whatever kept it from being captured; nothing has run then.
         """
-        given = [values[number] for number in self._piece.takes]
-        addresses = [given[place].data_ptr() for place in self._resting]
+        inputs = [values[number] for number in self._piece.inputs]
+        addresses = [inputs[place].data_ptr() for place in self._read_in_place]
         if self.graph is not None and addresses == self._addresses:
             return False
         if self.graph is not None:  # else something has moved in front of this piece
-            pairs = zip(self._resting, self._addresses, addresses, strict=True)
-            self._have_moved({place for place, then, now in pairs if then != now}, values)
+            pairs = zip(self._read_in_place, self._addresses, addresses, strict=True)
+            self._count_moves({place for place, then, now in pairs if then != now}, values)
         self.graph, self._outputs = None, ()
         # The memory of something else, seen in another way: a copy would be apart from it.
         sharing = Counter(output_copies.storage_of(value) for value in values if isinstance(value, torch.Tensor))
-        self._moving -= {place for place in self._loose if sharing[output_copies.storage_of(given[place])] > 1}
-        self._static = {place: given[place].clone() for place in sorted(self._moving)}
-        self._resting = [place for place in range(len(given)) if place not in self._moving]
-        self._addresses = [given[place].data_ptr() for place in self._resting]
-        own = [self._static.get(place, one) for place, one in enumerate(given)]
-        self.graph, self._outputs = self._pool.capture(lambda: self._step(list(own)), self._rewinds)
+        self._copied -= {place for place in self._loose if sharing[output_copies.storage_of(inputs[place])] > 1}
+        self._static = {place: inputs[place].clone() for place in sorted(self._copied)}
+        self._read_in_place = [place for place in range(len(inputs)) if place not in self._copied]
+        self._addresses = [inputs[place].data_ptr() for place in self._read_in_place]
+        own = [self._static.get(place, one) for place, one in enumerate(inputs)]
+        self.graph, self._outputs = self._pool.capture(lambda: self._step(list(own)), self._rng_replay)
         return True
 
-    def _have_moved(self, places: Collection[int], values: Sequence[Any]) -> None:
+    def _count_moves(self, places: Collection[int], values: Sequence[Any]) -> None:
         """Some values that rested lie elsewhere now. Gradients that do so again and again are copied from then on."""
         inputs = {
             output_copies.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)
         }
-        wander = any(output_copies.storage_of(values[self._piece.takes[place]]) not in inputs for place in places)
-        self._moves += wander or not self._grads.isdisjoint(places)
-        if self._moves < _MOST_MOVES:
+        wander = any(output_copies.storage_of(values[self._piece.inputs[place]]) not in inputs for place in places)
+        self._num_moves += wander or not self._grads.isdisjoint(places)
+        if self._num_moves < _MOST_MOVES:
             return
         if wander:
             raise RuntimeError("what is computed outside of a graph lies elsewhere in every call")
-        self._moving |= self._grads
+        self._copied |= self._grads
 
-    def _put(self, values: list[Any], found: Sequence[Any]) -> None:
-        for number, value in zip(self._piece.gives, found, strict=True):
+    def _store_outputs(self, values: list[Any], found: Sequence[Any]) -> None:
+        for number, value in zip(self._piece.outputs, found, strict=True):
             values[number] = value
-        for number in self._piece.drops:
+        for number in self._piece.frees:
             values[number] = None

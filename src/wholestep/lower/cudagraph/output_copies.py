@@ -163,6 +163,8 @@ def _copied(values: Mapping[int, Tensor], leaders: Mapping[int, int]) -> dict[in
     if not as_one or extent > sum(value.numel() for value in objects.values()):
         return {number: _Copy(leaders[number]) for number in values}
     return {
-        number: _CopyView(leaders[number], first, extent, value.size(), value.stride(), int(value.storage_offset() - begin))
+        number: _CopyView(
+            leaders[number], first, extent, value.size(), value.stride(), int(value.storage_offset() - begin)
+        )
         for number, value in values.items()
     }

@@ -1,5 +1,4 @@
-"""A scheduled program in pieces: what the host computes before all else, and then by turns what a CUDA graph can hold
-and what it cannot.
+"""A scheduled program in pieces: first the host's calls, then by turns what a CUDA graph can hold and what it cannot.
 
 Most steps are one graph. A call that the host has to wait for (``loss.item()``, a check of values, a size that is
 data) cuts it: what stands between two such calls is a graph of its own, the longest that there is.
@@ -27,11 +26,10 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.lazy_graph_module import module_of
-from wholestep.ir.ops import rng_state
-from wholestep.ir.ops.packed_scalars import pack
-from wholestep.ir.program import Input, InputKind, OutputKind, Program
+from wholestep.ir.program import Input, InputKind, Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.cudagraph import rng_replay
+from wholestep.lower.cudagraph.capture_reasons import host_nodes, on_gpu, uncapturable_calls, why_not_step
 
 FEWEST_CALLS = 4
 """Fewer calls than that run as they are where others are captured: the host is no quicker at launching a graph."""
@@ -41,38 +39,36 @@ MOST_GRAPHS = 16
 
 NOTHING: Mapping[Any, str] = MappingProxyType({})
 
-_GROUPED = torch.ops.aten._grouped_mm.default
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some calls of a step, one behind the other. Values that pieces hand to each other have numbers."""
+    """Consecutive calls of a step. Values that pieces hand to each other have numbers."""
 
     program: Program
     captured: bool
     """Whether it is for a CUDA graph."""
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-    drops: tuple[int, ...]
-    """Values that nobody reads behind it."""
+    inputs: tuple[int, ...]
+    """Values that it reads."""
+    outputs: tuple[int, ...]
+    """Values that it computes for later pieces, or as results."""
+    frees: tuple[int, ...]
+    """Values that nobody reads after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A scheduled program in parts: the host's, and the pieces behind it."""
+    """A scheduled program in parts: the host's, and the pieces that run after it."""
 
     host: Program
     """Takes all inputs; gives what the pieces need of the host, then the results that are the host's."""
     pieces: tuple[Piece, ...]
     inputs: tuple[int, ...]
     """The inputs that pieces take, by their number: they are the first values."""
-    num_handed: int
+    num_host_values: int
     """How many values the host gives the pieces: the next ones."""
     num_values: int
-    places: tuple[tuple[bool, int], ...]
-    """Per result: whether it is a value of the pieces with this number, or that of the host's results behind those
-    that are handed on."""
+    result_places: tuple[tuple[bool, int], ...]
+    """Per result: whether it is a value of the pieces with this number, or that of the host's own results."""
     on_host: frozenset[int]
     """Values that are numbers, or tensors on the CPU."""
     cuts: tuple[str, ...]
@@ -90,165 +86,43 @@ class Partition:
 def partition(program: Program, refused: Mapping[Any, str] = NOTHING) -> Partition | str:
     """The parts of a scheduled program, or the reason why nothing of it can be captured. `refused`: targets of calls
     that turned out to be none for a graph, with what was said."""
-    host = _host_nodes(program.graph)
-    cuts = _cuts(program.graph, host, refused)
-    reason = _outer_reason(program) or _changed_order(program, host)
+    host = host_nodes(program.graph)
+    cuts = uncapturable_calls(program.graph, host, refused)
+    reason = why_not_step(program, host)
     if reason is not None:
         return reason
     runs = _runs(program.graph, host, cuts)
-    if cuts and not any(captured for captured, _ in runs):
+    if cuts and not any(run.captured for run in runs):
         return next(iter(cuts.values()))
-    return _parts(program, host, runs, tuple(cuts.values()))
+    live = liveness(program, host, runs)
+    own = [value for value in program.results if value not in live.values]
+    own_places = iter(range(len(own)))
+    return Partition(
+        host=extract(program, [*live.host_values, *own], keep=host.__contains__),
+        pieces=tuple(
+            Piece(
+                program=extract(program, outputs, keep=set(run.nodes).__contains__, inputs=inputs),
+                captured=run.captured, inputs=live.numbers(inputs), outputs=live.numbers(outputs),
+                frees=live.numbers(frees),
+            )
+            for run, inputs, outputs, frees in zip(runs, live.inputs, live.outputs, live.frees, strict=True)
+        ),
+        inputs=live.step_inputs, num_host_values=len(live.host_values), num_values=len(live.values),
+        result_places=tuple(
+            (True, live.values[one]) if one in live.values else (False, next(own_places)) for one in program.results
+        ),
+        on_host=frozenset(number for node, number in live.values.items() if not on_gpu(node)),
+        cuts=tuple(cuts.values()),
+    )  # fmt: skip
 
 
-def _host_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Calls that take nothing of a device, in order. The last of such a chain may give a tensor to a device."""
-    found: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if _handles_gpu_generator(node):
-            continue
-        if all(_is_host(arg, found) for arg in node.all_input_nodes) and (node.all_input_nodes or _is_made_here(node)):
-            found[node] = None
-    return found
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive calls that become one piece."""
 
-
-def _is_made_here(node: fx.Node) -> bool:
-    """Whether a call that takes no values is the host's: it packs constants, or makes a tensor on the CPU."""
-    on_cpu = not _on_gpu(node) and not op_info.needs_peers(node.target)
-    return node.target is pack or on_cpu
-
-
-def _is_host(node: fx.Node, host: Collection[fx.Node]) -> bool:
-    if node.op == "call_function" and node not in host:
-        return False
-    return not _on_gpu(node)
-
-
-def _on_gpu(node: fx.Node) -> bool:
-    return any(one.is_cuda for one in node_meta.tensors(node))
-
-
-# ---- what cannot be captured -----------------------------------------------------------------------------------------
-
-
-def _cuts(graph: fx.Graph, host: Collection[fx.Node], refused: Mapping[Any, str]) -> dict[fx.Node, str]:
-    """The calls that no graph can hold, with the reasons, in order."""
-    cuts: dict[fx.Node, str] = {}
-    rewinding: dict[fx.Node, int] = {}
-    """With the number of cuts in front."""
-    for node in graph.nodes:
-        if node.target in refused and node not in host:
-            cuts[node] = f"{_named(node)} could not be captured: {refused[node.target]}"
-        elif (reason := _reason(node, host)) is not None:
-            cuts[node] = reason
-        elif rng_replay.is_replayed(node):
-            rewinding[node] = len(cuts)
-    if len(set(rewinding.values())) > 1:
-        # A graph sets the generator to what it has read itself.
-        cuts |= {node: _of_generator(node) for node in rewinding}
-    return {node: cuts[node] for node in graph.nodes if node in cuts}
-
-
-def _reason(node: fx.Node, host: Collection[fx.Node]) -> str | None:
-    """Why a CUDA graph cannot hold a call; None if it can, or need not."""
-    name = _named(node)
-    if rng_replay.is_replayed(node) and rng_replay.is_supported():
-        return None
-    if _handles_generator(node) and node not in host:
-        return _of_generator(node)
-    if node.op != "call_function" or node in host:
-        return None
-    if node.target is _GROUPED and node_meta.tensor(node).dtype is not torch.bfloat16:
-        return f"{name} asks the GPU where groups end, as ATen does for all but bfloat16"
-    if isinstance(node_meta.value(node), _NUMBERS):
-        return f"{name} gives a number of the GPU, for which the host would wait"
-    if not all(isinstance(size, int) for one in node_meta.tensors(node) for size in one.shape):
-        return f"the size of what {name} gives depends on data"
-    if any(not one.is_cuda for one in node_meta.tensors(node)):
-        return f"{name} gives a tensor on the CPU that depends on the GPU"
-    for arg in node.all_input_nodes:
-        if arg.op != "get_attr" and not _on_gpu(arg) and not _is_of_generator(arg):
-            whose = "which the host computes for every call" if _is_early(arg, host) else "for which the host waits"
-            return f"{name} takes {arg.name}, {whose}"
-        if not all(isinstance(size, int) for one in node_meta.tensors(arg) for size in one.shape):
-            return f"the size of what {name} takes depends on data"
-    return None
-
-
-def _named(node: fx.Node) -> str:
-    """A call for people: what is called, and where."""
-    where = node_meta.origin(node).source
-    called = node.target if op_info.is_op(node) else getattr(node.target, "__name__", node.target)
-    return f"{called}{f' of {where}' if where else ''}"
-
-
-def _of_generator(node: fx.Node) -> str:
-    return f"{_named(node)} reads or sets the state of a random generator on the host"
-
-
-def _is_early(node: fx.Node, host: Collection[fx.Node]) -> bool:
-    return node in host or node.op == "placeholder"
-
-
-def _handles_generator(node: fx.Node) -> bool:
-    """Whether the call reads or sets the state of a generator, of the device that its last argument names."""
-    return op_info.is_op(node) and node.target._schema.name.startswith("wholestep::rng_")  # type: ignore[union-attr]
-
-
-def _handles_gpu_generator(node: fx.Node) -> bool:
-    return _handles_generator(node) and str(node.args[-1]).startswith("cuda")
-
-
-def _is_of_generator(node: fx.Node) -> bool:
-    return node.target is rng_state.GET and rng_replay.is_replayed(node)
-
-
-def _outer_reason(program: Program) -> str | None:
-    for output in program.outputs:
-        if output.kind is OutputKind.STATE:
-            return f"the step creates the state {output.name}; the calls behind it can be captured"
-    resizes = any(node.target in (op_info.RESIZE_STORAGE, op_info.RESIZE_STORAGE_) for node in program.graph.nodes)
-    if resizes or any(record.freed for record in program.inputs):
-        return "the step frees the memory of its inputs or fills it"
-    if any(node.target is op_info.VERSION for node in program.graph.nodes):
-        return "the step reads the version of a tensor, and a graph has tensors of its own"
-    return None
-
-
-def _changed_order(program: Program, host: Collection[fx.Node]) -> str | None:
-    """Whether the host writes to a tensor of its own on one side, early or in a piece, and looks at it on the other; or
-    draws random numbers on both."""
-    roots: dict[fx.Node, fx.Node] = {}
-    written: dict[bool, set[fx.Node]] = {True: set(), False: set()}
-    seen: dict[bool, set[fx.Node]] = {True: set(), False: set()}
-    drawing: dict[bool, fx.Node] = {}
-    for node in program.graph.nodes:
-        if node.op != "call_function":
-            roots[node] = node
-            continue
-        early = node in host
-        changed = op_info.argument_nodes(node, op_info.written_by(node.target, node.kwargs))
-        shared = changed or op_info.argument_nodes(node, op_info.viewed_args(node.target))
-        roots[node] = next((roots[one] for one in shared), node)
-        written[early] |= {roots[one] for one in changed if not _on_gpu(one)}
-        seen[early] |= {roots[one] for one in node.all_input_nodes if not _on_gpu(one)}
-        if op_info.draws(node) and not _on_gpu(node) and not _handles_gpu_generator(node):
-            drawing[early] = node
-    both = (written[True] & seen[False]) | (written[False] & seen[True])
-    first = next((node for node in roots if node in both), None)
-    if first is not None:
-        return f"{first.name} is written on the host beside calls that wait for the GPU"
-    if len(drawing) > 1:
-        return f"{_named(drawing[False])} draws on the host what depends on the GPU, and other calls draw there, too"
-    return None
-
-
-# ---- pieces ----------------------------------------------------------------------------------------------------------
-
-Run = tuple[bool, list[fx.Node]]
-"""Calls one behind the other, and whether a graph holds them."""
+    captured: bool
+    """Whether a graph holds them."""
+    nodes: list[fx.Node]
 
 
 def _runs(graph: fx.Graph, host: Collection[fx.Node], cuts: Collection[fx.Node]) -> list[Run]:
@@ -260,18 +134,18 @@ def _runs(graph: fx.Graph, host: Collection[fx.Node], cuts: Collection[fx.Node])
         worth = sorted((n for n, size in enumerate(sizes) if size >= FEWEST_CALLS), key=lambda n: -sizes[n])
         turns = [(number in worth[:MOST_GRAPHS], nodes) for number, (_, nodes) in enumerate(turns)]
     runs = [
-        (captured, [node for _, nodes in some for node in nodes])
+        Run(captured, [node for _, nodes in some for node in nodes])
         for captured, some in groupby(turns, lambda turn: turn[0])
     ]
-    number_of = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes}
+    run_of = {node: run for run in runs for node in run.nodes}
     for node in calls:
         if node.target in (op_info.WAIT, operator.getitem):
-            begun = number_of.get(node.args[0])
-            if begun is not None and begun != number_of[node]:
-                runs[number_of[node]][1].remove(node)
-                runs[begun][1].append(node)
-                number_of[node] = begun
-    return [run for run in runs if run[1]]
+            begun = run_of.get(node.args[0])
+            if begun is not None and begun is not run_of[node]:
+                run_of[node].nodes.remove(node)
+                begun.nodes.append(node)
+                run_of[node] = begun
+    return [run for run in runs if run.nodes]
 
 
 def _num_calls(node: fx.Node) -> int:
@@ -282,63 +156,75 @@ def _num_calls(node: fx.Node) -> int:
     return int(not idle)
 
 
-def _parts(program: Program, host: Collection[fx.Node], runs: Sequence[Run], cuts: tuple[str, ...]) -> Partition:
-    results = program.results
-    taken = {arg for _, nodes in runs for node in nodes for arg in node.all_input_nodes}
-    wanted = {value for value in results if isinstance(value, fx.Node)}
-    inputs = [n for n, node in enumerate(program.placeholders) if node in taken or _on_gpu(node)]
-    handed = [node for node in host if node in taken or _on_gpu(node)]
-    values = {program.placeholders[number]: place for place, number in enumerate(inputs)}
-    for node in handed:
-        values[node] = len(values)
-    pieces = []
-    for number, (captured, nodes) in enumerate(runs):
-        read = {arg for node in nodes for arg in node.all_input_nodes}
-        later = {arg for _, others in runs[number + 1 :] for node in others for arg in node.all_input_nodes} | wanted
-        takes, gives = [node for node in values if node in read], [node for node in nodes if node in later]
-        for node in gives:
-            values[node] = len(values)
-        drops = [values[node] for node in takes if node not in later and node.op == "call_function"]
-        part = _part(program, gives, keep=set(nodes).__contains__, takes=takes)
-        pieces.append(Piece(
-            program=part, captured=captured, takes=tuple(values[node] for node in takes),
-            gives=tuple(values[node] for node in gives), drops=tuple(drops),
-        ))  # fmt: skip
-    at_home = [value for value in results if value not in values]
-    home = _part(program, [*handed, *at_home], keep=lambda node: node in host)
-    places, behind = [], iter(range(len(at_home)))
-    for value in results:
-        places.append((True, values[value]) if value in values else (False, next(behind)))
-    return Partition(
-        host=home, pieces=tuple(pieces), inputs=tuple(inputs), num_handed=len(handed), num_values=len(values),
-        places=tuple(places), cuts=cuts,
-        on_host=frozenset(place for node, place in values.items() if not _on_gpu(node)),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Which values pieces share, and which of them each piece reads, computes and is the last to read."""
+
+    values: dict[fx.Node, int]
+    """With their numbers: inputs of the step, values of the host, then outputs of pieces."""
+    step_inputs: tuple[int, ...]
+    """The inputs of the step among them, by their number in the program."""
+    host_values: list[fx.Node]
+    inputs: list[list[fx.Node]]
+    """Per piece, as the next two."""
+    outputs: list[list[fx.Node]]
+    frees: list[list[fx.Node]]
+
+    def numbers(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+        """The numbers of some values."""
+        return tuple(self.values[node] for node in nodes)
+
+
+def liveness(program: Program, host: Collection[fx.Node], runs: Sequence[Run]) -> Liveness:
+    """Numbers the values that pieces share, and finds who reads them."""
+    reads = [{arg for node in run.nodes for arg in node.all_input_nodes} for run in runs]
+    read = {arg for one in reads for arg in one}
+    results = {value for value in program.results if isinstance(value, fx.Node)}
+    step_inputs = [n for n, node in enumerate(program.placeholders) if node in read or on_gpu(node)]
+    host_values = [node for node in host if node in read or on_gpu(node)]
+    values = {program.placeholders[number]: place for place, number in enumerate(step_inputs)}
+    values |= {node: place for place, node in enumerate(host_values, len(values))}
+    inputs, outputs, frees = [], [], []
+    for number, run in enumerate(runs):
+        later = results.union(*reads[number + 1 :])
+        inputs.append([node for node in values if node in reads[number]])
+        outputs.append([node for node in run.nodes if node in later])
+        frees.append([node for node in inputs[-1] if node not in later and node.op == "call_function"])
+        values |= {node: place for place, node in enumerate(outputs[-1], len(values))}
+    return Liveness(
+        values=values, step_inputs=tuple(step_inputs), host_values=host_values,
+        inputs=inputs, outputs=outputs, frees=frees,
     )  # fmt: skip
 
 
-def _part(
-    program: Program, results: Sequence[Any], *, keep: Callable[[fx.Node], bool], takes: Sequence[fx.Node] | None = None
+def extract(
+    program: Program,
+    results: Sequence[Any],
+    *,
+    keep: Callable[[fx.Node], bool],
+    inputs: Sequence[fx.Node] | None = None,
 ) -> Program:
-    """A program of some of the nodes. `takes` are its inputs; None: those of the whole."""
+    """A program of some of the nodes, with some values as `inputs`; None: the inputs of the whole."""
     records = dict(zip(program.placeholders, program.inputs, strict=True))
-    inputs = program.placeholders if takes is None else takes
+    placeholders = program.placeholders if inputs is None else inputs
     graph = fx.Graph()
-    inside: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        inside[node] = graph.placeholder(node.name)
-        node_meta.copy_meta(node, inside[node])
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in placeholders:
+        copies[node] = graph.placeholder(node.name)
+        node_meta.copy_meta(node, copies[node])
     for node in program.graph.nodes:
         if node.op == "get_attr" or (node.op == "call_function" and keep(node)):
-            inside[node] = graph.node_copy(node, inside.__getitem__)
-    graph.output(tuple(inside[value] if isinstance(value, fx.Node) else value for value in results))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[value] if isinstance(value, fx.Node) else value for value in results))
     graph_edit.remove_dead_code(graph)
     return replace(
         program, module=module_of(program.module, graph), outputs=(),
-        inputs=tuple(records.get(node) or _handed_record(node) for node in inputs),
+        inputs=tuple(records.get(node) or _value_record(node) for node in placeholders),
     )  # fmt: skip
 
 
-def _handed_record(node: fx.Node) -> Input:
-    found = list(node_meta.tensors(node))
-    shape, dtype = (tuple(found[0].shape), found[0].dtype) if found else ((), torch.float64)
+def _value_record(node: fx.Node) -> Input:
+    """The record of a value that comes from another part."""
+    tensors = list(node_meta.tensors(node))
+    shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((), torch.float64)
     return Input(kind=InputKind.TENSOR, name=node.name, shape=shape, dtype=dtype)

@@ -56,13 +56,13 @@ class ReplayPlan:
 def plan_replay(settings: Sequence[tuple[int, int]]) -> ReplayPlan | None:
     """The plan for a run in which the generator stood at the first number of a pair and was set to the second; None if
     the step leaves it anywhere but where it has drawn to."""
-    left: dict[int, int] = {}
+    offsets: dict[int, int] = {}
     starts: list[int] = []
     turns: list[int] = []
     now = 0
     for stood, wanted in settings:
-        left[now] = stood
-        now = next((state for state, place in left.items() if place == wanted), len(starts) + 1)
+        offsets[now] = stood
+        now = next((state for state, place in offsets.items() if place == wanted), len(starts) + 1)
         if now > len(starts):
             starts.append(wanted)
         turns.append(now)
@@ -89,7 +89,7 @@ class RngReplay:
         return torch.cuda.default_generators[index]
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
+    def observed(self) -> Iterator[None]:
         """Sees how a run of the body as it is sets the generator."""
         generator = self._generator
         begun, settings = generator.get_offset(), list[tuple[int, int]]()
@@ -104,7 +104,7 @@ class RngReplay:
         self.plan = plan_replay(settings)
 
     @contextmanager
-    def captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Around a capture of the body into a graph that has not begun. Raises RuntimeError without a plan."""
         if self.plan is None:
             raise RuntimeError("the step leaves the random generator in a state of its own")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.lower.cudagraph.grad_ownership import GradOwnership, keepable, is_supported
+from wholestep.lower.cudagraph.grad_ownership import GradOwnership, is_supported, keepable
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def left() -> list[Tensor]:
     return [torch.ones(2, 3), torch.ones(9)[3:].view(2, 3), bucket[:6].view(2, 3), bucket[8:14].view(2, 3)]
 
 
-def give(lent: GradOwnership, params: list[nn.Parameter]) -> None:
-    for number, grad in lent.given().items():
+def give(kept: GradOwnership, params: list[nn.Parameter]) -> None:
+    for number, grad in kept.fresh().items():
         params[number].grad = grad
 
 
@@ -42,50 +42,50 @@ HOLDS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 @pytest.mark.parametrize("name", HOLDS)
 def test_who_holds_a_gradient_is_seen(name: str, params: list[nn.Parameter]) -> None:
-    lent = GradOwnership(dict(enumerate(left())))
-    assert lent.are_free(params)
+    kept = GradOwnership(dict(enumerate(left())))
+    assert kept.are_unshared(params)
     for _ in range(2):
-        give(lent, params)
-        assert lent.are_free(params)
+        give(kept, params)
+        assert kept.are_unshared(params)
         held = HOLDS[name](params)
-        assert not lent.are_free(params)
+        assert not kept.are_unshared(params)
         del held
-        assert lent.are_free(params)
+        assert kept.are_unshared(params)
 
 
 def test_another_parameter_that_has_it_is_seen(params: list[nn.Parameter]) -> None:
     """As training by several processes shares gradients; also where the first one has none any more."""
-    lent, other = GradOwnership(dict(enumerate(left()))), nn.Parameter(torch.zeros(2, 3))
-    give(lent, params)
+    kept, other = GradOwnership(dict(enumerate(left()))), nn.Parameter(torch.zeros(2, 3))
+    give(kept, params)
     other.grad = params[0].grad
-    assert not lent.are_free(params)
+    assert not kept.are_unshared(params)
     params[0].grad = None
-    assert not lent.are_free(params)
+    assert not kept.are_unshared(params)
     other.grad = None
-    assert lent.are_free(params)
+    assert kept.are_unshared(params)
 
 
 def test_a_gradient_that_is_replaced_or_written_to_is_free(params: list[nn.Parameter]) -> None:
-    lent = GradOwnership(dict(enumerate(left())))
-    give(lent, params)
+    kept = GradOwnership(dict(enumerate(left())))
+    give(kept, params)
     params[0].grad = None
     params[1].grad = torch.zeros(2, 3)
     params[2].grad.add_(1)
     params[3].grad.data = torch.zeros(2, 3)
     torch.optim.SGD(params[1:], lr=0.1).step()
     nn.utils.clip_grad_norm_(params, 1.0)
-    assert lent.are_free(params)
+    assert kept.are_unshared(params)
     torch.autograd.backward(params[1].sum())
-    assert lent.are_free(params)
+    assert kept.are_unshared(params)
 
 
 def test_what_is_done_to_a_gradient_is_not_seen_in_the_next_one(params: list[nn.Parameter]) -> None:
-    lent = GradOwnership(dict(enumerate(left())))
-    give(lent, params)
+    kept = GradOwnership(dict(enumerate(left())))
+    give(kept, params)
     params[0].grad.t_()
     params[1].grad.requires_grad_()
     params[2].grad.mark = True
-    give(lent, params)
+    give(kept, params)
     assert params[0].grad.shape == (2, 3)
     assert not params[1].grad.requires_grad
     assert not hasattr(params[2].grad, "mark")

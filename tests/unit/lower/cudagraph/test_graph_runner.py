@@ -575,7 +575,7 @@ def test_all_behind_a_piece_that_is_captured_again_are_captured_again() -> None:
     pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 3)]
     program = scheduled(step, *specs, segments=False)
     graphed = graphed_of(program, pool)
-    assert [len(piece._piece.takes) for piece in graphed._pieces] == [2, 2, 1]
+    assert [len(piece._piece.inputs) for piece in graphed._pieces] == [2, 2, 1]
     w, x = tensors_for(specs, 0)
     for _ in range(4):
         graphed([w, x])
@@ -656,7 +656,7 @@ def test_gradients_of_one_signature_stay_in_the_pool() -> None:
     (x,) = tensors_for([gpu(3, 3)], 10)
     with torch.no_grad():
         before([*params, x]), before([*params, x])
-        before._lends = False  # as one that leaves no gradients
+        before._may_keep_grads = False  # as one that leaves no gradients
         before([*params, x])
         for _ in range(3):
             trained(lends, params, x)
@@ -666,7 +666,7 @@ def test_gradients_of_one_signature_stay_in_the_pool() -> None:
         for _ in range(4):
             trained(behind, params, x)
             assert [param.grad.data_ptr() for param in params] != places
-        assert behind._lent is None
+        assert behind._kept_grads is None
         before([*params, x])
         assert pool.calls.count("capture") == 2
         trained(lends, params, x)
@@ -688,8 +688,8 @@ def test_a_signature_whose_gradients_cannot_stay_leaves_the_pool_to_others() -> 
         assert [piece.graph for piece in before._pieces] == graphs
         for _ in range(4):
             trained(lends, params, x)
-    assert lends._lent is not None
-    assert sorted(lends._lent.given()) == [0, 1]
+    assert lends._kept_grads is not None
+    assert sorted(lends._kept_grads.fresh()) == [0, 1]
 
 
 def grad_twice(v: Tensor, w: Tensor, x: Tensor) -> tuple[Any, ...]:
@@ -724,8 +724,8 @@ def test_gradients_with_memory_of_something_else_are_copied(fn: Callable[..., An
             assert params[0].grad.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() or call < WARM_UP_CALLS
             params[0].grad = params[0].grad.clone().add_(1)
             assert same([params[1].grad], fn(*params, x)[1:2])
-    assert graphed._lent is not None
-    assert sorted(graphed._lent.given()) == stays
+    assert graphed._kept_grads is not None
+    assert sorted(graphed._kept_grads.fresh()) == stays
 
 
 def test_results_share_what_they_share_without_a_graph() -> None:
@@ -772,8 +772,8 @@ def test_gradients_of_a_step_that_reads_them_are_copied() -> None:
             wanted = step(param, param.grad, x)[:1]
             param.grad = graphed([param, param.grad, x])[0]
             assert same([param.grad], wanted)
-    assert graphed._lent is not None
-    assert not graphed._lent.given()
+    assert graphed._kept_grads is not None
+    assert not graphed._kept_grads.fresh()
 
 
 def test_gradients_from_before_give_their_memory_to_those_that_replace_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholestep.lower.cudagraph.output_copies import Call, StaticInput, unshared, storage_of, plan_copies
+from wholestep.lower.cudagraph.output_copies import Call, StaticInput, plan_copies, storage_of, unshared
 
 
 def take(

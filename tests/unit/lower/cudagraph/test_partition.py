@@ -86,14 +86,14 @@ def test_inputs_and_results_go_where_they_belong():
     assert isinstance(parts, Partition)
     # Inputs on the device, then the packed numbers.
     assert parts.inputs == (0, 1)
-    assert parts.num_handed == 1
+    assert parts.num_host_values == 1
     assert [record.name for record in body_of(parts).inputs] == ["x0", "x1", "packed"]
     assert [record.kind for record in body_of(parts).inputs][:2] == [InputKind.PARAM, InputKind.USER]
     assert parts.host.inputs == program.inputs
     # USER w.sum(): the first value behind those three; USER step * 2: the first result of the host's.
-    assert parts.places[:2] == ((True, 3), (False, 0))
-    assert len(parts.places) == len(program.outputs)
-    assert len(parts.host.results) + len(body_of(parts).results) == len(program.outputs) + parts.num_handed
+    assert parts.result_places[:2] == ((True, 3), (False, 0))
+    assert len(parts.result_places) == len(program.outputs)
+    assert len(parts.host.results) + len(body_of(parts).results) == len(program.outputs) + parts.num_host_values
 
 
 def test_the_host_part_computes_the_numbers_of_each_call():
@@ -116,13 +116,13 @@ def test_the_host_part_computes_the_numbers_of_each_call():
 def test_a_step_without_numbers_has_nothing_on_the_host():
     parts = parts_of(lambda w, x: (w @ x).exp(), gpu(3, 3), gpu(3, 3))
     assert targets(parts.host) == []
-    assert parts.num_handed == 0
-    assert parts.places == ((True, 2),)
+    assert parts.num_host_values == 0
+    assert parts.result_places == ((True, 2),)
 
 
 def test_constants_among_the_results():
     parts = parts_of(lambda x: (3, x.exp() * 2, None), gpu(3))
-    assert parts.places == ((False, 0), (True, 1), (False, 1))
+    assert parts.result_places == ((False, 0), (True, 1), (False, 1))
     assert parts.host.results == (3, None)
     assert len(body_of(parts).results) == 1
 
@@ -134,7 +134,7 @@ def test_a_tensor_of_the_host_may_travel_to_the_device():
         gpu(3),
         host(kind=InputKind.TENSOR),
     )
-    assert parts.num_handed == 1
+    assert parts.num_host_values == 1
     assert aten._to_copy.default in targets(parts.host)
     assert aten._to_copy.default not in targets(body_of(parts))
 
@@ -144,7 +144,7 @@ def test_tensors_made_on_the_cpu_are_the_hosts():
         lambda x: x * aten._to_copy.default(torch.full((), 2.0).add(1), device=torch.device("cuda")), gpu(3)
     )
     assert aten.full.default in targets(parts.host)
-    assert parts.num_handed == 1
+    assert parts.num_host_values == 1
 
 
 def test_tensors_made_on_the_device_are_the_bodys():
@@ -171,7 +171,7 @@ def test_numbers_that_the_host_draws_and_nobody_reads():
     assert targets(parts.host) == [aten.rand.default] * 3
     assert [node.args[0] for node in parts.host.graph.nodes if node.op == "call_function"] == [[], [], [2]]
     assert aten.rand.default not in targets(body_of(parts))
-    assert parts.num_handed == 0
+    assert parts.num_host_values == 0
     with torch.random.fork_rng():
         state = torch.get_rng_state()
         eager_backend.lower(parts.host)([None])
@@ -239,7 +239,7 @@ def with_generator(target: Any, *args: Any) -> Program:
 
 @pytest.mark.parametrize("target", [GET, SET])
 def test_the_generator_of_the_device_is_not_touched_in_a_graph(target):
-    """Where somebody else looks at a state, or one is set that was there before the step. Others: `test_rewinds`."""
+    """Where somebody else looks at a state, or one is set that was there before the step. Others: `test_rng_replay`."""
     reason = partition(with_generator(target, "cuda:0"))
     assert reason == f"{target} of train.py:9 reads or sets the state of a random generator on the host"
 
@@ -308,8 +308,11 @@ def test_a_number_at_the_end_leaves_one_graph():
         "for which the host would wait"
     )
     # x; the sum; the number, which is a result.
-    assert [(piece.takes, piece.gives, piece.drops) for piece in parts.pieces] == [((0,), (1,), ()), ((1,), (2,), (1,))]
-    assert parts.places == ((True, 2),)
+    assert [(piece.inputs, piece.outputs, piece.frees) for piece in parts.pieces] == [
+        ((0,), (1,), ()),
+        ((1,), (2,), (1,)),
+    ]
+    assert parts.result_places == ((True, 2),)
     assert parts.on_host == {2}
 
 
@@ -395,12 +398,12 @@ def test_every_call_is_somewhere_once_and_has_what_it_takes():
     assert isinstance(parts, Partition)
     found = [*targets(parts.host), *(one for piece in parts.pieces for one in targets(piece.program))]
     assert sorted(map(str, found)) == sorted(map(str, targets(program)))
-    known = set(range(len(parts.inputs) + parts.num_handed))
+    known = set(range(len(parts.inputs) + parts.num_host_values))
     for piece in parts.pieces:
-        assert known.issuperset(piece.takes)
-        assert known.isdisjoint(piece.gives)
-        known = (known | {*piece.gives}) - {*piece.drops}
-    assert known.issuperset(place for is_value, place in parts.places if is_value)
+        assert known.issuperset(piece.inputs)
+        assert known.isdisjoint(piece.outputs)
+        known = (known | {*piece.outputs}) - {*piece.frees}
+    assert known.issuperset(place for is_value, place in parts.result_places if is_value)
     assert max(known) < parts.num_values
 
 
