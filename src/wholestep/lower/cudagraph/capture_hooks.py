@@ -1,4 +1,4 @@
-"""What has to be done for a CUDA graph, and may not be done within its capture."""
+"""Work that a CUDA graph needs and that must wait until its capture has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _works: list[list[Callable[[], None]]] = []
 
 @contextlib.contextmanager
 def running_hooks() -> Iterator[None]:
-    """Does behind its block what `after_capture` was given within, in order, if the block has come to its end."""
+    """Runs the work that was given to `after_capture` within the block, once the block has ended without an error."""
     _works.append([])
     try:
         yield
@@ -22,7 +22,7 @@ def running_hooks() -> Iterator[None]:
 
 
 def after_capture(work: Callable[[], None]) -> bool:
-    """Whether there is somebody who does the work behind the capture and before the graph runs.
+    """Has work done after the open capture and before the graph runs; False if no capture of ours is open.
 
     There is nobody if a user of ours captures a step.
     """

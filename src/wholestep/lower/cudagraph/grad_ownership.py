@@ -1,4 +1,4 @@
-"""Gradients that a step leaves, in the memory of its CUDA graph: the only file that asks torch who holds a tensor.
+"""Gradients kept in the memory of a CUDA graph: the only file that asks torch who holds a tensor.
 
 A result is copied out of a graph's memory, since the next replay writes there. The gradients of a step that begins
 with ``zero_grad()`` are as large as the parameters, and mostly nobody looks at them before the next one replaces them.
@@ -21,13 +21,12 @@ from wholestep.lower.cudagraph.output_copies import storage_of
 
 
 def is_supported() -> bool:
-    """Whether this torch says who holds a tensor."""
+    """Whether this version of torch counts the holders of tensors and storages."""
     return hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 
 
 def keepable(grads: Mapping[int, torch.Tensor], taken: Collection[int]) -> dict[int, torch.Tensor]:
-    """Those of some gradients that leave no gaps in their memory, in storages that do not begin at an address in
-    `taken`."""
+    """The gradients that are dense and lie in storages that do not begin at an address in `taken`."""
     return {n: grad for n, grad in grads.items() if _is_dense(grad) and storage_of(grad) not in taken}
 
 
@@ -41,11 +40,11 @@ class GradOwnership:
         self._counts = {key: _uses(key) for key in self._storages}
 
     def fresh(self) -> dict[int, torch.Tensor]:
-        """What parameters may have as ``.grad`` until the next replay, by the number of the input."""
+        """New tensors for ``.grad`` until the next replay, by the number of the parameter."""
         return {number: grad.detach() for number, grad in self._grads.items()}
 
     def are_unshared(self, inputs: Sequence[Any]) -> bool:
-        """Whether nobody holds any of them but parameters."""
+        """Whether only parameters hold these gradients."""
         by_params: Counter[int] = Counter()
         for number in self._grads:
             grad = inputs[number].grad
@@ -83,7 +82,7 @@ def _holders(grad: torch.Tensor) -> tuple[int, int]:
 
 @cache
 def _usual_holders() -> tuple[int, int]:
-    """Those of a tensor that is a parameter's gradient and nothing else."""
+    """The holders of a tensor that is a parameter's gradient and nothing else."""
     param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     param.grad = torch.zeros(1, device="cpu").detach()
     grad = param.grad

@@ -15,10 +15,10 @@ from wholestep.util.gc_pause import gc_paused
 
 
 class Member(Protocol):
-    """Who has graphs in a pool."""
+    """An owner of graphs in a pool."""
 
     def give_up(self) -> None:
-        """Gives its graphs up, to capture again when it is called."""
+        """Drops its graphs, to capture again when it is called."""
 
 
 class Pool:
@@ -48,17 +48,17 @@ class Pool:
         self._results_owner: Callable[[], Member | None] = lambda: None
 
     def add(self, member: Member) -> None:
-        """Makes known who will have graphs here. They are not kept alive."""
+        """Registers an owner of graphs, by a weak reference."""
         self._members.add(member)
 
     def may_keep_results_of(self, member: Member) -> bool:
-        """Whether results of `member` may stay in the pool between two replays, once it lends: they may of one at a
-        time."""
+        """Whether results of `member` may stay in the pool between replays: one owner's at a time may."""
         return self._results_owner() in (None, member)
 
     def keep_results_of(self, member: Member) -> None:
-        """Has results of `member`, which it may lend, stay. Graphs from before use the same memory in between, so they
-        are given up, and those from behind leave it alone."""
+        """Keeps results of `member` in the pool between replays.
+
+        Graphs captured before use the same memory, so they are dropped; graphs captured later leave it alone."""
         if self._results_owner() is member:
             return
         self._results_owner = weakref.ref(member)
@@ -67,7 +67,7 @@ class Pool:
                 other.give_up()
 
     def release_results_of(self, member: Member) -> None:
-        """Has another one in its place, if it was the one."""
+        """Lets the results of another owner stay in the place of those of `member`."""
         if self._results_owner() is member:
             self._results_owner = lambda: None
 

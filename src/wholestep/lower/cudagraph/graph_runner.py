@@ -102,10 +102,10 @@ class GraphRunner:
         self.why_none = ""
         """Why all runs as it is, where a capture has failed for good."""
         self._kept_grads: grad_ownership.GradOwnership | None = None
-        """The gradients that were not copied."""
+        """The gradients that stay in the memory of graphs."""
         self._may_keep_grads = grad_ownership.is_supported()
         self._output_copies: dict[int, output_copies.OutputCopy] | None = None
-        """How to take results of the graphs that there are."""
+        """How to copy results out of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
         pool.add(self)
@@ -128,12 +128,12 @@ class GraphRunner:
             for number, output in enumerate(self._program.outputs)
             if output.kind is OutputKind.GRAD and output.target is not None
         }
-        """By the number of the parameter that of the result which is its new gradient."""
+        """From the number of a parameter to that of the result which is its new gradient."""
         given = {place for piece in parts.pieces if piece.captured for place in piece.outputs}
         reads = any(self._program.inputs[number].kind is InputKind.GRAD for number in parts.inputs)
         in_graphs = {number for number in self._on_device if parts.result_places[number][1] in given}
         self._keepable = set() if reads else in_graphs
-        """Results in the memory of graphs that may stay there if they are gradients: none where old gradients are read."""
+        """Results that may stay in the memory of graphs if they are gradients; none where old gradients are read."""
         self._results_stay = all(
             n in in_graphs or parts.result_places[n][1] < len(parts.inputs) for n in self._on_device
         )
@@ -141,17 +141,17 @@ class GraphRunner:
 
     @property
     def description(self) -> str:
-        """Of how many graphs the step is made, and what cuts it, for people."""
+        """How many graphs the step is, and why it is cut, for people."""
         return self._parts.description
 
     def let_go(self, group: str) -> None:
-        """Gives up the graphs if they may hold collectives of the group. The next call captures again."""
+        """Drops the graphs if they may hold collectives of a group. The next call captures again."""
         if group in self._groups and any(piece.graph is not None for piece in self._pieces):
             torch.cuda.synchronize(self._device)
             self.give_up()
 
     def give_up(self) -> None:
-        """Gives up the graphs, which nothing may be running of. The next call captures again."""
+        """Drops the graphs, none of which may be running. The next call captures again."""
         self._kept_grads = self._output_copies = None
         for piece in self._pieces:
             piece.reset()
@@ -181,7 +181,7 @@ class GraphRunner:
         return found
 
     def _replay(self, number: int, values: list[Any]) -> bool:
-        """Whether a piece has run as a graph."""
+        """Runs a piece as a graph if that is possible; whether it was."""
         piece = self._pieces[number]
         if not piece.is_captured or self._error is not None:
             return False
@@ -197,7 +197,7 @@ class GraphRunner:
         return True
 
     def _fall_back(self, error: Exception) -> None:
-        """Has the call that could not be captured cut the step, or gives up where that is not known."""
+        """Cuts the step at the call that could not be captured, or drops all graphs if that call is not known."""
         self._error = None
         self.give_up()
         found = _uncapturable_call(error)
@@ -220,8 +220,9 @@ class GraphRunner:
         )
 
     def _copied_out(self, inputs: Sequence[Any], found: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
-        """`found` with what lies in the memory of graphs taken out of it, but for gradients that are lent. Those from
-        before give up their memory."""
+        """The results `found`, with copies of what lies in the memory of graphs, except gradients that stay there.
+
+        Gradients of the step before give up their memory."""
         for target in self._grads:
             inputs[target].grad = None
         in_graphs = {number: found[number] for number in self._on_device if isinstance(found[number], torch.Tensor)}
@@ -249,7 +250,7 @@ class GraphRunner:
         }
 
     def _keep_grads(self, in_graphs: Mapping[int, torch.Tensor], taken: Collection[int]) -> None:
-        """Lends the gradients that may stay where they are, if any. `taken`: where storages of inputs begin."""
+        """Leaves gradients in the memory of graphs where they may stay. `taken`: where storages of inputs begin."""
         if self._kept_grads is not None or not self._may_keep_grads or not self._pool.may_keep_results_of(self):
             return
         alone = output_copies.unshared(in_graphs)
@@ -305,7 +306,7 @@ class _Piece:
         self._rng_replay = rng_replay.RngReplay.of(piece.program, pool.device) if piece.captured else None
 
     def reset(self) -> None:
-        """Gives up the graph, which nothing may be running of."""
+        """Drops the graph, which may not be running."""
         if self.graph is not None:
             self.graph.reset()
         self.graph, self._outputs = None, ()
@@ -354,7 +355,7 @@ class _Piece:
         return True
 
     def _count_moves(self, places: Collection[int], values: Sequence[Any]) -> None:
-        """Some values that rested lie elsewhere now. Gradients that do so again and again are copied from then on."""
+        """Counts that values read in place lie elsewhere now. Gradients that often do are copied from then on."""
         inputs = {
             output_copies.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)
         }

@@ -1,4 +1,4 @@
-"""What a step returns, taken out of the memory of its CUDA graphs, where the next replay writes.
+"""Copies results of a step out of the memory of its CUDA graphs, where the next replay writes.
 
 Results are copied, so that they may be kept. What they share with each other they share as copies, too: a gradient
 that is returned is the parameter's own, and a row of what is returned is a row of it. What lies in an input (the input
@@ -28,7 +28,7 @@ class StaticInput:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, while its results are taken."""
+    """One call, while its results are copied."""
 
     inputs: Sequence[Any]
     values: Mapping[int, Tensor]
@@ -38,7 +38,7 @@ class Call:
 
 
 class OutputCopy(Protocol):
-    """How to take one result, in every call that leaves it in the same memory."""
+    """Copies one result, in every call that leaves it in the same memory."""
 
     def __call__(self, call: Call) -> Tensor:
         """The result, for the caller to keep."""
@@ -46,7 +46,7 @@ class OutputCopy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InputView:
-    """What lies in an input, `distance` elements behind its first."""
+    """A view of an input, `distance` elements after its first."""
 
     number: int
     size: torch.Size
@@ -98,14 +98,14 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def plan_copies(
-    values: Mapping[int, Tensor], standins: Mapping[int, StaticInput], *, new: Collection[int] = ()
+    values: Mapping[int, Tensor], static_inputs: Mapping[int, StaticInput], *, new: Collection[int] = ()
 ) -> dict[int, OutputCopy]:
-    """How to take results, by number. `standins`: by where the storage begins. `new`: results that are copied in any
+    """How to take results, by number. `static_inputs`: by where the storage begins. `new`: results that are copied in any
     case."""
     found: dict[int, OutputCopy] = {}
     own: dict[int, Tensor] = {}
     for number, value in values.items():
-        at = standins.get(storage_of(value))
+        at = static_inputs.get(storage_of(value))
         if number not in new and at is not None and _is_seen_in(value, at.tensor) and at.tensor.stride() == at.stride:
             distance = int(value.storage_offset() - at.tensor.storage_offset())
             found[number] = _InputView(at.number, value.size(), value.stride(), distance)
@@ -119,7 +119,7 @@ def plan_copies(
 
 
 def unshared(values: Mapping[int, Tensor]) -> set[int]:
-    """The numbers of results with memory that no other result has."""
+    """The numbers of results that share memory with no other result."""
     return {some[0] for some in _overlapping(values) if len(some) == 1}
 
 

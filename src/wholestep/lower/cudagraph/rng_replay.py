@@ -1,4 +1,4 @@
-"""Draws of a CUDA graph that begin where earlier draws of it began: checkpointed blocks with dropout.
+"""Random draws of a CUDA graph that repeat earlier ones: checkpointed blocks with dropout.
 
 Such a step reads the state of the generator in front of a block and sets it for the recompute. A capture cannot: the
 generator counts from zero there what is drawn, and a replay adds where it stands by then. But a graph may draw from
@@ -35,7 +35,7 @@ def is_supported() -> bool:
 
 
 def is_replayed(node: fx.Node) -> bool:
-    """Whether a node sets the state of a GPU's generator to one that the step has read, or reads one for that alone."""
+    """Whether a node sets a GPU's generator to a state that the step has read, or reads a state for that alone."""
     if node.target not in (rng_state.GET, rng_state.SET) or not str(node.args[-1]).startswith("cuda"):
         return False
     read = node if node.target is rng_state.GET else node.args[0]
@@ -71,7 +71,7 @@ def plan_replay(settings: Sequence[tuple[int, int]]) -> ReplayPlan | None:
 
 @dataclass(slots=True)
 class RngReplay:
-    """Of one body on one device."""
+    """Replays the settings of the generator in one body on one device."""
 
     device: torch.device
     plan: ReplayPlan | None = None
@@ -79,7 +79,7 @@ class RngReplay:
 
     @classmethod
     def of(cls, body: Program, device: torch.device) -> RngReplay | None:
-        """None if the body sets no state."""
+        """The replay for a body; None if the body sets no state."""
         sets = any(node.target is rng_state.SET for node in body.graph.nodes)
         return cls(device) if sets else None
 
@@ -90,7 +90,7 @@ class RngReplay:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Sees how a run of the body as it is sets the generator."""
+        """Around a plain run of the body: records how it sets the generator."""
         generator = self._generator
         begun, settings = generator.get_offset(), list[tuple[int, int]]()
 
