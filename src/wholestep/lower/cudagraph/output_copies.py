@@ -100,8 +100,9 @@ def storage_of(tensor: Tensor) -> int:
 def plan_copies(
     values: Mapping[int, Tensor], static_inputs: Mapping[int, StaticInput], *, new: Collection[int] = ()
 ) -> dict[int, OutputCopy]:
-    """How to take results, by number. `static_inputs`: by where the storage begins. `new`: results that are copied in any
-    case."""
+    """How to copy results, by number.
+
+    `static_inputs` are by where their storage begins; `new` results are copied in any case."""
     found: dict[int, OutputCopy] = {}
     own: dict[int, Tensor] = {}
     for number, value in values.items():
