@@ -155,7 +155,7 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     beyond, clocks, code, difference, whole, zero_grad = [], [], [], [], [], []
     leaves = [x]
     for _ in range(max(1, calls // BLOCK)):
-        take_off = clock.wrap(executable, "_runner", "code")
+        take_off = clock.wrap(executable, "runner", "code")
         take_up(step, x)
         mine = []
         clock.read()
@@ -166,10 +166,10 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
         inputs = executable.binding.inputs(leaves)
         with torch.no_grad():
             for _ in range(BLOCK):
-                spent = seconds(lambda inputs=inputs: executable._runner(inputs))
+                spent = seconds(lambda inputs=inputs: executable.runner(inputs))
                 clocks.append(spent - clock.read()["code"])
             take_off()
-            alone = [seconds(lambda inputs=inputs: executable._runner(inputs)) for _ in range(BLOCK)]
+            alone = [seconds(lambda inputs=inputs: executable.runner(inputs)) for _ in range(BLOCK)]
         take_up(step, x)
         difference.append(statistics.median(mine[1:]) - statistics.median(alone[1:]))
         for _ in range(BLOCK):

@@ -94,8 +94,8 @@ def load(
             the first call for anything the step depends on that is not as it was when it was saved. It says what. Calls
             with other signatures after the first are captured as usual.
     """
-    saved = warm_start.of_rank(Path(path), init())
-    options, name = warm_start.options_of(saved, trusted=trusted)
+    saved = warm_start.path_of_rank(Path(path), init())
+    options, name = warm_start.saved_options(saved, trusted=trusted)
     step = _function_named(name, saved) if fn is None else fn
     step = step._step if isinstance(step, CompiledStep) else step
     checked = checked_options(options.strategy, mesh, options.backend, options.passes, options.max_retraces)
@@ -105,12 +105,12 @@ def load(
 def _function_named(name: str, path: Path) -> Any:
     module, _, qualified = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in qualified.split("."):
-            found = getattr(found, part)
+        function: Any = importlib.import_module(module)
+        for attribute in qualified.split("."):
+            function = getattr(function, attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArtifactError(
             f"{path} is a step called {name}, which cannot be found from here ({error}). Pass the function: "
             f"wholestep.load(path, train_step)."
         ) from error
-    return found
+    return function

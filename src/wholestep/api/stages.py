@@ -225,16 +225,16 @@ class Stages:
     def keep(self, entry: Entry) -> None:
         """Writes an entry to the cache, for other processes, if it can be written."""
         if self.uses_cache:
-            self.cache.keep(lambda: self._to_save(entry))
+            self.cache.store(lambda: self._to_save(entry))
 
     def save(self, entry: Entry, path: Path) -> None:
         """Writes an entry to a file of the user's. Raises ArtifactError."""
-        self.cache.write(path, self._to_save(entry), self._cache_context())
+        self.cache.save(path, self._to_save(entry), self._cache_context())
 
     def _cache_context(self) -> CacheContext:
         return CacheContext(
             options=self.options, world=init(), backend=self.backend, compression=self.compression,
-            choices=self.rendezvous.choices, moved=self.retraces.moved,
+            choices=self.rendezvous.choices, rebound_locations=self.retraces.moved,
         )  # fmt: skip
 
     def _to_save(self, entry: Entry) -> StepToSave:

@@ -23,7 +23,7 @@ from wholestep.cost.curve import Curve
 from wholestep.errors import ConfigError
 from wholestep.ir.printer import bytes_text
 from wholestep.lower.gemm import onednn
-from wholestep.runtime.shared_costs import marks_of
+from wholestep.runtime.shared_costs import host_fingerprint
 
 PLOT_SIZE = (64, 14)
 """Columns and rows of characters."""
@@ -121,7 +121,7 @@ def _calibrate_on_rank(nproc: int, quiet: bool, sizes: Sizes | None) -> Calibrat
     world = ws.init()
     torch.set_num_threads(threads_per_rank(nproc))
     group = world.mesh.get_group() if world.mesh is not None and world.size > 1 else None
-    marks = marks_of(world)
+    marks = host_fingerprint(world)
     with _progress(quiet or world.rank != 0) as tell:
         name = None if group is None else group.group_name
         instead = onednn.instead() if world.device.type == "cpu" else {}

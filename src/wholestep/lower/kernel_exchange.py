@@ -24,7 +24,7 @@ log = logging.getLogger("wholestep")
 
 def receives_kernels(store: BlobStore | None) -> bool:
     """Whether this rank loads kernels that another one has compiled."""
-    return store is not None and not store.is_filled_here
+    return store is not None and not store.is_writer
 
 
 class KernelExchange:
@@ -46,7 +46,7 @@ class KernelExchange:
 
     def put(self, program: Program, key: str) -> None:
         """On rank 0, stores what was compiled of a program."""
-        if not self._store.is_filled_here:
+        if not self._store.is_writer:
             return
         try:
             self._store.put(key, pickle.dumps(self._compiler.dumps(program)))
@@ -55,7 +55,7 @@ class KernelExchange:
 
     def take(self, program: Program, key: str) -> None:
         """On other ranks, loads what rank 0 has compiled of a program, if it has the same one."""
-        if self._store.is_filled_here:
+        if self._store.is_writer:
             return
         try:
             if (data := self._store.take(key)) is not None:

@@ -37,20 +37,20 @@ class Executable:
     ) -> None:
         """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
-        self.runner, self._world, self._buffer_sync, self._name = runner, world, buffer_sync, call
+        self.runner, self._world, self._buffer_sync, self._call_name = runner, world, buffer_sync, call
         self._inputs: fast_guards.InputFiller = binding.source()
         self._writes_early = writes_beside_communication(program)
-        self._meter: StepTimer | None = None
+        self._timer: StepTimer | None = None
         self.measured: StepTimes | None = None
         """What `measure` has seen; None until it has seen enough."""
 
     def measure(self, num_calls: int, lower: Callable[[Wait], Runner]) -> None:
         """Times the next calls, behind one that is not; see `StepTimer`."""
-        self._meter = StepTimer(num_calls, self._world.device, lower)
+        self._timer = StepTimer(num_calls, self._world.device, lower)
 
     def run(self) -> fast_guards.FastRun | None:
         """What a call does, once there has been one; None while calls are measured."""
-        if self._meter is not None:
+        if self._timer is not None:
             return None
         if isinstance(self._inputs, fast_guards.PythonInputFiller):  # the native ones may have come
             self._inputs = self._inputs.native()
@@ -58,28 +58,28 @@ class Executable:
         return fast_guards.FastRun(inputs=self._inputs, function=self._function(), finish=finish)
 
     def _function(self) -> fast_guards.Function:
-        return self.binding.keeping(self.runner if self._world.size == 1 else self._watched)
+        return self.binding.keeping(self.runner if self._world.size == 1 else self._run_with_peers)
 
-    def _watched(self, inputs: list[Any]) -> tuple[Any, ...]:
+    def _run_with_peers(self, inputs: list[Any]) -> tuple[Any, ...]:
         """The step among other ranks."""
         try:
-            with named_failures(self._world, self._name):
+            with named_failures(self._world, self._call_name):
                 if self._buffer_sync is not None:
                     self._buffer_sync.before_call()
                 return self.runner(inputs)
         except RankMissingError as error:
             raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
 
-    def _timed(self, meter: StepTimer, leaves: list[Any]) -> Any:
+    def _timed(self, timer: StepTimer, leaves: list[Any]) -> Any:
         """One step on the runner of the meter."""
-        runner, self.runner, self._meter = self.runner, meter.runner, None
+        runner, self.runner, self._timer = self.runner, timer.runner, None
         try:
-            result = meter.time(lambda: self(leaves))
+            result = timer.time(lambda: self(leaves))
         finally:
             self.runner = runner
-            self._meter = meter
-        if (measured := meter.measured) is not None:
-            self.measured, self._meter = measured, None
+            self._timer = timer
+        if (measured := timer.measured) is not None:
+            self.measured, self._timer = measured, None
         return result
 
     def __call__(self, leaves: list[Any]) -> Any:
@@ -89,8 +89,8 @@ class Executable:
             RankMissingError: a collective failed because a rank died or hung. It says whether parameters may have
                 been updated in part by then (see ``DDP(hold_updates=True)``).
         """
-        if self._meter is not None:
-            return self._timed(self._meter, leaves)
+        if self._timer is not None:
+            return self._timed(self._timer, leaves)
         return self.binding.finish(self._inputs.run(self._function(), leaves))
 
 

@@ -15,11 +15,13 @@ COSTS = "costs"
 
 def agreed_costs(rendezvous: Rendezvous, world: World) -> CostModel:
     """Those of the calibration on rank 0's host, else the defaults of its device; they stay the same for good."""
-    found = rendezvous.choose(COSTS, lambda: calibrate.to_json(calibrate.find(world.device, marks_of(world))), world)
-    return calibrate.from_json(found)
+    chosen = rendezvous.choose(
+        COSTS, lambda: calibrate.to_json(calibrate.find(world.device, host_fingerprint(world))), world
+    )
+    return calibrate.from_json(chosen)
 
 
-def marks_of(world: World) -> calibrate.Fingerprint:
+def host_fingerprint(world: World) -> calibrate.Fingerprint:
     """What a calibration for this world depends on."""
     backend = "none" if world.mesh is None else dist.get_backend(world.mesh.get_group())
     return calibrate.fingerprint(world.device, backend, world.size)

@@ -47,7 +47,7 @@ class StepTimer:
         """
         if num_calls < 1:
             raise ConfigError(f"measure(...) wants a number of calls of at least 1, got {num_calls!r}.")
-        self._left, self._device = num_calls + 1, device
+        self._num_remaining, self._device = num_calls + 1, device
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[Any, Any]] = []
         self._steps: list[float] = []
@@ -57,12 +57,12 @@ class StepTimer:
     def time(self, call: Callable[[], Any]) -> Any:
         """Runs one call, which uses `runner`. One that raises does not count."""
         self._marks.clear()
-        self._settle()
+        self._synchronize()
         start_s = time.perf_counter()
         result = call()
-        self._settle()
+        self._synchronize()
         step_us = 1e6 * (time.perf_counter() - start_s)
-        self._left -= 1
+        self._num_remaining -= 1
         self._steps.append(step_us)
         self._waits.append(tuple(self._elapsed_us(begin, end) for begin, end in self._marks))
         return result
@@ -70,7 +70,7 @@ class StepTimer:
     @property
     def measured(self) -> StepTimes | None:
         """What was seen once enough was; None before that."""
-        if self._left > 0:
+        if self._num_remaining > 0:
             return None
         return StepTimes(step_us=tuple(self._steps[1:]), waits_us=tuple(self._waits[1:]))
 
@@ -80,7 +80,7 @@ class StepTimer:
         self._marks.append((begin, self._mark()))
         return done
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
 

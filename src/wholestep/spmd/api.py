@@ -97,7 +97,7 @@ def compile(
             if is_capturing():
                 return step(*args, **kwargs)
             last = bool(kwargs.pop("last_train_step", False))
-            with compiled.gradients.apart():
+            with compiled.gradients.hidden():
                 result = compiled(*args, **kwargs)
             setattr(run, COMPILED_OBJECT_KEY, compiled.describe(pytree.tree_leaves((args, kwargs))))
             compiled.count_call(last=last)
@@ -174,7 +174,7 @@ class _Step(CompiledStep):
         )
         transforms = (("custom_passes", mode.custom_passes), ("gm_transformation", transformation))
         stages = functools.partial(_Stages, gradients=self.gradients, overrides=overrides, transforms=transforms)
-        super().__init__(self.gradients.cleared_by(step), options, stages=stages)
+        super().__init__(self.gradients.clearing_after(step), options, stages=stages)
         self._compiled: dict[int, Compiled] = {}
 
     def describe(self, leaves: list[Any]) -> Compiled:

@@ -45,37 +45,37 @@ _METHODS = {
 """Operator of the namespace ``c10d`` -> method of a process group, as the rules are called."""
 
 
-class _Pending:
+class _PendingWork:
     """A collective that was launched and may not be over."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self._wait: Callable[[], object] | None = wait
-        self.arriving = False
+        self.is_writing = False
         """Whether its results are being written at this moment."""
 
-    def settle(self) -> None:
+    def wait_once(self) -> None:
         """Waits, once."""
         wait, self._wait = self._wait, None
         if wait is not None:
-            self.arriving = True
+            self.is_writing = True
             try:
                 wait()
             finally:
-                self.arriving = False
+                self.is_writing = False
 
 
-class _Held:
+class _SharedTensor:
     """What the wrappers of one tensor share."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.base = self.latest = tensor
         """The tensor that was wrapped, and the one that readers get: what has arrived for it, if anything has."""
-        self.pending: _Pending | None = None
+        self.pending: _PendingWork | None = None
 
     def read(self) -> torch.Tensor:
         """The tensor, behind the collective that writes to it."""
         if self.pending is not None:
-            self.pending.settle()
+            self.pending.wait_once()
         return self.latest
 
     def write(self) -> torch.Tensor:
@@ -84,7 +84,7 @@ class _Held:
         self.latest = self.base
         return self.base
 
-    def arrive(self, value: torch.Tensor) -> None:
+    def set_result(self, value: torch.Tensor) -> None:
         """Takes the result of a collective. Readers get `value`, so that they read the wait itself in a trace."""
         self.base.copy_(value)
         self.latest = value
@@ -101,24 +101,24 @@ class CommTensor(torch.Tensor):
     reduce_scatter_tensor, scatter, all_to_all (lists), all_to_all_single.
     """
 
-    _held: _Held
+    _shared: _SharedTensor
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> Any:
         """A wrapper; the tensor itself while a step is captured. Wrappers of a wrapper share its tensor."""
         if is_capturing():
             return tensor
-        held = tensor._held if isinstance(tensor, CommTensor) else _Held(tensor)
-        like = held.latest
+        shared = tensor._shared if isinstance(tensor, CommTensor) else _SharedTensor(tensor)
+        like = shared.latest
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), storage_offset=like.storage_offset(),
             dtype=like.dtype, layout=like.layout, device=like.device,
         )  # fmt: skip
-        made._held = held
+        made._shared = shared
         return made
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override,unused-ignore]
-        return f"CommTensor({self._held.latest!r}{', communicated' if self._held.pending else ''})"
+        return f"CommTensor({self._shared.latest!r}{', communicated' if self._shared.pending else ''})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -135,17 +135,17 @@ class CommTensor(torch.Tensor):
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
         if func is _COPY and isinstance(args[0], CommTensor):
-            held = args[0]._held
-            if held.pending is not None and held.pending.arriving:
-                held.arrive(_read(args[1]))
+            shared = args[0]._shared
+            if shared.pending is not None and shared.pending.is_writing:
+                shared.set_result(_read(args[1]))
                 return args[0]
         written = [one for index in op_info.mutated_args(func) if index < len(args) for one in _wrappers(args[index])]
         for one in written:
-            one._held.write()
+            one._shared.write()
         involved = list(_wrappers((args, kwargs)))
         result = func(*_read(args), **_read(kwargs))
-        same = {id(one._held.base): one for one in written}
-        untouched = all(one._held.pending is None for one in involved)
+        same = {id(one._shared.base): one for one in written}
+        untouched = all(one._shared.pending is None for one in involved)
 
         def wrapped(tensor: torch.Tensor) -> torch.Tensor:
             return same.get(id(tensor), CommTensor(tensor) if untouched else tensor)
@@ -158,7 +158,7 @@ def _wrappers(tree: Any) -> Iterator[CommTensor]:
 
 
 def _read(tree: Any) -> Any:
-    return pytree.tree_map_only(CommTensor, lambda one: one._held.read(), tree)
+    return pytree.tree_map_only(CommTensor, lambda one: one._shared.read(), tree)
 
 
 def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -169,25 +169,25 @@ def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if get_proxy_mode() is None:
         result = func(*_read(args), **_read(kwargs))
         work = result[-1] if isinstance(result, tuple) else result
-        pending = _Pending(dist.Work.unbox(work).wait)
+        pending = _PendingWork(dist.Work.unbox(work).wait)
     else:
         pending = _traced(func, given)
         work = _distributed_c10d.PythonCallbackWork(lambda timeout: _settled(pending)).boxed()
     for target in targets:
         if isinstance(target, CommTensor):
-            target._held.pending = pending
+            target._shared.pending = pending
     if not given.get("async_op", True) or not all(isinstance(one, CommTensor) for one in targets):
-        pending.settle()
+        pending.wait_once()
     return (args[0], work) if len(schema.returns) > 1 else work
 
 
-def _settled(pending: _Pending) -> bool:
-    pending.settle()
+def _settled(pending: _PendingWork) -> bool:
+    pending.wait_once()
     return True
 
 
-def _traced(func: Any, given: dict[str, Any]) -> _Pending:
-    """Puts the functional collective into the graph that is being traced; `settle` puts the wait and the writes there.
+def _traced(func: Any, given: dict[str, Any]) -> _PendingWork:
+    """Puts the functional collective into the traced graph; `wait_once` puts the wait and the writes there.
 
     Raises ConfigError for collectives without a rule.
     """
@@ -203,7 +203,7 @@ def _traced(func: Any, given: dict[str, Any]) -> _Pending:
     tensors = [given[name] if position == 0 else _read(given[name]) for position, name in enumerate(names[:place])]
     options = [_plain(given[name]) for name in names[place + 1 :] if name not in _LEFT_OUT]
     handle = RULES[method](ProcessGroupRecorder(), group, *tensors, *options)
-    return _Pending(handle.wait)
+    return _PendingWork(handle.wait)
 
 
 _LEFT_OUT = ("async_op", "timeout", "sparse_indices", "root_tensor")

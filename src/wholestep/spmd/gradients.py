@@ -19,36 +19,36 @@ class LocalGradients:
     """The gradients of every parameter and buffer that one step can reach."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, torch.Tensor] = {}
-        self._put_away: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def hidden(self) -> Iterator[None]:
         """While open, the known tensors have no gradient; afterwards they have the one they had."""
-        self._put_known_away()
+        self._hide_known()
         try:
             yield
         finally:
-            for tensor, grad in self._put_away:
+            for tensor, grad in self._saved:
                 tensor.grad = grad
-            self._put_away.clear()
+            self._saved.clear()
 
     def add(self, found: Reachable) -> None:
         """Makes what a step was found to reach known."""
         for _, module in found.modules.values():
-            self._owners.update((id(tensor), tensor) for tensor in (*module.parameters(), *module.buffers()))
+            self._tensors.update((id(tensor), tensor) for tensor in (*module.parameters(), *module.buffers()))
         for _, opt in found.optimizers.values():
-            self._owners.update((id(param), param) for group in opt.param_groups for param in group["params"])
+            self._tensors.update((id(param), param) for group in opt.param_groups for param in group["params"])
         loose = (tensor for _, tensor in found.tensors.values())
-        self._owners.update((id(tensor), tensor) for tensor in loose if tensor.is_leaf and tensor.requires_grad)
-        self._put_known_away()
+        self._tensors.update((id(tensor), tensor) for tensor in loose if tensor.is_leaf and tensor.requires_grad)
+        self._hide_known()
 
-    def cleared_by(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def clearing_after(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, leaving no gradient behind: in its graph gradients are intermediates and not results."""
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
-            for tensor in self._owners.values():
+            for tensor in self._tensors.values():
                 tensor.grad = None
             return result
 
@@ -57,8 +57,8 @@ class LocalGradients:
         whole.__wrapped__ = step  # type: ignore[attr-defined]
         return whole
 
-    def _put_known_away(self) -> None:
-        with_grad = [(tensor, tensor.grad) for tensor in self._owners.values() if tensor.grad is not None]
+    def _hide_known(self) -> None:
+        with_grad = [(tensor, tensor.grad) for tensor in self._tensors.values() if tensor.grad is not None]
         for tensor, grad in with_grad:
-            self._put_away.append((tensor, grad))
+            self._saved.append((tensor, grad))
             tensor.grad = None

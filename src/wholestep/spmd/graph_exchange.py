@@ -26,7 +26,7 @@ log = logging.getLogger("wholestep")
 _CALLS = ("call_function", "call_method", "call_module")
 
 
-class Handed:
+class GraphExchange:
     """A copy of a program whose GraphModule, `module`, user code may edit or exchange."""
 
     def __init__(self, program: Program) -> None:
@@ -41,39 +41,39 @@ class Handed:
         """What user code gets."""
         return self._copy.module
 
-    def take_back(self, returned: Any, who: str) -> Program:
+    def to_program(self, returned: Any, author: str) -> Program:
         """The program with the graph that user code gave back.
 
         Raises:
-            ConfigError: it is no graph, or one that cannot be part of a step; `who` is named.
+            ConfigError: it is no graph, or one that cannot be part of a step; `author` is named.
         """
         if isinstance(returned, fx.Graph):
             returned = self.module if returned is self.module.graph else fx.GraphModule(self.module, returned)
         if not isinstance(returned, fx.GraphModule):
-            raise ConfigError(f"{who} gave {type(returned).__name__}, wanted a GraphModule such as it was given.")
+            raise ConfigError(f"{author} gave {type(returned).__name__}, wanted a GraphModule such as it was given.")
         if returned is self.module and returned.code == self._code:
             if returned.graph.python_code("self").src != self._code:
                 log.warning(
                     "%s edited gm.graph without gm.recompile(), so what runs is unchanged. "
-                    "Call gm.recompile() for the edit to count.", who,
+                    "Call gm.recompile() for the edit to count.", author,
                 )  # fmt: skip
             return self._original
         try:
-            self._complete(returned, who)
+            self._complete(returned, author)
             returned.recompile()
             program = replace(self._copy, module=returned)
             verify(program)
         except InternalError as error:
-            raise ConfigError(f"The graph that {who} gave back cannot run as a step: {error}") from error
+            raise ConfigError(f"The graph that {author} gave back cannot run as a step: {error}") from error
         return program
 
-    def _complete(self, module: fx.GraphModule, who: str) -> None:
+    def _complete(self, module: fx.GraphModule, author: str) -> None:
         """Gives every node that is new, or reads one that is, its value; calls of Python become operators."""
         graph = module.graph
         placeholders = graph.find_nodes(op="placeholder")
         if len(placeholders) != len(self._copy.inputs):
             raise ConfigError(
-                f"{who} left {len(placeholders)} placeholders of {len(self._copy.inputs)}. "
+                f"{author} left {len(placeholders)} placeholders of {len(self._copy.inputs)}. "
                 f"Keep all of them, in order; an input that nobody reads is allowed."
             )
         for new, old in zip(placeholders, self._copy.placeholders, strict=True):
@@ -83,10 +83,12 @@ class Handed:
         for node in list(graph.nodes):
             same = self._known.get(node.name) == _signature(node) and node_meta.value(node) is not None
             if node.op == "get_attr" and not same:
-                held = getattr(module, str(node.target))
-                node_meta.set_value(node, mode.from_tensor(held) if isinstance(held, torch.Tensor) else held)
+                attribute = getattr(module, str(node.target))
+                node_meta.set_value(
+                    node, mode.from_tensor(attribute) if isinstance(attribute, torch.Tensor) else attribute
+                )
             elif node.op in _CALLS and (not same or not changed.isdisjoint(node.all_input_nodes)):
-                changed.update(_evaluate(module, node, who))
+                changed.update(_evaluate(module, node, author))
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
@@ -94,17 +96,17 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
     return (node.op, node.target, str(node.args), str(node.kwargs))
 
 
-def _evaluate(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
+def _evaluate(module: fx.GraphModule, node: fx.Node, author: str) -> list[fx.Node]:
     """Computes the value of a call, or replaces it by operators with values. The nodes that stand for it."""
     if op_info.mutated_args(node.target):
         raise ConfigError(
-            f"{who} added {node.name} ({node.target}), which writes to an argument. Graphs are functional here: use "
+            f"{author} added {node.name} ({node.target}), which writes to an argument. Graphs are functional here: use "
             f"the operator that returns a new tensor; what runs in place is decided later."
         )
     if node.op == "call_function" and (op_info.is_op(node) or _is_of_python(node)):
         graph_edit.evaluate(node)
         return [node]
-    return _expand(module, node, who)
+    return _expand(module, node, author)
 
 
 def _is_of_python(node: fx.Node) -> bool:
@@ -115,13 +117,13 @@ def _is_of_python(node: fx.Node) -> bool:
     return not any(isinstance(value, (torch.Tensor, list, tuple)) for value in values)
 
 
-def _expand(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
+def _expand(module: fx.GraphModule, node: fx.Node, author: str) -> list[fx.Node]:
     """Replaces a call of a Python function, method or submodule by the operators that it consists of."""
     sources = list(dict.fromkeys(node.all_input_nodes))
     values = [node_meta.value(source) for source in sources]
     if not all(isinstance(value, torch.Tensor) for value in values):
         raise ConfigError(
-            f"{who} added {node.name} ({node.target}), which reads numbers or lists of the graph. Only operators "
+            f"{author} added {node.name} ({node.target}), which reads numbers or lists of the graph. Only operators "
             f"(torch.ops.aten...) can do that: call one."
         )
 
@@ -136,10 +138,10 @@ def _expand(module: fx.GraphModule, node: fx.Node, who: str) -> list[fx.Node]:
     try:
         inner = functional_call(call, values, node_meta.fake_mode(module.graph))
     except Exception as error:
-        raise ConfigError(f"{who} added {node.name} ({node.target}), which cannot be called so: {error}") from error
+        raise ConfigError(f"{author} added {node.name} ({node.target}), which cannot be called so: {error}") from error
     if any(op_info.mutated_args(one.target) or one.op == "get_attr" for one in inner.graph.nodes):
         raise ConfigError(
-            f"{who} added {node.name} ({node.target}), which writes to an argument or has tensors of its own. "
+            f"{author} added {node.name} ({node.target}), which writes to an argument or has tensors of its own. "
             f"Call functions that return new tensors, and take tensors from the graph."
         )
     with module.graph.inserting_before(node):

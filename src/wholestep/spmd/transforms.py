@@ -17,25 +17,25 @@ from wholestep.ir import printer
 from wholestep.ir.program import Program
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.spmd.graph_exchange import Handed
+from wholestep.spmd.graph_exchange import GraphExchange
 
 log = logging.getLogger("wholestep")
 
 Transformation = Callable[[fx.GraphModule], fx.GraphModule]
 
 
-class _Transforming:
+class _TransformScope:
     """One graph while user code transforms it."""
 
     def __init__(self, program: Program) -> None:
-        self.handed = Handed(program)
-        self.used: list[GraphModuleTransformation] = []
+        self.exchange = GraphExchange(program)
+        self.called: list[GraphModuleTransformation] = []
 
 
-_now: ContextVar[_Transforming | None] = ContextVar("wholestep_transforming", default=None)
+_current: ContextVar[_TransformScope | None] = ContextVar("wholestep_transforming", default=None)
 
 
-def as_pass(transform: Transformation, who: str, used: list[GraphModuleTransformation]) -> Pass:
+def as_pass(transform: Transformation, author: str, called: list[GraphModuleTransformation]) -> Pass:
     """A pass that hands the graph to user code.
 
     Args:
@@ -45,16 +45,16 @@ def as_pass(transform: Transformation, who: str, used: list[GraphModuleTransform
     """
 
     def run(program: Program) -> Program:
-        transforming = _Transforming(program)
-        token = _now.set(transforming)
+        transforming = _TransformScope(program)
+        token = _current.set(transforming)
         try:
-            returned = transform(transforming.handed.module)
+            returned = transform(transforming.exchange.module)
         finally:
-            _now.reset(token)
-        used.extend(transforming.used)
-        return transforming.handed.take_back(returned, who)
+            _current.reset(token)
+        called.extend(transforming.called)
+        return transforming.exchange.to_program(returned, author)
 
-    run.__name__ = who
+    run.__name__ = author
     return run
 
 
@@ -105,21 +105,21 @@ class GraphModuleTransformation:
         Raises:
             ConfigError: outside of a compiled step, where nothing says what the graph's inputs mean.
         """
-        transforming = _now.get()
+        transforming = _current.get()
         if transforming is None:
             raise ConfigError(
                 "GraphModuleTransformation was called outside of a compiled step. "
                 "Give it to wholestep.spmd.compile(gm_transformation=...), or call it in the function given there."
             )
-        transforming.used.append(self)
-        program = transforming.handed.take_back(gm, "gm_transformation")
+        transforming.called.append(self)
+        program = transforming.exchange.to_program(gm, "gm_transformation")
         self._dump("before", program)
         if self.enable_graph_optimization:
             # All but the last two, which let operations run in place: other transformations may follow.
             program = run_passes(program, passes_of(cost=CostModel.default("cpu+gloo"))[:-2])
         self._dump("after", program)
-        transforming.handed = Handed(program)
-        return transforming.handed.module
+        transforming.exchange = GraphExchange(program)
+        return transforming.exchange.module
 
     def count(self, *, last: bool) -> None:
         """Tells that a call is over; `last` ends the run of the training loop before its time."""

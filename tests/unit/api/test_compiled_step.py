@@ -103,11 +103,11 @@ def test_nothing_is_collected_until_a_first_call_is_done(monkeypatch: pytest.Mon
     def noted(name: str, work: Any) -> Any:
         return lambda *args: (happened.append((name, gc.isenabled())), work(*args))[1]
 
-    monkeypatch.setattr(StepCache, "keep", noted("keep", StepCache.keep))
+    monkeypatch.setattr(StepCache, "store", noted("store", StepCache.store))
     monkeypatch.setattr(Executable, "__call__", noted("run", Executable.__call__))
     step = ws.compile(scaled)
     step(batch())
-    assert happened == [("run", False), ("keep", False)]
+    assert happened == [("run", False), ("store", False)]
     assert gc.isenabled()
     step(batch())
     assert happened[2:] in ([("run", True)], [])  # the native way goes past it

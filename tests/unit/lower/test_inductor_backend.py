@@ -21,19 +21,19 @@ from wholestep.util import background
 GPU = torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize(("is_filled_here", "imports"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("is_writer", "imports"), [(True, False), (False, True)])
 def test_who_finds_kernels_imports_the_compiler_meanwhile(
-    is_filled_here: bool, imports: bool, monkeypatch: pytest.MonkeyPatch
+    is_writer: bool, imports: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It measures block sizes, for which Inductor imports its compiler; rank 0 would wait for that in the first run."""
     begun: list[Any] = []
     monkeypatch.setattr(segment_compiler, "_choose_assembler", lambda: None)  # it changes the environment
     monkeypatch.setattr(background, "start_in_background", begun.append)
     monkeypatch.setattr(inductor_backend, "compile_fx", SimpleNamespace(start_workers=lambda: None))
-    blob_store: Any = SimpleNamespace(is_filled_here=is_filled_here)
+    blob_store: Any = SimpleNamespace(is_writer=is_writer)
     InductorBackend(InductorOptions(), GPU, blob_store).prepare()
     assert [work.args for work in begun] == [("wholestep.lower.inductor.compile_fx",)] * imports
-    InductorBackend(InductorOptions(), torch.device("cpu"), SimpleNamespace(is_filled_here=False)).prepare()  # type: ignore[arg-type]
+    InductorBackend(InductorOptions(), torch.device("cpu"), SimpleNamespace(is_writer=False)).prepare()  # type: ignore[arg-type]
     assert len(begun) == imports
 
 

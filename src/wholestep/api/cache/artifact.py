@@ -1,11 +1,11 @@
-"""Artifacts: a compiled step as a file, what has to be the same where it is used again, and who may have written it.
+"""Artifacts: a compiled step as a file, read and written whole, and refused where somebody else may have written it.
 
-[Note: what is in a file]
+[Note: file format]
 One line that says what it is, one with the SHA-256 of all that follows, a header in JSON (name of the step,
 fingerprint) and the step itself, pickled. A pickle is code: to load it is to run it. So the header is all that is read
 of a file before it is known that it may be trusted, and that it fits.
 
-[Note: whose file]
+[Note: trusted files]
 The automatic cache lies in the user's own folder, which nobody else can write to, and so do its files. A file from
 elsewhere is loaded only where the user says that it may be.
 """
@@ -27,16 +27,16 @@ from wholestep.errors import ArtifactError
 
 MAGIC = b"wholestep step, format 2\n"
 """The first line. Its number goes up with every change of what is pickled, so that no version misreads another."""
-_KEPT = 8  # files per step and rank in the cache
+_MAX_FILES = 8  # files per step and rank in the cache
 
 
-def key_of(step: str, fingerprint: Fingerprint) -> str:
+def file_name(step: str, fingerprint: Fingerprint) -> str:
     """The name of a file in the cache: ``train_step-<digest of the step>-<digest of the fingerprint>``."""
-    return f"{prefix_of(step)}{_digest(json.dumps(list(fingerprint.items())))}"
+    return f"{file_prefix(step)}{_digest(json.dumps(list(fingerprint.items())))}"
 
 
-def prefix_of(step: str) -> str:
-    """What the names of all files of a step, or of a rank's, begin with."""
+def file_prefix(step: str) -> str:
+    """The beginning of the names of all files of a step, or of a rank's."""
     name = "".join(letter if letter.isalnum() or letter == "_" else "." for letter in step.rpartition(":")[2])
     return f"{name[-60:]}-{_digest(step)[:12]}-"
 
@@ -50,7 +50,9 @@ def write(path: Path, header: Header, body: bytes) -> None:
 
     Raises OSError.
     """
-    text = json.dumps({"step": header.step, "fingerprint": header.fingerprint, "outside": header.outside}).encode()
+    text = json.dumps(
+        {"step": header.step, "fingerprint": header.fingerprint, "environment": header.environment}
+    ).encode()
     rest = len(text).to_bytes(8, "big") + text + body
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}", suffix=".tmp")  # mode 0600
     try:
@@ -62,7 +64,7 @@ def write(path: Path, header: Header, body: bytes) -> None:
 
 
 def read(path: Path) -> tuple[Header, bytes]:
-    """What `write` was given. The body has not been looked into.
+    """Reads the header and the body of a file; the body is not unpickled.
 
     Raises ArtifactError for a file that is not there, is none of this format, or is not whole.
     """
@@ -82,17 +84,19 @@ def read(path: Path) -> tuple[Header, bytes]:
         )
     end = 8 + int.from_bytes(rest[:8], "big")
     try:
-        found = json.loads(rest[8:end])
+        fields = json.loads(rest[8:end])
         header = Header(
-            step=str(found["step"]), fingerprint=_lines(found["fingerprint"]), outside=_lines(found["outside"])
+            step=str(fields["step"]),
+            fingerprint=_fingerprint_from_json(fields["fingerprint"]),
+            environment=_fingerprint_from_json(fields["environment"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{path} has a header that cannot be read: {type(error).__name__}: {error}.") from error
     return header, rest[end:]
 
 
-def _lines(found: Any) -> Fingerprint:
-    return {str(name): tuple((str(a), str(b)) for a, b in lines) for name, lines in found.items()}
+def _fingerprint_from_json(fields: Any) -> Fingerprint:
+    return {str(name): tuple((str(a), str(b)) for a, b in lines) for name, lines in fields.items()}
 
 
 def folder() -> Path:
@@ -114,19 +118,19 @@ def make_folder() -> Path:
 def check_private(path: Path) -> None:
     """Raises ArtifactError for a file or folder that somebody else owns or can write to, or that is a link."""
     try:
-        found = path.lstat()
+        stats = path.lstat()
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror or error}.") from error
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(stats.st_mode):
         raise ArtifactError(f"{path} is a link. A saved step is code, and is loaded only from where it was saved.")
-    if found.st_uid != os.getuid():
+    if stats.st_uid != os.getuid():
         raise ArtifactError(
-            f"{path} belongs to the user with number {found.st_uid}, and you are {os.getuid()}. A saved step is code: "
+            f"{path} belongs to the user with number {stats.st_uid}, and you are {os.getuid()}. A saved step is code: "
             f"whoever wrote it would run what they like as you."
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if stats.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ArtifactError(
-            f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o}). A saved step is code: whoever "
+            f"{path} can be written to by others (mode {stat.S_IMODE(stats.st_mode):o}). A saved step is code: whoever "
             f"changes it runs what they like as you. Delete it, or take that right away (chmod go-w) if you know that "
             f"nobody has used it."
         )
@@ -147,7 +151,7 @@ def check_trusted(path: Path, *, trusted: bool) -> None:
 
 
 def newest_first(files: Iterable[Path]) -> list[Path]:
-    """These files by age. Other processes forget files, too: one that is gone by now is left out."""
+    """Sorts files by age. Other processes evict files, too: one that is gone by now is left out."""
     ages: dict[Path, int] = {}
     for path in files:
         with contextlib.suppress(FileNotFoundError):
@@ -155,7 +159,7 @@ def newest_first(files: Iterable[Path]) -> list[Path]:
     return sorted(ages, key=ages.__getitem__, reverse=True)
 
 
-def forget_old(files: Iterable[Path]) -> None:
+def evict_old(files: Iterable[Path]) -> None:
     """Removes all but the newest files of a step."""
-    for path in newest_first(files)[_KEPT:]:
+    for path in newest_first(files)[_MAX_FILES:]:
         path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from wholestep.capture.reach.step_context import StepContext
 from wholestep.cost.calibration import calibrate
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import data_axis
-from wholestep.runtime.shared_costs import COSTS, marks_of
+from wholestep.runtime.shared_costs import COSTS, host_fingerprint
 
 
 def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerprint:
@@ -49,22 +49,22 @@ def _build(world: World) -> list[Line]:
         ("Python", sys.version),
         ("torch", f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda} HIP {torch.version.hip}"),
         ("the capability of the CPU", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"),
-        *((f"the {name} of the host", str(mark)) for name, mark in marks_of(world).items()),
+        *((f"the {name} of the host", str(mark)) for name, mark in host_fingerprint(world).items()),
     ]
 
 
 def environment_of(header: Header) -> Environment:
-    lines = {subject: dict(held) for subject, held in header.outside.items()}
+    lines = {subject: dict(held) for subject, held in header.environment.items()}
     return Environment(files=lines["files"], packages=lines["packages"], environment=lines["environment"])
 
 
-def outside_lines(outside: Environment, costs: Mapping[str, Any]) -> Fingerprint:
-    """What has to be the same besides what a portrait shows."""
+def environment_lines(environment: Environment, costs: Mapping[str, Any]) -> Fingerprint:
+    """The facts besides objects: files, packages, environment variables, costs."""
     digest = hashlib.sha256(json.dumps(costs, sort_keys=True).encode()).hexdigest()
     return {
-        "files": tuple(outside.files.items()),
-        "packages": tuple(outside.packages.items()),
-        "environment": tuple(outside.environment.items()),
+        "files": tuple(environment.files.items()),
+        "packages": tuple(environment.packages.items()),
+        "environment": tuple(environment.environment.items()),
         "predicted costs": (("their source", str(costs["source"])), ("their numbers", digest)),
     }
 
@@ -74,7 +74,7 @@ def costs_now(context: CacheContext) -> Mapping[str, Any]:
     if COSTS in context.choices:
         known: Mapping[str, Any] = context.choices[COSTS]
         return known
-    return calibrate.to_json(calibrate.find(context.world.device, marks_of(context.world)))
+    return calibrate.to_json(calibrate.find(context.world.device, host_fingerprint(context.world)))
 
 
 def difference(saved: Fingerprint, now: Fingerprint) -> str | None:

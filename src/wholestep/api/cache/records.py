@@ -15,20 +15,20 @@ from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import Options
 
 Line = tuple[str, str]
-"""What has to be the same, and how it is."""
+"""One fact: its name and its value."""
 Fingerprint = Mapping[str, tuple[Line, ...]]
 """Lines by subject, in order: what a compiled step depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What is said about a compiled step without running any of it."""
+    """The facts about a compiled step that are read without running any of it."""
 
     step: str
     """``module:qualified name`` of the user's function."""
     fingerprint: Fingerprint
     """What has to be the same in the process that loads it; known before anything is traced."""
-    outside: Fingerprint
+    environment: Fingerprint
     """What has to be the same besides: files, packages, variables of the environment, the calibration."""
 
 
@@ -102,5 +102,5 @@ class CacheContext:
     compression: CompressionState | None
     choices: Mapping[str, Any]
     """What the ranks have agreed on so far."""
-    moved: Collection[Hashable] = ()
-    """Places of tensors that are others in other calls."""
+    rebound_locations: Collection[Hashable] = ()
+    """Places in which other calls find other tensors."""

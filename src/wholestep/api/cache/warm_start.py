@@ -1,9 +1,8 @@
 """Warm starts: a step that another process has captured and compiled, bound to the objects of this one.
 
-The new process walks over its objects, as every capture does, and writes down what it finds
-(`api/cache/object_fingerprint.py`). If that and everything else a compiled step depends on is as it was, the ties of
-the saved step are tied to these objects: nothing is traced, planned or compiled. Whatever is different is a reason not
-to, with a name.
+The new process walks over its objects, as every capture does, and writes their fingerprint
+(`api/cache/object_fingerprint.py`). If it and everything else a compiled step depends on is as it was, the saved step
+is bound to these objects: nothing is traced, planned or compiled. Whatever is different is a named reason not to.
 
 Every rank keeps a file of its own: a step may look at its rank, in Python or in the environment, and then traces of two
 ranks differ where no fingerprint tells.
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.api.cache import artifact
-from wholestep.api.cache.fingerprint import costs_now, difference, environment_of, fingerprint_of, outside_lines
+from wholestep.api.cache.fingerprint import costs_now, difference, environment_lines, environment_of, fingerprint_of
 from wholestep.api.cache.object_fingerprint import NotComparable
 from wholestep.api.cache.records import (
     CacheContext,
@@ -47,25 +46,25 @@ from wholestep.runtime.shared_costs import COSTS
 log = logging.getLogger("wholestep")
 
 CACHE = "WHOLESTEP_CACHE"
-"""Variable of the environment that says with 0 that steps are neither kept nor looked for."""
+"""Environment variable: with 0 steps are neither written to the cache nor looked up in it."""
 
 
-class Programs(Mapping[Stage, Program]):
+class LazyPrograms(Mapping[Stage, Program]):
     """The program at each stage, read when it is asked for. Raises ArtifactError for one that cannot be read here."""
 
-    def __init__(self, written: Mapping[str, bytes]) -> None:
-        self._written, self._read = dict(written), dict[Stage, Program]()
+    def __init__(self, serialized: Mapping[str, bytes]) -> None:
+        self._serialized, self._programs = dict(serialized), dict[Stage, Program]()
 
     def __getitem__(self, stage: Stage) -> Program:
-        if stage not in self._read:
-            self._read[stage] = _read(self._written[stage.value], f"the {stage.value} program")
-        return self._read[stage]
+        if stage not in self._programs:
+            self._programs[stage] = _unpickled(self._serialized[stage.value], f"the {stage.value} program")
+        return self._programs[stage]
 
     def __iter__(self) -> Iterator[Stage]:
-        return iter(map(Stage, self._written))
+        return iter(map(Stage, self._serialized))
 
     def __len__(self) -> int:
-        return len(self._written)
+        return len(self._serialized)
 
 
 class StepCache:
@@ -106,7 +105,7 @@ class StepCache:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache_context: CacheContext, *, may_load: bool
     ) -> CacheLookup:
         try:
-            with StepContext(self._step, args, kwargs, moved=cache_context.moved) as context:
+            with StepContext(self._step, args, kwargs, moved=cache_context.rebound_locations) as context:
                 fingerprint = fingerprint_of(context, cache_context)
                 try:
                     if self._path is None and not is_enabled():
@@ -129,16 +128,16 @@ class StepCache:
 
     def _load(self, context: StepContext, fingerprint: Fingerprint, cache_context: CacheContext) -> CachedStep:
         """The saved step that fits. Raises ArtifactError."""
-        path = self._path or self._cached(fingerprint)
+        path = self._path or self._cache_path(fingerprint)
         header, data = artifact.read(path)
         if why_not := difference(header.fingerprint, fingerprint):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
-        body = _loaded(path, data)
+        body = _saved_step(path, data)
         costs = costs_now(cache_context) if cache_context.world.rank == 0 else body.choices[COSTS]
-        now = outside_lines(environment_of(header).now(), costs)
-        if why_not := difference(header.outside, now):
+        now = environment_lines(environment_of(header).now(), costs)
+        if why_not := difference(header.environment, now):
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
-        programs = Programs(body.programs)
+        programs = LazyPrograms(body.programs)
         programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
         context.count(resolve_scalars(body.spec.places, context))
         captured = bind(partial(programs.__getitem__, Stage.CAPTURED), body.spec, context)
@@ -150,14 +149,14 @@ class StepCache:
             captured=captured, programs=programs, plan=body.plan, choices=body.choices, kernels=body.kernels, path=path
         )
 
-    def _cached(self, fingerprint: Fingerprint) -> Path:
+    def _cache_path(self, fingerprint: Fingerprint) -> Path:
         """The file of the cache with this fingerprint. Raises ArtifactError, with what the newest of others lacks."""
         folder = artifact.make_folder()
-        path = folder / artifact.key_of(self._name_in_cache(fingerprint), fingerprint)
+        path = folder / artifact.file_name(self._name_in_cache(fingerprint), fingerprint)
         if path.exists():
             artifact.check_private(path)
             return path
-        prefix = artifact.prefix_of(self._name_in_cache(fingerprint))
+        prefix = artifact.file_prefix(self._name_in_cache(fingerprint))
         for other in artifact.newest_first(folder.glob(f"{prefix}*")):
             why_not = difference(artifact.read(other)[0].fingerprint, fingerprint)
             raise ArtifactError(f"{other} was saved for something else. {why_not}.")
@@ -167,23 +166,23 @@ class StepCache:
         """What files of the cache are kept by: the step and the rank, so that ranks do not push out each other's."""
         return f"{self.name} {dict(fingerprint['the mesh'])['the rank']}"
 
-    def write(self, path: Path, entry: StepToSave, context: CacheContext) -> None:
+    def save(self, path: Path, entry: StepToSave, context: CacheContext) -> None:
         """Writes a step to a file of the user's, one per rank. Raises ArtifactError."""
-        header, body = written(self.name, entry, replace(context.options, mesh=None))
+        header, body = serialized(self.name, entry, replace(context.options, mesh=None))
         try:
-            artifact.write(of_rank(path, context.world), header, body)
+            artifact.write(path_of_rank(path, context.world), header, body)
         except OSError as error:
             raise ArtifactError(f"{path} cannot be written: {error.strerror or error}.") from error
 
-    def keep(self, saved: Callable[[], StepToSave]) -> None:
+    def store(self, saved: Callable[[], StepToSave]) -> None:
         """Writes a step to the cache, if it is on and the step can be written; else the log says why."""
         if self._path is not None or not is_enabled():
             return
         try:
-            header, body = written(self.name, saved())
+            header, body = serialized(self.name, saved())
             folder, name = artifact.make_folder(), self._name_in_cache(header.fingerprint)
-            artifact.write(folder / artifact.key_of(name, header.fingerprint), header, body)
-            artifact.forget_old(folder.glob(f"{artifact.prefix_of(name)}*"))
+            artifact.write(folder / artifact.file_name(name, header.fingerprint), header, body)
+            artifact.evict_old(folder.glob(f"{artifact.file_prefix(name)}*"))
         except ArtifactError as error:
             log.info("%s is not kept for other processes: %s", self.name, error)
         except Exception as error:  # as above
@@ -203,16 +202,16 @@ def name_of(step: Callable[..., Any]) -> str:
     return f"{getattr(step, '__module__', '')}:{getattr(step, '__qualname__', type(step).__qualname__)}"
 
 
-def of_rank(path: Path, world: World) -> Path:
+def path_of_rank(path: Path, world: World) -> Path:
     """The file of this rank: ``path`` itself on one process."""
     return path if world.size == 1 else path.with_name(f"{path.name}.{world.rank}of{world.size}")
 
 
-def options_of(path: Path, *, trusted: bool) -> tuple[Options, str]:
+def saved_options(path: Path, *, trusted: bool) -> tuple[Options, str]:
     """The options of a saved step, and its name. Raises ArtifactError."""
     artifact.check_trusted(path, trusted=trusted)
     header, data = artifact.read(path)
-    options = _loaded(path, data).options
+    options = _saved_step(path, data).options
     if options is None:
         raise ArtifactError(
             f"{path} belongs to the automatic cache, which has no options. Load what step.save(path) wrote."
@@ -220,7 +219,7 @@ def options_of(path: Path, *, trusted: bool) -> tuple[Options, str]:
     return options, header.step
 
 
-def written(name: str, entry: StepToSave, options: Options | None = None) -> tuple[Header, bytes]:
+def serialized(name: str, entry: StepToSave, options: Options | None = None) -> tuple[Header, bytes]:
     """A compiled step as header and body of a file. Raises ArtifactError for one that means nothing elsewhere."""
     captured = entry.captured
     if entry.lookup.fingerprint is None:
@@ -247,14 +246,14 @@ def written(name: str, entry: StepToSave, options: Options | None = None) -> tup
         )  # fmt: skip
     except serializer.NotPortable as error:
         raise ArtifactError(f"It cannot be saved: {error}.") from error
-    outside = Environment.seen(captured.spec.environment)
-    if (path := edited(outside.files)) is not None:
+    environment = Environment.seen(captured.spec.environment)
+    if (path := edited(environment.files)) is not None:
         raise ArtifactError(f"It cannot be saved: {path} was written while this process ran, and may not be what runs.")
-    lines = outside_lines(outside, entry.choices[COSTS])
-    return Header(step=name, fingerprint=entry.lookup.fingerprint, outside=lines), body
+    lines = environment_lines(environment, entry.choices[COSTS])
+    return Header(step=name, fingerprint=entry.lookup.fingerprint, environment=lines), body
 
 
-def _read(data: bytes, what: str) -> Any:
+def _unpickled(data: bytes, what: str) -> Any:
     try:
         return serializer.loads(data)
     except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError, ValueError) as error:
@@ -263,8 +262,8 @@ def _read(data: bytes, what: str) -> Any:
         ) from error
 
 
-def _loaded(path: Path, data: bytes) -> SavedStep:
-    body = _read(data, str(path))
+def _saved_step(path: Path, data: bytes) -> SavedStep:
+    body = _unpickled(data, str(path))
     if not isinstance(body, SavedStep):
         raise ArtifactError(f"{path} holds a {type(body).__name__} and no step.")
     return body

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch.fx as fx
 
-from wholestep.api.report.prediction import Travel, predict
+from wholestep.api.report.prediction import CommInterval, predict
 from wholestep.api.report.records import Collective, Explanation, MeasuredStep, PassLine
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import graph_edit, node_meta, op_info
@@ -57,7 +57,7 @@ def explain(
         param_bytes=sum(node_meta.num_bytes(node) for _, node in params),
         num_nodes=len(nodes),
         nodes_by_region={name: count for name, count in regions.items() if count},
-        collectives=tuple(_collectives(program, predicted.travels, measured)),
+        collectives=tuple(_collectives(program, predicted.comm_intervals, measured)),
         predicted=predicted.step,
         peak=predicted.peak,
         measured=_summary(measured) if measured is not None else None,
@@ -68,10 +68,14 @@ def explain(
     )
 
 
-def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: StepTimes | None) -> Iterator[Collective]:
+def _collectives(
+    program: Program, comm_intervals: dict[fx.Node, CommInterval], measured: StepTimes | None
+) -> Iterator[Collective]:
     axes = {axis.group: axis.name for axis in program.mesh}
     waited_us = _waited_us(program, measured) if measured is not None else {}
-    for number, (node, travel) in enumerate((node, travels[node]) for node in program.graph.nodes if node in travels):
+    for number, (node, interval) in enumerate(
+        (node, comm_intervals[node]) for node in program.graph.nodes if node in comm_intervals
+    ):
         carried = list(graph_edit.nodes_of(node.args[1] if node.target is SCATTER else node.args[0]))
         bucket, source = node_meta.bucket(node), node_meta.origin(node).source
         yield Collective(
@@ -83,21 +87,21 @@ def _collectives(program: Program, travels: dict[fx.Node, Travel], measured: Ste
             axis=axes.get(str(node.args[-1]), str(node.args[-1])),
             members=bucket.members if bucket else (),
             reason=bucket.reason if bucket else f"called at {source}" if source else _BUFFERS,
-            start_us=travel.start_us,
-            predicted_us=travel.end_us - travel.start_us,
-            exposed_us=travel.exposed_us,
-            hidden_by=travel.hidden_by,
+            start_us=interval.start_us,
+            predicted_us=interval.end_us - interval.start_us,
+            exposed_us=interval.exposed_us,
+            hidden_by=interval.hidden_by,
             measured_exposed_us=waited_us.get(node, 0.0) if measured is not None else None,
         )
 
 
 def _waited_us(program: Program, measured: StepTimes) -> dict[fx.Node, float]:
     """For each collective, the measured time of its waits."""
-    found: dict[fx.Node, float] = {}
+    waited_us: dict[fx.Node, float] = {}
     for number, wait in enumerate(program.graph.find_nodes(op="call_function", target=op_info.WAIT)):
         start = op_info.waited_for(wait)
-        found[start] = found.get(start, 0.0) + measured.wait_us(number)
-    return found
+        waited_us[start] = waited_us.get(start, 0.0) + measured.wait_us(number)
+    return waited_us
 
 
 def _summary(measured: StepTimes) -> MeasuredStep:

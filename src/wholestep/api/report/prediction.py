@@ -31,7 +31,7 @@ class Category(enum.StrEnum):
     OTHER = "other"  # arguments, buffers of modules, what updates and the like make for themselves
 
 
-_OF_INPUT = {
+_CATEGORY_OF_INPUT = {
     InputKind.PARAM: Category.PARAMETERS,
     InputKind.GRAD: Category.GRADIENTS,
     InputKind.OPTIMIZER: Category.OPTIMIZER,
@@ -40,7 +40,7 @@ _TRAINING = (Region.FORWARD, Region.BACKWARD, Region.RECOMPUTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class ConcurrentCompute:
     """Computation that runs while a collective is in flight."""
 
     region: str
@@ -50,14 +50,14 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Travel:
+class CommInterval:
     """One collective on the predicted clock, microseconds from the start of the step."""
 
     start_us: float
     end_us: float
     exposed_us: float
     """How long the device stands still for it."""
-    hidden_by: tuple[Beside, ...]
+    hidden_by: tuple[ConcurrentCompute, ...]
     """What the device computes meanwhile, the longest first."""
 
 
@@ -101,81 +101,83 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class ProgramPrediction:
     """Everything that is predicted about a program."""
 
     step: Prediction
-    travels: dict[fx.Node, Travel]
+    comm_intervals: dict[fx.Node, CommInterval]
     """For each collective."""
     peak: PeakMemory
 
 
-def predict(program: Program, cost: CostModel, *, one_launch: bool = False) -> Predicted:
+def predict(program: Program, cost: CostModel, *, one_launch: bool = False) -> ProgramPrediction:
     """Runs the nodes of `program` in their order on the clock of `cost.timeline`; nothing is changed.
 
     `one_launch`: the host launches the whole step at once, as one CUDA graph.
     """
-    found = tasks_of(program, cost)
-    timeline = simulate(found.tasks, sharing=sharing(cost))
-    compute_us = sum(task.us for task in found.tasks)
+    tasks = tasks_of(program, cost)
+    timeline = simulate(tasks.tasks, sharing=sharing(cost))
+    compute_us = sum(task.us for task in tasks.tasks)
     step = Prediction(
         compute_us=compute_us,
         slowdown_us=timeline.total_us - timeline.total_exposed_us - compute_us,
         exposed_us=timeline.total_exposed_us,
-        host_us=0.0 if cost.device.host_is_device else cost.launch_us if one_launch else _host_us(found, cost),
+        host_us=0.0 if cost.device.host_is_device else cost.launch_us if one_launch else _host_us(tasks, cost),
         cost_source=cost.source,
     )
-    return Predicted(step=step, travels=_travels(found, timeline), peak=_peak(program, found))
+    return ProgramPrediction(step=step, comm_intervals=_comm_intervals(tasks, timeline), peak=_peak(program, tasks))
 
 
-def _host_us(found: Tasks, cost: CostModel) -> float:
-    return sum(cost.launch_us if op_info.is_collective(node) else cost.host_us(node) for node in found.nodes)
+def _host_us(tasks: Tasks, cost: CostModel) -> float:
+    return sum(cost.launch_us if op_info.is_collective(node) else cost.host_us(node) for node in tasks.nodes)
 
 
-def _travels(found: Tasks, timeline: Timeline) -> dict[fx.Node, Travel]:
+def _comm_intervals(tasks: Tasks, timeline: Timeline) -> dict[fx.Node, CommInterval]:
     return {
-        found.nodes[number]: Travel(
+        tasks.nodes[number]: CommInterval(
             start_us=start_us,
             end_us=timeline.comm_end_us[number],
             exposed_us=timeline.exposed_us[number],
-            hidden_by=_beside(found, timeline, start_us, timeline.comm_end_us[number]),
+            hidden_by=_concurrent_compute(tasks, timeline, start_us, timeline.comm_end_us[number]),
         )
         for number, start_us in sorted(timeline.comm_start_us.items())
     }
 
 
-def _beside(found: Tasks, timeline: Timeline, start_us: float, end_us: float) -> tuple[Beside, ...]:
+def _concurrent_compute(
+    tasks: Tasks, timeline: Timeline, start_us: float, end_us: float
+) -> tuple[ConcurrentCompute, ...]:
     """What is computed between two moments, by part of the step and module."""
     spent: dict[tuple[str, str], float] = {}
     for node, task, begin_us, until_us in zip(
-        found.nodes, found.tasks, timeline.start_us, timeline.end_us, strict=True
+        tasks.nodes, tasks.tasks, timeline.start_us, timeline.end_us, strict=True
     ):
         us = min(until_us, end_us) - max(begin_us, start_us)
         if us > 0 and not task.waits_for:
             origin = node_meta.origin(node)
-            key = (origin.region.value, _unit(origin.module))
+            key = (origin.region.value, _layer_of(origin.module))
             spent[key] = spent.get(key, 0.0) + us
     longest = sorted(spent.items(), key=lambda entry: (-entry[1], entry[0]))
-    return tuple(Beside(region=region, module=module, us=us) for (region, module), us in longest)
+    return tuple(ConcurrentCompute(region=region, module=module, us=us) for (region, module), us in longest)
 
 
-def _unit(module: str) -> str:
+def _layer_of(module: str) -> str:
     """``blocks.3.mlp.up`` -> ``blocks.3``; a name without a number stays as it is."""
     parts = module.split(".")
     numbered = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: numbered + 1])
 
 
-def _peak(program: Program, found: Tasks) -> PeakMemory:
+def _peak(program: Program, tasks: Tasks) -> PeakMemory:
     by_category = dict.fromkeys(Category, 0)
     for record, node in zip(program.inputs, program.placeholders, strict=True):
         if not record.freed:
-            by_category[_OF_INPUT.get(record.kind, Category.OTHER)] += node_meta.num_bytes(node)
-    peak = at_peak(found.usages, pinned=found.pinned, writable=found.writable)
-    category_of = dict(_categories(program, found))
+            by_category[_CATEGORY_OF_INPUT.get(record.kind, Category.OTHER)] += node_meta.num_bytes(node)
+    peak = at_peak(tasks.usages, pinned=tasks.pinned, writable=tasks.writable)
+    category_of = dict(_categories(program, tasks))
     for buffer, num_bytes in peak.alive.items():
         by_category[category_of[buffer]] += num_bytes
-    running = found.nodes[peak.task] if found.nodes else None
+    running = tasks.nodes[peak.task] if tasks.nodes else None
     origin = node_meta.UNKNOWN if running is None else node_meta.origin(running)
     return PeakMemory(
         num_bytes=sum(by_category.values()),
@@ -186,12 +188,12 @@ def _peak(program: Program, found: Tasks) -> PeakMemory:
     )
 
 
-def _categories(program: Program, found: Tasks) -> Iterator[tuple[int, Category]]:
+def _categories(program: Program, tasks: Tasks) -> Iterator[tuple[int, Category]]:
     """The category of each buffer that a node makes."""
-    homes = dict(zip(found.nodes, found.homes, strict=True))
+    homes = dict(zip(tasks.nodes, tasks.homes, strict=True))
     carried = {
         buffer
-        for node in found.nodes
+        for node in tasks.nodes
         if op_info.is_collective(node) and node_meta.bucket(node) is not None
         for one in (node, *node.all_input_nodes)
         for buffer in homes.get(one, ())
@@ -199,10 +201,10 @@ def _categories(program: Program, found: Tasks) -> Iterator[tuple[int, Category]
     ends = [(output, value) for output, value in zip(program.outputs, program.results, strict=True) if value in homes]
     states = {buffer for output, value in ends if output.kind is OutputKind.STATE for buffer in homes[value]}
     final = {buffer for output, value in ends if output.kind is OutputKind.GRAD for buffer in homes[value]}
-    for node, usage, home in zip(found.nodes, found.usages, found.homes, strict=True):
+    for node, usage, home in zip(tasks.nodes, tasks.usages, tasks.homes, strict=True):
         if node_meta.origin(node).region not in _TRAINING or not carried.isdisjoint(home):
             final.update(usage.reads)
-    for node, usage in zip(found.nodes, found.usages, strict=True):
+    for node, usage in zip(tasks.nodes, tasks.usages, strict=True):
         region = node_meta.origin(node).region
         for make in usage.makes:
             if make.buffer in carried:

@@ -10,11 +10,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from wholestep.api.report.prediction import Beside, PeakMemory, Prediction
+from wholestep.api.report.prediction import ConcurrentCompute, PeakMemory, Prediction
 from wholestep.ir.printer import bytes_text
 from wholestep.passes.comm.bucketing import bucket_gradients
 
-_SHOWN = 3
+_MAX_SHOWN = 3
 """How many modules are named as what hides a collective."""
 
 
@@ -40,7 +40,7 @@ class Collective:
     """How long it is under way, predicted."""
     exposed_us: float
     """How long the device stands still for it, predicted."""
-    hidden_by: tuple[Beside, ...]
+    hidden_by: tuple[ConcurrentCompute, ...]
     """What the device computes while it is under way, predicted; the longest first."""
     measured_exposed_us: float | None
     """How long its waits took, the median of the calls measured; None before `CompiledStep.measure` has seen enough."""
@@ -110,40 +110,43 @@ class Explanation:
         return captured.get()
 
 
-def _rendered(said: Explanation) -> Group:
+def _rendered(report: Explanation) -> Group:
     """Everything, from the whole to its parts."""
     head = Text.assemble(
-        (said.step, "bold"),
-        f": {said.num_nodes} operators in one graph, {said.num_params} parameters, {bytes_text(said.param_bytes)}; "
-        f"{said.strategy} on {said.num_ranks} rank{'s' if said.num_ranks != 1 else ''}, backend {said.backend}\n",
-        ", ".join(f"{region} {count}" for region, count in said.nodes_by_region.items()),
-        f"\nloaded from {said.loaded_from}" if said.loaded_from else "",
+        (report.step, "bold"),
+        f": {report.num_nodes} operators in one graph, {report.num_params} parameters, "
+        f"{bytes_text(report.param_bytes)}; {report.strategy} on {report.num_ranks} rank{'s' * (report.num_ranks != 1)}, "
+        f"backend {report.backend}\n",
+        ", ".join(f"{region} {count}" for region, count in report.nodes_by_region.items()),
+        f"\nloaded from {report.loaded_from}" if report.loaded_from else "",
     )
-    parts: list[Any] = [head, *_collective_table(said), _times(said), _memory(said)]
-    if any(c.members for c in said.collectives):
-        parts.append(_member_table(said.collectives))
-    notes = [f"{line.name}: {note}" for line in said.passes for note in line.notes if not _is_told(line.name, note)]
+    parts: list[Any] = [head, *_collective_table(report), _times(report), _memory(report)]
+    if any(c.members for c in report.collectives):
+        parts.append(_member_table(report.collectives))
+    notes = [
+        f"{line.name}: {note}" for line in report.passes for note in line.notes if not _is_in_table(line.name, note)
+    ]
     if notes:
         parts.append(Text("\n".join(notes), style="dim"))
     return Group(*parts)
 
 
-def _is_told(name: str, note: str) -> bool:
+def _is_in_table(name: str, note: str) -> bool:
     """Whether a table says the same."""
     return name == bucket_gradients.__name__ and note.startswith("bucket ")
 
 
-def _collective_table(said: Explanation) -> Iterable[Table | Text]:
-    if not said.collectives:
+def _collective_table(explanation: Explanation) -> Iterable[Table | Text]:
+    if not explanation.collectives:
         yield Text("No collectives: the step runs on one rank.")
         return
     table = Table(title="Collectives, in order; times predicted, in us", title_justify="left")
-    measured = ("waited",) if said.measured is not None else ()
+    measured = ("waited",) if explanation.measured is not None else ()
     for column in ("#", "collective", "bytes", "takes", "exposed", *measured):
         table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
     for column in ("hidden by", "carries", "why"):
         table.add_column(column)
-    for c in said.collectives:
+    for c in explanation.collectives:
         waited = () if c.measured_exposed_us is None else (f"{c.measured_exposed_us:,.0f}",)
         table.add_row(
             str(c.number), f"{c.op} {c.dtype}", bytes_text(c.num_bytes), f"{c.predicted_us:,.0f}",
@@ -159,24 +162,24 @@ def _carried_text(c: Collective) -> str:
     return f"{len(c.members)} gradient{'s' * (len(c.members) != 1)}{packed}"
 
 
-def _hidden_text(hidden_by: Sequence[Beside]) -> str:
-    shown = [f"{one.region}{' ' * bool(one.module)}{one.module} {one.us:,.0f}" for one in hidden_by[:_SHOWN]]
-    rest = hidden_by[_SHOWN:]
+def _hidden_text(hidden_by: Sequence[ConcurrentCompute]) -> str:
+    shown = [f"{one.region}{' ' * bool(one.module)}{one.module} {one.us:,.0f}" for one in hidden_by[:_MAX_SHOWN]]
+    rest = hidden_by[_MAX_SHOWN:]
     shown += [f"{len(rest)} more {sum(one.us for one in rest):,.0f}"] if rest else []
     return ", ".join(shown) or "nothing"
 
 
-def _times(said: Explanation) -> Text:
-    one = said.predicted
+def _times(explanation: Explanation) -> Text:
+    one = explanation.predicted
     parts = [f"{one.compute_us:,.0f} computing", f"{one.exposed_us:,.0f} exposed communication"]
     if one.slowdown_us >= 0.5:
         parts.insert(1, f"{one.slowdown_us:,.0f} slower beside communication")
     host = f"; the host needs {one.host_us:,.0f}" if one.host_us else ""
     lines = [f"Predicted step: {one.step_us:,.0f} us ({', '.join(parts)}{host}). Costs: {one.cost_source}."]
-    if said.measured is None:
+    if explanation.measured is None:
         lines.append("Measured: not yet; measure(n) times your next n calls.")
     else:
-        seen = said.measured
+        seen = explanation.measured
         lines.append(
             f"Measured on this rank: {seen.step_us:,.0f} us (10% to 90%: {seen.p10_us:,.0f} to {seen.p90_us:,.0f}; "
             f"{seen.num_calls} calls), {seen.exposed_us:,.0f} of them in waits; predicted / measured: "
@@ -185,8 +188,8 @@ def _times(said: Explanation) -> Text:
     return Text("\n".join(lines))
 
 
-def _memory(said: Explanation) -> Text:
-    peak = said.peak
+def _memory(explanation: Explanation) -> Text:
+    peak = explanation.peak
     where = " of ".join(part for part in (peak.region, peak.module) if part)
     kinds = ", ".join(f"{name} {bytes_text(count)}" for name, count in peak.by_category.items() if count)
     return Text(f"Peak memory: {bytes_text(peak.num_bytes)} at {peak.node} ({where}): {kinds}.")

@@ -109,7 +109,7 @@ class GraphRunner:
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
         pool.add(self)
-        teardown.goes_first(self)
+        teardown.release_before_teardown(self)
 
     def _use(self, parts: Partition) -> None:
         """Begins with some parts: they run as they are at first."""
@@ -144,7 +144,7 @@ class GraphRunner:
         """How many graphs the step is, and why it is cut, for people."""
         return self._parts.description
 
-    def let_go(self, group: str) -> None:
+    def release_group(self, group: str) -> None:
         """Drops the graphs if they may hold collectives of a group. The next call captures again."""
         if group in self._groups and any(piece.graph is not None for piece in self._pieces):
             torch.cuda.synchronize(self._device)

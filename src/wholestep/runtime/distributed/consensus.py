@@ -44,10 +44,10 @@ __all__ = ["Peers", "abandon", "agree", "default_store"]
 class Peers(Protocol):
     """What is known about ranks that have not come to a meeting; usually a `World`."""
 
-    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+    def departed(self, ranks: Iterable[int]) -> dict[int, str]:
         """Which of them will not come any more, and how that is known."""
 
-    def places(self, ranks: Iterable[int]) -> dict[int, str]:
+    def locations(self, ranks: Iterable[int]) -> dict[int, str]:
         """Where each of them was when last heard of."""
 
     def stuck(self, ranks: Iterable[int], call: str) -> dict[int, str]:
@@ -87,12 +87,12 @@ def agree(
     """
     if size == 1:
         return
-    meeting = _Meeting(
-        store=_room(store, key), rank=rank, size=size, timeout_s=timeout_s, what=what, call=call, peers=peers,
+    agreement = _Agreement(
+        store=_prefixed(store, key), rank=rank, size=size, timeout_s=timeout_s, what=what, call=call, peers=peers,
         detail=detail,
     )  # fmt: skip
-    with _store_in_reach(what, meeting.started):
-        meeting.attend(text)
+    with _store_in_reach(what, agreement.started):
+        agreement.run(text)
 
 
 def abandon(
@@ -112,22 +112,22 @@ def abandon(
     """
     if isinstance(reason, BaseException):
         reason = f"{type(reason).__name__}: {reason}"
-    room = _room(store, key)
+    prefixed = _prefixed(store, key)
     message = (
         f"Rank {rank} gave up before {what}, so the other ranks stop here too. Its reason was:\n"
         f"{_indented(reason)}\nChange that first; the full error is in the output of rank {rank}."
     )
     try:
-        _publish(room, "missing", message)
-        room.add("read", 1)
+        _publish(prefixed, "missing", message)
+        prefixed.add("read", 1)
         if rank == 0 and size > 1:
-            _linger(room, size)
+            _linger(prefixed, size)
     except dist.DistError:
         return
 
 
 @dataclass(slots=True, kw_only=True)
-class _Meeting:
+class _Agreement:
     """One agreement as one rank lives it."""
 
     store: Store
@@ -140,35 +140,35 @@ class _Meeting:
     detail: Callable[[], str] | None = None
     started: float = field(default_factory=time.monotonic)
 
-    def attend(self, text: str) -> None:
+    def run(self, text: str) -> None:
         if self.store.add(f"came/{self.rank}", 1) > 1:
             raise InternalError(f"{self.what}: its key was used twice by rank {self.rank}; a key needs a counter.")
         self.store.set(f"line/{self.rank}", current_line())
         self.store.set(f"hash/{self.rank}", hashlib.sha256(text.encode()).hexdigest())
         if self.rank == 0:
-            self._judge(text)
+            self._decide(text)
         kind, message = self._verdict(text)
         if kind == "ok":
             return
         self.store.add("read", 1)
         if self.rank == 0:
-            _linger(self.store, sum(self._came(r) for r in range(self.size)))
+            _linger(self.store, sum(self._has_arrived(r) for r in range(self.size)))
         error: type[WholestepError] = RankMismatchError if kind == "mismatch" else RankMissingError
         raise error(message)
 
-    def _judge(self, text: str) -> None:
+    def _decide(self, text: str) -> None:
         """Rank 0: see every hash, then publish the verdict. Returns early when somebody else has published one."""
         hashes: dict[int, str] = {}
         ask_again = GONE_EVERY_S
         for waited_s in _ticks(self.started):
             for rank in range(self.size):
-                if rank not in hashes and self._came(rank):
+                if rank not in hashes and self._has_arrived(rank):
                     hashes[rank] = self.store.get(f"hash/{rank}").decode()
             if len(hashes) == self.size or self.store.check(["verdict"]):
                 break
             if waited_s > ask_again:
                 ask_again = waited_s + GONE_EVERY_S
-                if self._publish_hopeless(set(range(self.size)) - hashes.keys()):
+                if self._publish_departed(set(range(self.size)) - hashes.keys()):
                     return
             if waited_s > self.timeout_s:
                 self._publish_missing(set(range(self.size)) - hashes.keys())
@@ -181,7 +181,7 @@ class _Meeting:
         if len(groups) == 1:
             _publish(self.store, "ok", "")
         else:
-            self._judge_texts(groups, text)
+            self._decide_by_texts(groups, text)
 
     def _verdict(self, text: str) -> tuple[str, str]:
         """Wait for the verdict, and show the text when the judge asks for it."""
@@ -196,9 +196,9 @@ class _Meeting:
                 shown, limit_s = True, limit_s + TEXTS_TIMEOUT_S
             if waited_s > ask_again:
                 ask_again = waited_s + GONE_EVERY_S
-                self._publish_hopeless({0})
+                self._publish_departed({0})
             if waited_s > limit_s:
-                absent = {rank for rank in range(self.size) if not self._came(rank)}
+                absent = {rank for rank in range(self.size) if not self._has_arrived(rank)}
                 # Everybody came and there is no verdict: it is the judge who has stopped.
                 self._publish_missing(absent or {0})
         verdict = json.loads(self.store.get("verdict"))
@@ -207,14 +207,14 @@ class _Meeting:
     def _shown(self, text: str) -> str:
         return text if self.detail is None else self.detail()
 
-    def _came(self, rank: int) -> bool:
+    def _has_arrived(self, rank: int) -> bool:
         return bool(self.store.check([f"hash/{rank}"]))
 
-    def _publish_hopeless(self, absent: set[int]) -> bool:
+    def _publish_departed(self, absent: set[int]) -> bool:
         """Publish who of the absent can never come, if that is known of anybody."""
         if self.peers is None:
             return False
-        if known := self.peers.gone(absent):
+        if known := self.peers.departed(absent):
             why = "\n".join(f"  rank {rank} {known[rank]}" for rank in sorted(known))
             self._publish_missing(
                 set(known), f"It will not come any more:\n{why}\nSee the output of {ranks_text(known)} for the cause."
@@ -236,9 +236,9 @@ class _Meeting:
         lines = {
             rank: self.store.get(f"line/{rank}").decode()
             for rank in range(self.size)
-            if rank not in absent and self._came(rank)
+            if rank not in absent and self._has_arrived(rank)
         }
-        where = self.peers.places(absent) if self.peers is not None else {}
+        where = self.peers.locations(absent) if self.peers is not None else {}
         seen = "".join(f" Rank {rank} was last {where[rank]}." for rank in sorted(where))
         why = why or (
             f"A missing rank may still be compiling (then raise timeout_s, now {self.timeout_s:g} s), have crashed "
@@ -252,7 +252,7 @@ class _Meeting:
             f"{_waiting(lines)}.{seen} {why}",
         )
 
-    def _judge_texts(self, groups: list[list[int]], text: str) -> None:
+    def _decide_by_texts(self, groups: list[list[int]], text: str) -> None:
         """Collect one text per group, and publish where they differ, if they do not belong together as they are."""
         wanted = {group[0] for group in groups} - {0}
         self.store.set("asked", json.dumps(sorted(wanted)))
@@ -290,19 +290,19 @@ def _waiting(lines: dict[int, str]) -> str:
     return f"{', '.join(parts)} {'waits' if len(lines) == 1 else 'wait'}"
 
 
-def _room(store: Store, key: str) -> Store:
+def _prefixed(store: Store, key: str) -> Store:
     return PrefixStore(f"wholestep/agree/{key}", store)
 
 
-def _publish(room: Store, kind: str, message: str) -> None:
+def _publish(prefixed: Store, kind: str, message: str) -> None:
     """Write the verdict unless there is one."""
-    room.compare_set("verdict", "", json.dumps({"kind": kind, "message": message}))
+    prefixed.compare_set("verdict", "", json.dumps({"kind": kind, "message": message}))
 
 
-def _linger(room: Store, readers: int) -> None:
+def _linger(prefixed: Store, readers: int) -> None:
     """Stay until so many ranks have read the verdict, two seconds at most."""
     for waited_s in _ticks(time.monotonic()):
-        if room.add("read", 0) >= readers or waited_s > LINGER_S:
+        if prefixed.add("read", 0) >= readers or waited_s > LINGER_S:
             return
 
 

@@ -40,7 +40,7 @@ def named_failures(world: World, what: Callable[[], str]) -> Iterator[None]:
     if heartbeat is None:
         yield
         return
-    outer, heartbeat.at = heartbeat.at, what
+    outer, heartbeat.activity = heartbeat.activity, what
     try:
         yield
     except Exception as error:
@@ -49,7 +49,7 @@ def named_failures(world: World, what: Callable[[], str]) -> Iterator[None]:
             raise
         raise named from error
     finally:
-        heartbeat.at = outer
+        heartbeat.activity = outer
 
 
 def explain_failure(error: BaseException, world: World, what: str) -> RankMissingError | None:
@@ -112,10 +112,10 @@ def _diagnosis(heartbeat: Heartbeat, key: str, what: str, said: str) -> str:
             f"Every rank must run the same number of steps; uneven data is the usual cause. {tail}"
         )
     if quiet:
-        places = "; ".join(f"rank {rank} was last {beats[rank]}" for rank in quiet)
+        locations = "; ".join(f"rank {rank} was last {beats[rank]}" for rank in quiet)
         return (
             f"{ranks_text(quiet).capitalize()} of {heartbeat.size} died during {what} (no sign of life for "
-            f"{silent_s:.0f} s, while {ranks_text([heartbeat.rank, *alive])} lived): {places}. See the output of "
+            f"{silent_s:.0f} s, while {ranks_text([heartbeat.rank, *alive])} lived): {locations}. See the output of "
             f"{ranks_text(quiet)}: a crash in native code, or the system ending it for memory. {tail}"
         )
     return _all_alive(heartbeat, beats, what, tail)
@@ -126,11 +126,11 @@ def _all_alive(heartbeat: Heartbeat, beats: dict[int, Beat], what: str, tail: st
     where: dict[str, list[int]] = defaultdict(list)
     for rank, beat in (beats | heartbeat.beats([heartbeat.rank])).items():
         where[str(beat)].append(rank)
-    absent = [rank for rank, beat in beats.items() if beat.at != what]
-    places = "; ".join(f"{ranks_text(ranks)}: {place}" for place, ranks in where.items())
+    absent = [rank for rank, beat in beats.items() if beat.activity != what]
+    locations = "; ".join(f"{ranks_text(ranks)}: {place}" for place, ranks in where.items())
     if absent:
         ranks = f"{ranks_text(absent).capitalize()} of {heartbeat.size}"
-        head = f"{ranks} did not take part in {what}, though alive. {places}."
+        head = f"{ranks} did not take part in {what}, though alive. {locations}."
     else:
         rank, size = heartbeat.rank, heartbeat.size
         head = f"A collective in {what} failed on rank {rank} while all {size} ranks are alive and in it."

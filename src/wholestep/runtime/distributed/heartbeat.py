@@ -28,7 +28,7 @@ SILENT_AFTER_S = 15.0
 stopped, swapped out or inside one long call that lets no other thread run."""
 STUCK_AFTER_S = 5.0
 """In the same call for so long a rank counts as waiting there, when others wait for it elsewhere."""
-OUTSIDE, NOT_YET = "outside of any compiled step", "not yet in its World"
+OUTSIDE, BEFORE_INIT = "outside of any compiled step", "not yet in its World"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Beat:
 
     count: int
     """How many beats it has sent; 0 when none was seen."""
-    at: str
+    activity: str
     """What it said it was in, such as ``train_step, call 7``."""
     line: str
     """Where its code was, ``train.py:41``; empty when unknown."""
@@ -45,29 +45,33 @@ class Beat:
     """Seconds since this process first saw this beat."""
 
     def __str__(self) -> str:
-        place = self.at if self.at in (OUTSIDE, NOT_YET) else f"in {self.at}"
+        place = self.activity if self.activity in (OUTSIDE, BEFORE_INIT) else f"in {self.activity}"
         return f"{place} ({self.line})" if self.line else place
 
 
 class Heartbeat:
     """Beats for this rank and keeps what it has seen of the others. `start` and `stop` bound its thread.
 
-    `at` may be set to a callable that says where the rank is; it is called by the thread, so it only reads.
+    `activity` may be set to a callable that says where the rank is; it is called by the thread, so it only reads.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         # A connection of its own: a call that blocks in the main thread must not hold up the beats.
-        self.store = PrefixStore("wholestep/pulse", own_connection(store))
+        self.store = PrefixStore("wholestep/heartbeat", own_connection(store))
         self.rank = rank
         self.size = size
-        self.at: Callable[[], str] | None = None
+        self.activity: Callable[[], str] | None = None
         self.beat_every_s = BEAT_EVERY_S * max(1.0, size / RANKS_PER_BEAT_PERIOD)
         self._count = 0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="wholestep-pulse", daemon=True)
-        self._watched = threading.get_ident()  # the thread whose place in the code is told: the one that makes this
-        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
-        self._stays: dict[int, tuple[str, float]] = {}  # rank -> what it was in, when this process first saw it there
+        self._thread = threading.Thread(target=self._run, name="wholestep-heartbeat", daemon=True)
+        self._observed_thread = (
+            threading.get_ident()
+        )  # the thread whose place in the code is told: the one that makes this
+        self._last_seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
+        self._activity_since: dict[
+            int, tuple[str, float]
+        ] = {}  # rank -> what it was in, when this process first saw it there
         self._farewells: dict[int, str] = {}
 
     def start(self) -> None:
@@ -95,20 +99,20 @@ class Heartbeat:
         found = {}
         for rank in ranks:
             raw = self.store.get(f"beat/{rank}") if self.store.check([f"beat/{rank}"]) else b""
-            if rank not in self._seen or self._seen[rank][0] != raw:
-                self._seen[rank] = (raw, now)
-            count, at, line = json.loads(raw) if raw else (0, NOT_YET, "")
-            found[rank] = Beat(count=count, at=at, line=line, unchanged_s=now - self._seen[rank][1])
+            if rank not in self._last_seen or self._last_seen[rank][0] != raw:
+                self._last_seen[rank] = (raw, now)
+            count, activity, line = json.loads(raw) if raw else (0, BEFORE_INIT, "")
+            found[rank] = Beat(count=count, activity=activity, line=line, unchanged_s=now - self._last_seen[rank][1])
         return found
 
-    def stuck(self, ranks: Iterable[int], at: str) -> dict[int, Beat]:
-        """Those of `ranks` that beat and have been in `at` for long, as far as this process has looked."""
+    def stuck(self, ranks: Iterable[int], activity: str) -> dict[int, Beat]:
+        """Those of `ranks` that beat and have been in `activity` for long, as far as this process has looked."""
         now = time.monotonic()
         found = {}
         for rank, beat in self.beats(ranks).items():
-            if rank not in self._stays or self._stays[rank][0] != beat.at:
-                self._stays[rank] = (beat.at, now)
-            if beat.at == at and now - self._stays[rank][1] > STUCK_AFTER_S:
+            if rank not in self._activity_since or self._activity_since[rank][0] != beat.activity:
+                self._activity_since[rank] = (beat.activity, now)
+            if beat.activity == activity and now - self._activity_since[rank][1] > STUCK_AFTER_S:
                 found[rank] = beat
         return found
 
@@ -122,7 +126,7 @@ class Heartbeat:
             self._farewells[rank] = how
         return dict(self._farewells)
 
-    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+    def departed(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of `ranks` that have ended or gone silent, and how that is known."""
         asked = set(ranks) - {self.rank}
         known = {rank: how for rank, how in self.farewells().items() if rank in asked}
@@ -140,8 +144,10 @@ class Heartbeat:
 
     def _send(self) -> None:
         self._count += 1
-        at = self.at
-        self.store.set(f"beat/{self.rank}", json.dumps([self._count, OUTSIDE if at is None else at(), self._line()]))
+        activity = self.activity
+        self.store.set(
+            f"beat/{self.rank}", json.dumps([self._count, OUTSIDE if activity is None else activity(), self._line()])
+        )
 
     def _line(self) -> str:
         """The line of the watched thread, or nothing: its stack moves while it is read.
@@ -149,7 +155,7 @@ class Heartbeat:
         Seen on CPython 3.11 under load: ``f_back`` gave a function. A rank must not pass for dead because of that.
         """
         try:
-            return line_of(sys._current_frames().get(self._watched))
+            return line_of(sys._current_frames().get(self._observed_thread))
         except Exception:
             return ""
 

@@ -15,7 +15,7 @@ from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import MeshAxis
 from wholestep.util import background
 
-_underway: list[threading.Thread] = []
+_connecting: list[threading.Thread] = []
 
 
 def begin(axis: MeshAxis | None, device: torch.device) -> None:
@@ -37,10 +37,10 @@ def begin(axis: MeshAxis | None, device: torch.device) -> None:
         with torch.cuda.device(device):
             connects(device)
 
-    _underway.append(background.start_in_background(connect))
+    _connecting.append(background.start_in_background(connect))
 
 
 def wait() -> None:
     """Returns when what was begun is done."""
-    while _underway:
-        _underway.pop().join()
+    while _connecting:
+        _connecting.pop().join()

@@ -102,7 +102,7 @@ class Rendezvous:
         return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
 
     def blob_store(self, world: World) -> BlobStore | None:
-        """Where the other ranks find what rank 0 makes for this step; None for a single process."""
+        """The blobs that rank 0 makes for this step; None for a single process."""
         if world.size == 1:
             return None
         return BlobStore(world.store, f"{self._name}/{self._number}", rank=world.rank, size=world.size)

@@ -68,12 +68,12 @@ class World:
             peers=self,
         )
 
-    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+    def departed(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of `ranks` that have ended or given no sign of life for long, and how that is known."""
         heartbeat = _session_of(self).heartbeat
-        return {} if heartbeat is None else heartbeat.gone(ranks)
+        return {} if heartbeat is None else heartbeat.departed(ranks)
 
-    def places(self, ranks: Iterable[int]) -> dict[int, str]:
+    def locations(self, ranks: Iterable[int]) -> dict[int, str]:
         """Where each of `ranks` was when last heard of: in which compiled step, at which line of the user's code."""
         heartbeat = _session_of(self).heartbeat
         return {} if heartbeat is None else {rank: str(beat) for rank, beat in heartbeat.beats(ranks).items()}
@@ -140,7 +140,7 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
     """
     global _session, _sessions_made
     if _session is not None and _is_current(_session):
-        if backend is not None and _session.backend not in (backend, _full(backend)):
+        if backend is not None and _session.backend not in (backend, _with_gloo(backend)):
             raise ConfigError(
                 f"init(backend={backend!r}) was called in a World that uses {_session.backend!r}. "
                 "Call World.close() first, or leave the backend out."
@@ -152,11 +152,11 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
         raise ConfigError(f"init(timeout_s=...) wants a positive number of seconds, got {timeout_s!r}.")
     _sessions_made += 1
     if dist.is_initialized():
-        _session = _adopted(timeout_s)
-    elif (place := _read_environment()) is None:
-        _session = _alone(backend, timeout_s)
+        _session = _from_existing_group(timeout_s)
+    elif (environment := _read_environment()) is None:
+        _session = _single_process(backend, timeout_s)
     else:
-        _session = _joined(place, backend, timeout_s)
+        _session = _from_launcher(environment, backend, timeout_s)
     if _session.heartbeat is not None:
         _session.heartbeat.start()
     return _session.world
@@ -203,7 +203,7 @@ def close_current() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _RankEnvironment:
     """What the environment says about this process."""
 
     rank: int
@@ -213,32 +213,32 @@ class _Place:
     port: int
 
 
-def _alone(backend: str | None, timeout_s: float) -> _Session:
+def _single_process(backend: str | None, timeout_s: float) -> _Session:
     backend = _chosen_backend(backend)
     device = _device(backend, 0)
     world = World(rank=0, size=1, local_rank=0, device=device, mesh=None, timeout_s=timeout_s)
     return _session_record(world, None, HashStore(), backend, owned=False)
 
 
-def _joined(place: _Place, backend: str | None, timeout_s: float) -> _Session:
+def _from_launcher(environment: _RankEnvironment, backend: str | None, timeout_s: float) -> _Session:
     backend = _chosen_backend(backend)
-    device = _device(backend, place.local_rank)
-    store = _rendezvous(place, timeout_s)
+    device = _device(backend, environment.local_rank)
+    store = _rendezvous(environment, timeout_s)
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+        backend, store=store, rank=environment.rank, world_size=environment.size, timeout=timedelta(seconds=timeout_s)
     )
     world = World(
-        rank=place.rank,
-        size=place.size,
-        local_rank=place.local_rank,
+        rank=environment.rank,
+        size=environment.size,
+        local_rank=environment.local_rank,
         device=device,
-        mesh=_mesh(device, place.size),
+        mesh=_mesh(device, environment.size),
         timeout_s=timeout_s,
     )
     return _session_record(world, dist.group.WORLD, default_store(), backend, owned=True)
 
 
-def _adopted(timeout_s: float) -> _Session:
+def _from_existing_group(timeout_s: float) -> _Session:
     rank, size, backend = dist.get_rank(), dist.get_world_size(), _group_backend()
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
@@ -262,7 +262,13 @@ def _session_record(
     if world.size > 1:
         heartbeat = Heartbeat(PrefixStore(f"wholestep/world/{number}", store), rank=world.rank, size=world.size)
     return _Session(
-        world=world, group=group, store=store, heartbeat=heartbeat, owned=owned, number=number, backend=_full(backend)
+        world=world,
+        group=group,
+        store=store,
+        heartbeat=heartbeat,
+        owned=owned,
+        number=number,
+        backend=_with_gloo(backend),
     )
 
 
@@ -277,15 +283,15 @@ def _is_current(session: _Session) -> bool:
     return (dist.group.WORLD if dist.is_initialized() else None) is session.group
 
 
-def _rendezvous(place: _Place, timeout_s: float) -> Store:
+def _rendezvous(environment: _RankEnvironment, timeout_s: float) -> Store:
     """Connect to the store, and wait until every rank has."""
     kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = TCPStore(
-            place.host,
-            place.port,
-            place.size,
-            is_master=place.rank == 0 and not kept_by_launcher,
+            environment.host,
+            environment.port,
+            environment.size,
+            is_master=environment.rank == 0 and not kept_by_launcher,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
@@ -293,28 +299,28 @@ def _rendezvous(place: _Place, timeout_s: float) -> Store:
     except dist.DistError as error:
         keeper = "the launcher" if kept_by_launcher else "rank 0"
         raise RankMissingError(
-            f"Rank {place.rank} could not reach the store of {keeper} at {place.host}:{place.port} (MASTER_ADDR, "
-            f"MASTER_PORT) within {timeout_s:g} s: either {keeper} has not started, or the address is wrong, or the "
-            f"port is taken. torch said: {error}"
+            f"Rank {environment.rank} could not reach the store of {keeper} at {environment.host}:{environment.port} "
+            f"(MASTER_ADDR, MASTER_PORT) within {timeout_s:g} s: either {keeper} has not started, or the address is "
+            f"wrong, or the port is taken. torch said: {error}"
         ) from error
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    room = PrefixStore(f"wholestep/start/{restart}/{_sessions_made}", store)
+    prefixed = PrefixStore(f"wholestep/start/{restart}/{_sessions_made}", store)
     agree(
-        str(place.size),
-        store=room,
-        rank=place.rank,
-        size=place.size,
+        str(environment.size),
+        store=prefixed,
+        rank=environment.rank,
+        size=environment.size,
         key="rendezvous",
         timeout_s=timeout_s,
         what="the rendezvous",
     )
-    return room
+    return prefixed
 
 
 # ---- environment, backend, device, mesh --------------------------------------------------------------------------
 
 
-def _read_environment() -> _Place | None:
+def _read_environment() -> _RankEnvironment | None:
     """None when no launcher has set anything.
 
     Raises:
@@ -335,7 +341,7 @@ def _read_environment() -> _Place | None:
         raise ConfigError(f"RANK={rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
     if not 0 <= local_rank < size:
         raise ConfigError(f"LOCAL_RANK={local_rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
-    return _Place(rank=rank, size=size, local_rank=local_rank, host=os.environ["MASTER_ADDR"], port=port)
+    return _RankEnvironment(rank=rank, size=size, local_rank=local_rank, host=os.environ["MASTER_ADDR"], port=port)
 
 
 def _number(name: str) -> int:
@@ -345,7 +351,7 @@ def _number(name: str) -> int:
         raise ConfigError(f"{name} wants a whole number, got {os.environ[name]!r}.") from None
 
 
-def _full(backend: str) -> str:
+def _with_gloo(backend: str) -> str:
     """nccl alone cannot carry CPU tensors, such as the step counters of optimizers, so gloo goes with it."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
@@ -353,7 +359,7 @@ def _full(backend: str) -> str:
 def _chosen_backend(backend: str | None) -> str:
     if backend is None:
         return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    backend = _full(backend)
+    backend = _with_gloo(backend)
     known = {name.lower() for name in dist.Backend.backend_list}
     for part in backend.split(","):
         if part.rpartition(":")[2] not in known:

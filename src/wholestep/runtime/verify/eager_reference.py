@@ -40,7 +40,7 @@ AMPLIFIED = 4
 
 
 @dataclass(slots=True)
-class Movement:
+class StepRecord:
     """What one step did to the parameters, by name."""
 
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Movement:
 
     def note(self, name: str, gradient: torch.Tensor) -> None:
         """Keeps a gradient."""
-        self.gradients.setdefault(name, []).append(kept(gradient))
+        self.gradients.setdefault(name, []).append(copied(gradient))
 
     def note_reduction(self, node: fx.Node, args: list[Any], found: list[Any]) -> None:
         """Keeps the reduced gradients of a placed program while it runs: what the waits for them give on rank 0."""
@@ -61,19 +61,19 @@ class Movement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class VirtualRun:
     """What virtual ranks did."""
 
     strategy: DDP
-    movements: Sequence[tuple[Movement, Callable[[], None]]]
+    step_records: Sequence[tuple[StepRecord, Callable[[], None]]]
     """Per step, what it did to the parameters, and what changed the numbers of parameter groups behind it."""
     programs: Sequence[Program]
     """The captured programs that were run."""
-    drew: bool
+    draws_random: bool
     """Whether random numbers were drawn."""
 
 
-def compare_with_eager(step: Callable[..., Any], batch: Batch, state: TrainState, ranks: Ranks) -> Check:
+def compare_with_eager(step: Callable[..., Any], batch: Batch, state: TrainState, ranks: VirtualRun) -> Check:
     """Runs the user's step on the whole batch, on the user's own objects, and compares it step by step.
 
     The caller puts the user's objects back.
@@ -81,12 +81,12 @@ def compare_with_eager(step: Callable[..., Any], batch: Batch, state: TrainState
     if (why_not := _why_not(ranks)) is not None:
         return Check(name=NAME, outcome=Outcome.SKIPPED, text=why_not)
     comparison = _Comparison(max(map(_widest_eps, ranks.programs)))
-    for number, (wanted, change_numbers) in enumerate(ranks.movements, 1):
+    for number, (wanted, change_numbers) in enumerate(ranks.step_records, 1):
         args, kwargs = batch.whole(number - 1)
-        eager = Movement(old={slot.name: kept(slot.tensor) for slot in state.params})
+        eager = StepRecord(old={slot.name: copied(slot.tensor) for slot in state.params})
         with _gradients_to(eager, state.params):
             step(*args, **kwargs)
-        eager.new = {slot.name: kept(slot.tensor) for slot in state.params}
+        eager.new = {slot.name: copied(slot.tensor) for slot in state.params}
         found = comparison.first_difference(wanted, eager, number)
         if found is not None:
             text = f"{found.op} of {found.name} differs in step {number} by more than rounding; {_ADVICE}"
@@ -102,11 +102,11 @@ _ADVICE = (
 )
 
 
-def _why_not(ranks: Ranks) -> str | None:
+def _why_not(ranks: VirtualRun) -> str | None:
     """Why the eager step on the whole batch would give other numbers; None if it should give the same."""
-    if not ranks.movements:
+    if not ranks.step_records:
         return "no step was finished"
-    if ranks.drew:
+    if ranks.draws_random:
         return "the step draws random numbers, which every rank draws for itself"
     if ranks.strategy.reduce != "mean":
         return "gradients are summed, not averaged, over the ranks"
@@ -167,13 +167,13 @@ def _widest_eps(program: Program) -> float:
 
 
 @contextmanager
-def _gradients_to(movement: Movement, params: Sequence[Slot]) -> Iterator[None]:
-    """While open, `movement` is told of every gradient that a backward accumulates."""
+def _gradients_to(step_record: StepRecord, params: Sequence[Slot]) -> Iterator[None]:
+    """While open, `step_record` is told of every gradient that a backward accumulates."""
 
     def keep(name: str) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
             if param.grad is not None:
-                movement.note(name, param.grad)
+                step_record.note(name, param.grad)
 
         return hook
 
@@ -193,12 +193,12 @@ class _Comparison:
         self._digits = math.sqrt(eps)
         self._reliable: dict[str, torch.Tensor] = {}
         """Per parameter, where its gradients have stood out so far."""
-        self._off: dict[str, float] = {}
+        self._gradient_errors: dict[str, float] = {}
         """Per parameter, how far a gradient was off at most, as a share of its scale."""
         self.used = 0.0
         """The largest share of an allowed distance that was reached."""
 
-    def first_difference(self, ranks: Movement, eager: Movement, number: int) -> Difference | None:
+    def first_difference(self, ranks: StepRecord, eager: StepRecord, number: int) -> Difference | None:
         """The first gradient or update of a step that rounding does not explain."""
         model = max((largest(one) for grads in ranks.gradients.values() for one in grads), default=0.0)
         for name, reduced in ranks.gradients.items():
@@ -223,15 +223,15 @@ class _Comparison:
         gaps = [farthest(ours, wanted, self._digits * scale) for wanted in eager]
         one = self._seen(min(gaps, key=lambda gap: gap.distance)) if gaps else None
         off = self._digits if one is None or not scale else one.distance / scale
-        self._off[name] = max(off, self._off.get(name, 0.0))
+        self._gradient_errors[name] = max(off, self._gradient_errors.get(name, 0.0))
         return one
 
-    def _update_gap(self, name: str, ranks: Movement, eager: Movement) -> Gap:
+    def _update_gap(self, name: str, ranks: StepRecord, eager: StepRecord) -> Gap:
         """How far apart a parameter was moved, where its gradients stand out."""
         new = ranks.new[name]
         wanted, ours = eager.new[name].double() - eager.old[name].double(), new.double() - ranks.old[name].double()
         ours = torch.where(self._reliable[name], ours, wanted)
-        share = max(self._digits, AMPLIFIED * self._off[name] / STANDS_OUT)
+        share = max(self._digits, AMPLIFIED * self._gradient_errors[name] / STANDS_OUT)
         stored = 4 * torch.finfo(new.dtype).eps * largest(new)  # a rounding for each of four parameters
         return self._seen(farthest(ours, wanted, share * largest(wanted) + stored))
 
@@ -241,7 +241,7 @@ class _Comparison:
         return one
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy; of complex numbers, their parts."""
     copy = tensor.detach().clone()
     return torch.view_as_real(copy) if copy.is_complex() else copy

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.ir import node_meta, op_info
-from wholestep.runtime.verify.rank_simulator import Pending, described
+from wholestep.runtime.verify.rank_simulator import Pending, node_text
 from wholestep.runtime.verify.tolerance import Gap, gap
 from wholestep.runtime.verify.verification import Difference
 
@@ -25,7 +25,7 @@ class Recorder:
         self.values: dict[str, Any] = {}
 
     def __call__(self, node: fx.Node, args: list[Any], found: list[Any]) -> None:
-        self.values[node.name] = _copied(found[self.rank])
+        self.values[node.name] = _snapshot_of(found[self.rank])
 
 
 class Comparer:
@@ -47,7 +47,7 @@ class Comparer:
         if value is None and (written := op_info.mutated_args(node.target)):
             lists = [args[rank][position] for position in written if position < len(args[rank])]
             value = lists[0] if len(lists) == 1 else lists
-        one = None if _under_way(value) else gap(value, self._recorder.values[name])
+        one = None if _is_pending(value) else gap(value, self._recorder.values[name])
         if one is not None and one.is_fault:
             self.first = node, one
 
@@ -56,9 +56,9 @@ class Comparer:
         if self.first is None:
             return None
         node, one = self.first
-        return difference_at(node, one, where, name=node_meta.stands_for(node), behind=self._behind(node))
+        return difference_at(node, one, where, name=node_meta.stands_for(node), made_by=self._collectives_before(node))
 
-    def _behind(self, node: fx.Node) -> Sequence[str]:
+    def _collectives_before(self, node: fx.Node) -> Sequence[str]:
         """Collectives that passes have made between the last values that can be compared and this one."""
         found: dict[fx.Node, None] = {}
         todo, seen = list(node.all_input_nodes), set[fx.Node]()
@@ -70,28 +70,28 @@ class Comparer:
             todo += one.all_input_nodes
             if op_info.is_collective(one):
                 found[one] = None
-        return [described(one) for one in sorted(found)]
+        return [node_text(one) for one in sorted(found)]
 
 
 def difference_at(
-    node: fx.Node | None, one: Gap, where: Where, *, name: str, op: str = "", behind: Sequence[str] = ()
+    node: fx.Node | None, one: Gap, where: Where, *, name: str, op: str = "", made_by: Sequence[str] = ()
 ) -> Difference:
     """The record of a gap, with what is known of the node."""
     origin = node_meta.UNKNOWN if node is None else node_meta.origin(node)
     return Difference(
         step=where[0], rank=where[1], name=name, op=op or ("" if node is None else str(node.target)),
         region=origin.region.value, module=origin.module, source=origin.source, index=one.index, got=one.got,
-        wanted=one.wanted, behind=tuple(behind),
+        wanted=one.wanted, made_by=tuple(made_by),
     )  # fmt: skip
 
 
-def _copied(value: Any) -> Any:
+def _snapshot_of(value: Any) -> Any:
     if isinstance(value, Pending):
         return None
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return [_copied(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_snapshot_of(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _under_way(value: Any) -> bool:
+def _is_pending(value: Any) -> bool:
     return isinstance(value, Pending) or (isinstance(value, list) and any(isinstance(one, Pending) for one in value))

@@ -34,17 +34,17 @@ from wholestep.ir.program import MeshAxis, Program
 from wholestep.passes.analysis.alias_analysis import COPY_FIRST
 from wholestep.runtime.verify.collective_semantics import RULES
 
-Watch = Callable[[fx.Node, list[Any], list[Any]], None]
+Observer = Callable[[fx.Node, list[Any], list[Any]], None]
 """Is told of each call that has run: the node, its positional arguments and what it gave, by rank."""
 
 _SILENT = frozenset({"aten", "prims", "_c10d_functional"})
 """Namespaces whose operators draw random numbers only where their tags say so."""
 
 
-class Streams:
+class RankGenerators:
     """A stream of random numbers per virtual rank: that of a process which called ``torch.manual_seed(seeds[rank])``.
 
-    The generator of the CPU, and that of `device` where it is a GPU, are lent to a rank while it draws.
+    The generators of the CPU, and of `device` where it is a GPU, are those of a rank while it draws.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
@@ -53,20 +53,20 @@ class Streams:
         self._states = [[torch.Generator(one).manual_seed(seed).get_state() for one in devices] for seed in seeds]
         self._first = list(self._states)
 
-    def copy(self) -> Streams:
+    def copy(self) -> RankGenerators:
         """Streams that go on from here by themselves."""
         made = copy.copy(self)
         made._states = list(self._states)  # a state is replaced, never written to
         return made
 
     @property
-    def moved(self) -> bool:
+    def have_advanced(self) -> bool:
         """Whether any rank has drawn since the beginning."""
         pairs = zip(self._states, self._first, strict=True)
         return any(not torch.equal(a, b) for now, then in pairs for a, b in zip(now, then, strict=True))
 
     @contextmanager
-    def lent(self, rank: int) -> Iterator[None]:
+    def active(self, rank: int) -> Iterator[None]:
         """While open, the global generators are those of `rank`; afterwards they are as they were."""
         before = [_generator_state(device) for device in self._devices]
         _set_generators(self._devices, self._states[rank])
@@ -89,7 +89,7 @@ def _set_generators(devices: Sequence[torch.device], states: Sequence[torch.Tens
             torch.set_rng_state(state)
 
 
-def blocks_of(axis: MeshAxis, num_ranks: int) -> list[list[int]]:
+def rank_blocks(axis: MeshAxis, num_ranks: int) -> list[list[int]]:
     """The groups that `axis` divides the virtual ranks into, each in rank order; see *names of groups* in
     `wholestep.capture.scalars.rank_symbols`.
 
@@ -117,9 +117,9 @@ class Pending:
 
     start: fx.Node
     value: torch.Tensor
-    owned: tuple[tuple[int, int], ...]
+    exclusive: tuple[tuple[int, int], ...]
     """Memory that nobody may read or write: from one address up to another."""
-    kept: tuple[tuple[int, int], ...]
+    read_only: tuple[tuple[int, int], ...]
     """Memory that nobody may write."""
     arrived: bool = False
 
@@ -128,8 +128,8 @@ def run(
     program: Program,
     inputs: Sequence[Sequence[Any]],
     blocks: Mapping[str, list[list[int]]],
-    streams: Streams,
-    watch: Watch | None = None,
+    streams: RankGenerators,
+    observer: Observer | None = None,
 ) -> list[tuple[Any, ...]]:
     """Runs a placed or a scheduled program; gives the results of each rank, in the order of the program's records.
 
@@ -144,7 +144,7 @@ def run(
         VerificationError: for a value that is used before its wait, with the node and the user's line.
     """
     with without_autocast():
-        return _Run(program, inputs, blocks, streams).run(watch)
+        return _Run(program, inputs, blocks, streams).run(observer)
 
 
 class _Run:
@@ -153,7 +153,7 @@ class _Run:
         program: Program,
         inputs: Sequence[Sequence[Any]],
         blocks: Mapping[str, list[list[int]]],
-        streams: Streams,
+        streams: RankGenerators,
     ) -> None:
         self.program, self.inputs, self.blocks, self.streams = program, inputs, blocks, streams
         self.ranks = range(len(inputs))
@@ -161,32 +161,32 @@ class _Run:
         self.under_way: list[Pending] = []
         """Of rank 0: all ranks make the same calls on the same places."""
 
-    def run(self, watch: Watch | None) -> list[tuple[Any, ...]]:
+    def run(self, observer: Observer | None) -> list[tuple[Any, ...]]:
         for index, node in enumerate(self.program.placeholders):
             self.values[node] = [flat[index] for flat in self.inputs]
-        readers_left = {node: len(node.users) for node in self.program.graph.nodes}
+        num_readers = {node: len(node.users) for node in self.program.graph.nodes}
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
                 self.values[node] = [printer.attribute(self.program.module, str(node.target))] * len(self.ranks)
             elif node.op == "call_function":
                 calls = [self._arguments(node, rank) for rank in self.ranks]
                 found = self._call(node, calls)
-                if watch is not None:
-                    watch(node, [args for args, _ in calls], found)
-                if readers_left[node]:
+                if observer is not None:
+                    observer(node, [args for args, _ in calls], found)
+                if num_readers[node]:
                     self.values[node] = found
                 for arg in node.all_input_nodes:
-                    readers_left[arg] -= 1
-                    if not readers_left[arg]:
+                    num_readers[arg] -= 1
+                    if not num_readers[arg]:
                         del self.values[arg]
-        self._nothing_is_left_under_way()
+        self._check_all_waited()
         results = self.program.results
         return [tuple(self._result(one, rank) for one in results) for rank in self.ranks]
 
     def _call(self, node: fx.Node, calls: list[Any]) -> list[Any]:
         if node.target is op_info.WAIT:
-            return [self._arrived(args[0]) for args, _ in calls]
-        self._look(node, *calls[0])
+            return [self._complete(args[0]) for args, _ in calls]
+        self._check_access(node, *calls[0])
         if node.target is BARRIER:
             return [None for _ in calls]
         if op_info.is_collective(node):
@@ -198,12 +198,12 @@ class _Run:
         for rank, (args, kwargs) in enumerate(calls):
             try:
                 if draws:
-                    with self.streams.lent(rank):
+                    with self.streams.active(rank):
                         found.append(node.target(*args, **kwargs))  # type: ignore[operator]
                 else:
                     found.append(node.target(*args, **kwargs))  # type: ignore[operator]
             except Exception as error:
-                error.add_note(f"on virtual rank {rank}, while running {described(node)}")
+                error.add_note(f"on virtual rank {rank}, while running {node_text(node)}")
                 raise
         return found
 
@@ -213,11 +213,11 @@ class _Run:
 
         def value(arg: fx.Node) -> Any:
             found = self.values[arg][rank]
-            return found if may_wait else _settled(found, node)
+            return found if may_wait else _waited_value(found, node)
 
         return fx.map_arg((node.args, node.kwargs), value)
 
-    def _arrived(self, value: Any) -> Any:
+    def _complete(self, value: Any) -> Any:
         if isinstance(value, Pending):
             value.arrived = True
             self.under_way = [one for one in self.under_way if one is not value]
@@ -238,7 +238,7 @@ class _Run:
         self.under_way += found[0] if isinstance(found[0], list) else [found[0]]
         return found
 
-    def _look(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+    def _check_access(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """Refuses a call that reads or writes what is under way."""
         if not self.under_way or not isinstance(node.target, torch._ops.OpOverload):
             return
@@ -250,21 +250,21 @@ class _Run:
             for tensor in node_meta.tensors_in(arg):
                 span = _span(tensor)
                 for one in self.under_way:
-                    if any(map(_meets(span), one.owned)):
-                        raise _too_early(node, one.start, "writes to" if name in written else "reads")
-                    if name in written and any(map(_meets(span), one.kept)):
-                        raise _too_early(node, one.start, "writes to what is sent by", is_input=True)
+                    if any(map(_overlaps(span), one.exclusive)):
+                        raise _access_before_wait(node, one.start, "writes to" if name in written else "reads")
+                    if name in written and any(map(_overlaps(span), one.read_only)):
+                        raise _access_before_wait(node, one.start, "writes to what is sent by", is_input=True)
 
     def _result(self, one: Any, rank: int) -> Any:
         value = self.values[one][rank] if isinstance(one, fx.Node) else one
         return value.value if isinstance(value, Pending) else value  # the caller waits
 
-    def _nothing_is_left_under_way(self) -> None:
+    def _check_all_waited(self) -> None:
         returned = {id(self.values[one][0]) for one in self.program.results if isinstance(one, fx.Node)}
         for one in self.under_way:
-            if one.owned and id(one) not in returned:
+            if one.exclusive and id(one) not in returned:
                 raise VerificationError(
-                    f"{described(one.start)} is never waited for, so the step ends while it may still write. "
+                    f"{node_text(one.start)} is never waited for, so the step ends while it may still write. "
                     f"A pass has dropped its wait."
                 )
 
@@ -273,33 +273,33 @@ def _pending(node: fx.Node, result: Any, given: Any) -> Any:
     in_place, late = bool(op_info.mutated_args(node.target)), node.target not in COPY_FIRST
 
     def one(value: torch.Tensor, sources: Any) -> Pending:
-        kept = tuple(map(_span, node_meta.tensors_in(sources))) if late and not in_place else ()
-        return Pending(node, value, (_span(value),) if in_place else (), kept)
+        read_only = tuple(map(_span, node_meta.tensors_in(sources))) if late and not in_place else ()
+        return Pending(node, value, (_span(value),) if in_place else (), read_only)
 
     if not isinstance(result, list):
         return one(result, given)
     return [one(value, source) for value, source in zip(result, given, strict=True)]
 
 
-def _settled(value: Any, reader: fx.Node) -> Any:
+def _waited_value(value: Any, reader: fx.Node) -> Any:
     if isinstance(value, Pending):
         if not value.arrived:
-            raise _too_early(reader, value.start, "reads")
+            raise _access_before_wait(reader, value.start, "reads")
         return value.value
     if isinstance(value, list) and any(isinstance(one, Pending) for one in value):
-        return [_settled(one, reader) for one in value]
+        return [_waited_value(one, reader) for one in value]
     return value
 
 
-def _too_early(reader: fx.Node, start: fx.Node, does: str, *, is_input: bool = False) -> VerificationError:
+def _access_before_wait(reader: fx.Node, start: fx.Node, does: str, *, is_input: bool = False) -> VerificationError:
     what = f"{does} {start.name}" if is_input else f"{does} the result of {start.name}"
     return VerificationError(
-        f"{described(reader)} {what} before the wait for it: on a real group it would meet memory that is still under "
-        f"way. {start.name} is {described(start)}. A pass has moved the wait behind a reader, or the reader before it."
+        f"{node_text(reader)} {what} before the wait for it: on a real group it would meet memory that is still under "
+        f"way. {start.name} is {node_text(start)}. A pass has moved the wait behind a reader, or the reader before it."
     )
 
 
-def described(node: fx.Node) -> str:
+def node_text(node: fx.Node) -> str:
     """``add_3 (aten.add.Tensor, backward, blocks.0.norm, train.py:12)``: a node for people."""
     origin = node_meta.origin(node)
     bucket = node_meta.bucket(node)
@@ -317,6 +317,6 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return (start, start + (reach + 1) * tensor.element_size())
 
 
-def _meets(a: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
+def _overlaps(a: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
     """Whether another span shares an address with `a`."""
     return lambda b: a[0] < b[1] and b[0] < a[1]

@@ -17,7 +17,7 @@ from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.errors import ConfigError
 from wholestep.ir.program import Input, InputKind, OutputKind, Program
 from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
-from wholestep.runtime.verify.rank_simulator import blocks_of
+from wholestep.runtime.verify.rank_simulator import rank_blocks
 from wholestep.runtime.verify.state_backup import freed_like, overwrite
 
 
@@ -84,28 +84,28 @@ class RankState:
 
     def __init__(self, num_ranks: int, comms: Sequence[CompressionState] = ()) -> None:
         """`comms`: per rank, what its compressed communication remembers; none where the program has no such inputs."""
-        self._num_ranks, self._comms = num_ranks, comms
+        self._num_ranks, self._compression = num_ranks, comms
         self._copies: list[dict[int, torch.Tensor]] = [{} for _ in range(num_ranks)]
         """Per rank: id of a tensor of the user's -> the rank's own."""
         self._grads: list[dict[int, torch.Tensor | None]] = [{} for _ in range(num_ranks)]
         """Per rank: id of a parameter -> its gradient between calls."""
         self._held: list[CompressionBuffers] = []
-        self._alive: list[Any] = []  # ids stay valid while their objects live
+        self._kept_alive: list[Any] = []  # ids stay valid while their objects live
 
     def inputs(self, program: Program, captured: Captured, leaves: list[list[Any]]) -> list[list[Any]]:
         """The flat inputs of every rank. `leaves` are the arguments of each rank."""
         binding = captured.binding
-        self._meet([tensor for tensor in binding.tensors if isinstance(tensor, torch.Tensor)])
-        self._meet([param.grad for _, param in binding.entry_grads if param.grad is not None])
-        self._held = [comm.hold(program) for comm in self._comms]
+        self._add_copies([tensor for tensor in binding.tensors if isinstance(tensor, torch.Tensor)])
+        self._add_copies([param.grad for _, param in binding.entry_grads if param.grad is not None])
+        self._held = [comm.hold(program) for comm in self._compression]
         flat: list[list[Any]] = []
         for rank in range(self._num_ranks):
-            own = self._own(rank, captured, leaves[rank])
+            own = self._inputs_of_rank(rank, captured, leaves[rank])
             memory = iter(self._held[rank].tensors if self._held else ())
             flat.append([next(memory if record.kind is InputKind.COMM else own) for record in program.inputs])
         return flat
 
-    def _own(self, rank: int, captured: Captured, leaves: list[Any]) -> Iterator[Any]:
+    def _inputs_of_rank(self, rank: int, captured: Captured, leaves: list[Any]) -> Iterator[Any]:
         """The inputs of the captured program on one rank."""
         binding = captured.binding
         hypers, user, grads = dict(binding.hypers), dict(binding.user), dict(binding.entry_grads)
@@ -126,18 +126,18 @@ class RankState:
     def call(self) -> Iterator[None]:
         """Around a call with the inputs that were made last."""
         with ExitStack() as stack:
-            for comm, held in zip(self._comms, self._held, strict=True):
+            for comm, held in zip(self._compression, self._held, strict=True):
                 stack.enter_context(comm.call(held))
             yield
 
-    def _meet(self, tensors: list[torch.Tensor]) -> None:
+    def _add_copies(self, tensors: list[torch.Tensor]) -> None:
         """Gives every rank copies of tensors that are new."""
         fresh = [tensor for tensor in tensors if id(tensor) not in self._copies[0]]
-        self._alive += fresh
+        self._kept_alive += fresh
         for copies in self._copies:
             copies.update(zip(map(id, fresh), copies_of(fresh), strict=True))
 
-    def absorb(self, program: Program, captured: Captured, flat: list[list[Any]], results: list[Any]) -> None:
+    def keep_results(self, program: Program, captured: Captured, flat: list[list[Any]], results: list[Any]) -> None:
         """Keeps what a step left: inputs that it wrote, gradients, and the optimizer state that it created.
 
         The user's objects have taken on the step by then: new state is known by the tensor that the optimizer holds.
@@ -149,7 +149,7 @@ class RankState:
             of_kind: dict[OutputKind, list[Any]] = {kind: [] for kind in OutputKind}
             for output, value in zip(program.outputs, outputs, strict=True):
                 of_kind[output.kind].append((output.target, value))
-            writes = [(target, _apart(value, inputs)) for target, value in of_kind[OutputKind.WRITE]]
+            writes = [(target, _unaliased(value, inputs)) for target, value in of_kind[OutputKind.WRITE]]
             for target, value in writes:
                 if value is not None:
                     overwrite(inputs[target], value)
@@ -157,7 +157,7 @@ class RankState:
                 self._grads[rank][id(param)] = value
             for (holder, key, _), (_, value) in zip(binding.new_state, of_kind[OutputKind.STATE], strict=True):
                 held = holder()[key]  # a number will be a box of its own
-                self._alive.append(held)
+                self._kept_alive.append(held)
                 self._copies[rank][id(held)] = value
 
     def copy_from(self, other: RankState) -> None:
@@ -174,7 +174,7 @@ class RankState:
         return self._copies[rank][id(tensor)]
 
 
-def _apart(value: Any, inputs: list[Any]) -> Any:
+def _unaliased(value: Any, inputs: list[Any]) -> Any:
     """`value`, copied where it lives in the memory of an input: two inputs may exchange their values."""
     if not _has_memory(value):
         return value
@@ -187,7 +187,7 @@ def _rank_number(record: Input, rank: int, num_ranks: int) -> int:
     found = [one.axis for one in ranks() if f"rank.{one.axis.name}" == record.name]
     if len(found) != 1:
         raise ConfigError(f"The step asks for its {record.name}: {len(found)} groups of this process have that name.")
-    block = next(block for block in blocks_of(found[0], num_ranks) if rank in block)
+    block = next(block for block in rank_blocks(found[0], num_ranks) if rank in block)
     return block.index(rank)
 
 

@@ -32,16 +32,16 @@ class StateBackup:
 
     def restore(self) -> None:
         """Puts everything back as it was."""
-        for watch in self._found.snapshots:
-            if next(watch.changes(), None) is not None:
-                watch.restore()
+        for snapshot in self._found.snapshots:
+            if next(snapshot.changes(), None) is not None:
+                snapshot.restore()
         for opt, attributes, whole, parts in self._optimizers:
-            _put_back(vars(opt), attributes)
-            _put_back(opt.state, whole)
+            _restore_dict(vars(opt), attributes)
+            _restore_dict(opt.state, whole)
             for held, before in parts:
-                _put_back(held, before)
+                _restore_dict(held, before)
         for group, held in self._groups:
-            _put_back(group, held)
+            _restore_dict(group, held)
         for param, grad in self._grads:
             param.grad = grad
         for tensor, contents, version in self._tensors:
@@ -84,7 +84,7 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _put_back(container: dict[Any, Any], held: dict[Any, Any]) -> None:
+def _restore_dict(container: dict[Any, Any], held: dict[Any, Any]) -> None:
     for key in [key for key in container if key not in held]:
         del container[key]
     container.update(held)

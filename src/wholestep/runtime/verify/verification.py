@@ -41,7 +41,7 @@ class Difference:
     """The element that differs most; empty for a number."""
     got: float
     wanted: float
-    behind: tuple[str, ...] = ()
+    made_by: tuple[str, ...] = ()
     """Collectives between the last equal values and this one, which the passes made."""
 
     def __str__(self) -> str:
@@ -50,8 +50,8 @@ class Difference:
             f"first difference: step {self.step}, rank {self.rank}, {self.name} ({where})",
             f"  at {list(self.index)}: {self.got!r}, should be {self.wanted!r}",
         ]
-        if self.behind:
-            lines.append("  it comes from: " + "; ".join(self.behind))
+        if self.made_by:
+            lines.append("  it comes from: " + "; ".join(self.made_by))
         return "\n".join(lines)
 
 

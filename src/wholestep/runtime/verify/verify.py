@@ -33,9 +33,9 @@ from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.strategies import place
 from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.verify.eager_reference import NAME as WHOLE
-from wholestep.runtime.verify.eager_reference import Movement, Ranks, compare_with_eager, kept
+from wholestep.runtime.verify.eager_reference import StepRecord, VirtualRun, compare_with_eager, copied
 from wholestep.runtime.verify.first_divergence import Comparer, Recorder, difference_at
-from wholestep.runtime.verify.rank_simulator import Streams, blocks_of, run
+from wholestep.runtime.verify.rank_simulator import RankGenerators, rank_blocks, run
 from wholestep.runtime.verify.rank_state import Batch, RankState, copies_of
 from wholestep.runtime.verify.state_backup import StateBackup, overwrite
 from wholestep.runtime.verify.tolerance import Gap, gap
@@ -84,13 +84,13 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stepped:
+class _StepRun:
     """One step of all virtual ranks under both programs: the flat inputs, and the results, by rank."""
 
     plan: _Plan
     number: int
     """From 0."""
-    start: Streams
+    start: RankGenerators
     """The random numbers of the ranks, where they stood at the beginning."""
     wanted_inputs: list[list[Any]]
     wanted: list[tuple[Any, ...]]
@@ -116,7 +116,7 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
     batch = Batch(args, kwargs, state, subject.axis.size)
     saved = StateBackup(found, state)
     try:
-        virtual = _Virtual(subject, batch)
+        virtual = _VirtualRanks(subject, batch)
         checks = virtual.run(trial.num_steps)
         saved.restore()
         if trial.whole_batch:
@@ -131,28 +131,33 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
     )  # fmt: skip
 
 
-class _Virtual:
+class _VirtualRanks:
     """The optimised and the unoptimised run, step by step side by side."""
 
     def __init__(self, subject: Subject, batch: Batch) -> None:
         self._subject, self._batch = subject, batch
         self._ranks = range(subject.axis.size)
-        self._comms = _comm_states(subject)
-        self._optimised, self._unoptimised = RankState(len(self._ranks), self._comms), RankState(len(self._ranks))
+        self._compression = _comm_states(subject)
+        self._optimised, self._unoptimised = RankState(len(self._ranks), self._compression), RankState(len(self._ranks))
         self._plans: list[_Plan] = []
         self._hypers: dict[tuple[int, str, int | None], Hyperparameter] = {}
         self._num_rounded = 0  # values that differ as rounding explains
-        self._streams = Streams([(torch.initial_seed() + rank) % 2**63 for rank in self._ranks], batch.device)
+        self._streams = RankGenerators([(torch.initial_seed() + rank) % 2**63 for rank in self._ranks], batch.device)
         self._optimised_streams = self._streams.copy()
         self.num_steps = 0
-        self._movements: list[tuple[Movement, Callable[[], None]]] = []  # of rank 0, unoptimised; and what came then
+        self._step_records: list[
+            tuple[StepRecord, Callable[[], None]]
+        ] = []  # of rank 0, unoptimised; and what came then
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> VirtualRun:
         """What was done, for the comparison with the eager step."""
         programs = [plan.captured.program for plan in self._plans]
-        return Ranks(
-            strategy=self._subject.strategy, movements=self._movements, programs=programs, drew=self._streams.moved
+        return VirtualRun(
+            strategy=self._subject.strategy,
+            step_records=self._step_records,
+            programs=programs,
+            draws_random=self._streams.have_advanced,
         )
 
     def run(self, num_steps: int) -> list[Check]:
@@ -163,15 +168,15 @@ class _Virtual:
             self.num_steps += 1
             plan = self._plan_for(self._batch.of_rank(0, number))
             try:
-                stepped = self._step(plan, number)
+                step_run = self._step(plan, number)
             except VerificationError as error:
                 order = Check(name=_ORDER, outcome=Outcome.FAILED, text=f"step {number + 1}: {error}")
                 continue
-            same = self._compare(stepped)
-            self._take_on(stepped)
-            equal = self._unequal(stepped)
-            self._movements[-1][1]()
-        finished = Outcome.PASSED if self._movements else Outcome.SKIPPED
+            same = self._compare(step_run)
+            self._apply(step_run)
+            equal = self._unequal(step_run)
+            self._step_records[-1][1]()
+        finished = Outcome.PASSED if self._step_records else Outcome.SKIPPED
         return [
             order or Check(name=_ORDER, outcome=Outcome.PASSED, text="no value is used before the wait for it"),
             same or self._same(finished),
@@ -190,7 +195,7 @@ class _Virtual:
     def _plan_for(self, leaves: list[Any]) -> _Plan:
         """The plan whose guards hold for a call with these arguments, captured if there is none yet."""
         subject, spec = self._subject, self._batch.spec
-        comm = self._comms[0] if self._comms else None
+        comm = self._compression[0] if self._compression else None
         compresses = comm is not None and comm.started
         for plan in self._plans:
             if plan.compresses is compresses and plan.captured.guards.why_not(leaves, spec) is None:
@@ -203,15 +208,15 @@ class _Virtual:
         self._plans.append(plan)
         return plan
 
-    def _step(self, plan: _Plan, number: int) -> _Stepped:
-        start, movement = self._streams.copy(), Movement()
+    def _step(self, plan: _Plan, number: int) -> _StepRun:
+        start, step_record = self._streams.copy(), StepRecord()
         wanted_inputs = self._inputs(self._unoptimised, plan.placed, plan, number)
-        wanted = run(plan.placed, wanted_inputs, self._blocks(plan.placed), self._streams, movement.note_reduction)
+        wanted = run(plan.placed, wanted_inputs, self._blocks(plan.placed), self._streams, step_record.note_reduction)
         inputs = self._inputs(self._optimised, plan.scheduled, plan, number)
         with self._optimised.call():
             results = run(plan.scheduled, inputs, self._blocks(plan.scheduled), self._optimised_streams)
-        self._movements.append((movement, self._numbers_change()))
-        return _Stepped(
+        self._step_records.append((step_record, self._hyperparameter_change()))
+        return _StepRun(
             plan=plan, number=number, start=start, wanted_inputs=wanted_inputs, wanted=wanted, inputs=inputs,
             results=results,
         )  # fmt: skip
@@ -220,9 +225,9 @@ class _Virtual:
         return side.inputs(program, plan.captured, [self._batch.of_rank(rank, number) for rank in self._ranks])
 
     def _blocks(self, program: Program) -> dict[str, list[list[int]]]:
-        return {axis.group: blocks_of(axis, len(self._ranks)) for axis in program.mesh}
+        return {axis.group: rank_blocks(axis, len(self._ranks)) for axis in program.mesh}
 
-    def _numbers_change(self) -> Callable[[], None]:
+    def _hyperparameter_change(self) -> Callable[[], None]:
         """Changes the numbers that the programs so far read from parameter groups."""
         hypers = list(self._hypers.values())
 
@@ -232,67 +237,67 @@ class _Virtual:
 
         return change
 
-    def _compare(self, stepped: _Stepped) -> Check | None:
+    def _compare(self, step_run: _StepRun) -> Check | None:
         """The first output of a rank that is not as it should be. None if there is none."""
-        if stepped.plan.compresses:
+        if step_run.plan.compresses:
             return None
         num_rounded = 0
-        for output, rank, one in _gaps(stepped):
+        for output, rank, one in _gaps(step_run):
             if one.is_fault:
-                found = self._locate(stepped, output, rank, one)
-                text = f"{output.kind.value} {output.name} of rank {rank} differs after step {stepped.number + 1}"
+                found = self._first_divergence(step_run, output, rank, one)
+                text = f"{output.kind.value} {output.name} of rank {rank} differs after step {step_run.number + 1}"
                 return Check(name=_SAME, outcome=Outcome.FAILED, text=text, difference=found)
             num_rounded += 1
         self._num_rounded += num_rounded
         return None
 
-    def _locate(self, stepped: _Stepped, output: Output, rank: int, one: Gap) -> Difference:
+    def _first_divergence(self, step_run: _StepRun, output: Output, rank: int, one: Gap) -> Difference:
         """Runs the step once more under both programs from one state, and follows the values node by node."""
-        plan, where = stepped.plan, (stepped.number + 1, rank)
-        inputs = [copies_of(flat) for flat in stepped.wanted_inputs]
+        plan, where = step_run.plan, (step_run.number + 1, rank)
+        inputs = [copies_of(flat) for flat in step_run.wanted_inputs]
         recorder = Recorder(rank)
         comparer = Comparer(recorder)
-        run(plan.placed, stepped.wanted_inputs, self._blocks(plan.placed), stepped.start.copy(), recorder)
-        run(plan.scheduled, inputs, self._blocks(plan.scheduled), stepped.start.copy(), comparer)
+        run(plan.placed, step_run.wanted_inputs, self._blocks(plan.placed), step_run.start.copy(), recorder)
+        run(plan.scheduled, inputs, self._blocks(plan.scheduled), step_run.start.copy(), comparer)
         result = plan.placed.results[plan.placed.outputs.index(output)]
         node = result if isinstance(result, fx.Node) else None
         return comparer.difference(where) or difference_at(node, one, where, name=output.name)
 
-    def _take_on(self, stepped: _Stepped) -> None:
+    def _apply(self, step_run: _StepRun) -> None:
         """All sides, and the user's objects, are what the step has left."""
-        plan, captured, (movement, _) = stepped.plan, stepped.plan.captured, self._movements[-1]
+        plan, captured, (step_record, _) = step_run.plan, step_run.plan.captured, self._step_records[-1]
         program, binding = captured.program, captured.binding
         params = [
             (record.name, flat)
-            for record, flat in zip(program.inputs, stepped.wanted_inputs[0], strict=True)
+            for record, flat in zip(program.inputs, step_run.wanted_inputs[0], strict=True)
             if record.kind is InputKind.PARAM
         ]
-        movement.old = {name: kept(tensor) for name, tensor in params}
+        step_record.old = {name: copied(tensor) for name, tensor in params}
         entry_grads = {index: param.grad for index, param in binding.entry_grads}
-        binding.finish(stepped.wanted[0])
-        self._unoptimised.absorb(plan.placed, captured, stepped.wanted_inputs, stepped.wanted)
-        self._optimised.absorb(plan.scheduled, captured, stepped.inputs, stepped.results)
+        binding.finish(step_run.wanted[0])
+        self._unoptimised.keep_results(plan.placed, captured, step_run.wanted_inputs, step_run.wanted)
+        self._optimised.keep_results(plan.scheduled, captured, step_run.inputs, step_run.results)
         if self._num_rounded:
             self._optimised.copy_from(self._unoptimised)  # so that rounding does not grow over the steps
-        movement.new = {name: kept(tensor) for name, tensor in params}
+        step_record.new = {name: copied(tensor) for name, tensor in params}
         for output in program.outputs:
             if output.kind is OutputKind.WRITE and output.target is not None:
                 live = entry_grads.get(output.target, binding.tensors[output.target])
                 if isinstance(live, torch.Tensor):
-                    overwrite(live, stepped.wanted_inputs[0][output.target])
+                    overwrite(live, step_run.wanted_inputs[0][output.target])
 
-    def _unequal(self, stepped: _Stepped) -> Check | None:
+    def _unequal(self, step_run: _StepRun) -> Check | None:
         """The first parameter that a rank holds other values of than rank 0."""
         ignored = self._subject.strategy.ignore
-        for index, record in enumerate(stepped.plan.captured.program.inputs):
+        for index, record in enumerate(step_run.plan.captured.program.inputs):
             if record.kind is not InputKind.PARAM or record.name in ignored:
                 continue
-            live = stepped.plan.captured.binding.tensors[index]
+            live = step_run.plan.captured.binding.tensors[index]
             assert isinstance(live, torch.Tensor)  # a parameter
             for rank in self._ranks[1:]:
                 one = gap(self._optimised.of_rank(rank, live), self._optimised.of_rank(0, live))
                 if one is not None:
-                    where = (stepped.number + 1, rank)
+                    where = (step_run.number + 1, rank)
                     text = f"rank {rank} holds other values of {record.name} than rank 0 after step {where[0]}"
                     found = difference_at(None, one, where, name=record.name, op="parameter")
                     return Check(name=_EQUAL, outcome=Outcome.FAILED, text=text, difference=found)
@@ -308,19 +313,19 @@ def _comm_states(subject: Subject) -> list[CompressionState]:
     return comms
 
 
-def _gaps(stepped: _Stepped) -> Iterator[tuple[Output, int, Gap]]:
+def _gaps(step_run: _StepRun) -> Iterator[tuple[Output, int, Gap]]:
     """Every output, rank by rank, that is not bitwise what the unoptimised program gives."""
-    placed, scheduled = stepped.plan.placed, stepped.plan.scheduled
+    placed, scheduled = step_run.plan.placed, step_run.plan.scheduled
     # Passes may add what communication remembers; the outputs of the step itself stay, in their order.
     places = [index for index, output in enumerate(scheduled.outputs) if not _is_memory(scheduled, output)]
     for index, (output, other) in enumerate(zip(placed.outputs, places, strict=True)):
         target = scheduled.outputs[other].target
-        for rank, wanted in enumerate(stepped.wanted):
-            got, old = stepped.results[rank][other], None
+        for rank, wanted in enumerate(step_run.wanted):
+            got, old = step_run.results[rank][other], None
             if output.kind is OutputKind.WRITE:
                 assert isinstance(target, int)  # by the spec of a WRITE
                 assert isinstance(output.target, int)
-                got, old = stepped.inputs[rank][target], stepped.wanted_inputs[rank][output.target]
+                got, old = step_run.inputs[rank][target], step_run.wanted_inputs[rank][output.target]
             one = gap(got, wanted[index], old)
             if one is not None:
                 yield output, rank, one

@@ -16,7 +16,7 @@ from wholestep.errors import ArtifactError
 HEADER = Header(
     step="train:train_step",
     fingerprint={"the build": (("torch", "2.13"), ("Python", "3.11")), "the step": (("args.0", "float32[2]"),)},
-    outside={"files": (("train.py", "a" * 64),)},
+    environment={"files": (("train.py", "a" * 64),)},
 )
 BODY = bytes(range(256)) * 3
 
@@ -108,7 +108,7 @@ def test_a_few_files_of_a_step_are_kept(tmp_path: Path) -> None:
         path = tmp_path / f"step-{number}"
         path.touch()
         os.utime(path, ns=(number, number))
-    artifact.forget_old(tmp_path.iterdir())
+    artifact.evict_old(tmp_path.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{number}" for number in range(4, 12))
 
 
@@ -117,5 +117,5 @@ def test_a_file_that_another_process_has_forgotten(tmp_path: Path) -> None:
     kept = tmp_path / "step-0"
     kept.touch()
     assert artifact.newest_first([tmp_path / "step-1", kept]) == [kept]
-    artifact.forget_old([kept, *(tmp_path / f"step-{number}" for number in range(1, 12))])
+    artifact.evict_old([kept, *(tmp_path / f"step-{number}" for number in range(1, 12))])
     assert kept.exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholestep.api.cache.artifact import key_of
+from wholestep.api.cache.artifact import file_name
 from wholestep.api.cache.fingerprint import difference
 from wholestep.api.cache.records import Fingerprint
 
@@ -18,7 +18,7 @@ FINGERPRINTS = st.dictionaries(TEXT, LINES, min_size=1, max_size=4)
 def test_what_is_the_same_has_no_difference_and_one_key(fingerprint: Fingerprint) -> None:
     again = {name: tuple(lines) for name, lines in fingerprint.items()}
     assert difference(fingerprint, again) is None
-    assert key_of("m:f", fingerprint) == key_of("m:f", again)
+    assert file_name("m:f", fingerprint) == file_name("m:f", again)
 
 
 @given(FINGERPRINTS, st.data())
@@ -33,7 +33,7 @@ def test_every_change_of_a_line_is_found_and_named(fingerprint: Fingerprint, dat
     lines[number] = (name, new)
     changed = {**fingerprint, subject: tuple(lines)}
     assert (difference(fingerprint, changed) or "").startswith(f"{subject}: {name} was ")
-    assert key_of("m:f", fingerprint) != key_of("m:f", changed)
+    assert file_name("m:f", fingerprint) != file_name("m:f", changed)
 
 
 @given(FINGERPRINTS, st.data())

@@ -66,7 +66,7 @@ def scheduled(placed: Program) -> Program:
 
 
 @pytest.fixture(scope="module")
-def said(scheduled: Program) -> Explanation:
+def explanation(scheduled: Program) -> Explanation:
     return explain(scheduled, step="train", strategy="DDP", backend="eager", cost=COST)
 
 
@@ -75,19 +75,19 @@ def trained(model: nn.Module) -> dict[str, int]:
     return {name: 4 * param.numel() for name, param in model.named_parameters() if param.requires_grad}
 
 
-def test_every_trained_parameter_is_in_one_bucket(said: Explanation, model: nn.Module) -> None:
-    members = [name for collective in said.collectives for name in collective.members]
+def test_every_trained_parameter_is_in_one_bucket(explanation: Explanation, model: nn.Module) -> None:
+    members = [name for collective in explanation.collectives for name in collective.members]
     assert sorted(members) == sorted(trained(model))
     for name in members:
-        number = said.bucket_of(name)
+        number = explanation.bucket_of(name)
         assert number is not None
-        assert name in said.collectives[number].members
-    assert said.bucket_of("frozen.weight") is None
+        assert name in explanation.collectives[number].members
+    assert explanation.bucket_of("frozen.weight") is None
 
 
-def test_bytes_of_a_bucket_are_those_of_its_members(said: Explanation, model: nn.Module) -> None:
+def test_bytes_of_a_bucket_are_those_of_its_members(explanation: Explanation, model: nn.Module) -> None:
     sizes = trained(model)
-    buckets = [collective for collective in said.collectives if collective.members]
+    buckets = [collective for collective in explanation.collectives if collective.members]
     assert len(buckets) > 1
     assert [c.num_bytes for c in buckets] == [sum(sizes[name] for name in c.members) for c in buckets]
     assert sum(c.num_bytes for c in buckets) == sum(sizes.values())
@@ -95,47 +95,47 @@ def test_bytes_of_a_bucket_are_those_of_its_members(said: Explanation, model: nn
     assert {(c.op, c.dtype, c.axis) for c in buckets} == {("all_reduce", "float32", "data")}
 
 
-def test_broadcasts_of_buffers_are_told(said: Explanation) -> None:
-    others = [c for c in said.collectives if not c.members]
+def test_broadcasts_of_buffers_are_told(explanation: Explanation) -> None:
+    others = [c for c in explanation.collectives if not c.members]
     assert {(c.op, c.dtype, c.num_bytes) for c in others} == {("broadcast", "float32", 64), ("broadcast", "int64", 8)}
     assert len(others) == 2
     assert {c.reason for c in others} == {"buffers of rank 0 before the step"}
 
 
-def test_collectives_are_numbered_in_order(said: Explanation, scheduled: Program) -> None:
+def test_collectives_are_numbered_in_order(explanation: Explanation, scheduled: Program) -> None:
     nodes = [node for node in scheduled.graph.nodes if op_info.is_collective(node)]
-    assert [c.number for c in said.collectives] == list(range(len(nodes)))
-    assert [c.num_bytes for c in said.collectives] == [node_meta.num_bytes(node.args[0]) for node in nodes]
+    assert [c.number for c in explanation.collectives] == list(range(len(nodes)))
+    assert [c.num_bytes for c in explanation.collectives] == [node_meta.num_bytes(node.args[0]) for node in nodes]
 
 
-def test_predicted_times_add_up(said: Explanation, scheduled: Program) -> None:
+def test_predicted_times_add_up(explanation: Explanation, scheduled: Program) -> None:
     """compute + slowdown + exposed is the step on the device; what hides a collective fits into its time."""
-    step = said.predicted
+    step = explanation.predicted
     timeline = simulate(tasks_of(scheduled, COST).tasks, sharing=sharing(COST))
     assert step.step_us == pytest.approx(timeline.total_us)
-    assert sum(c.exposed_us for c in said.collectives) == pytest.approx(step.exposed_us)
+    assert sum(c.exposed_us for c in explanation.collectives) == pytest.approx(step.exposed_us)
     assert step.exposed_us > 0
     assert step.host_us == 0  # the CPU is host and device
-    for c in said.collectives:
+    for c in explanation.collectives:
         hidden_us = sum(one.us for one in c.hidden_by)
         assert c.predicted_us > 0
         assert 0 <= c.start_us <= step.step_us - c.predicted_us + 1e-6
         assert hidden_us <= c.predicted_us + 1e-6
     # One link, so while one of them is under way the device computes or stands still for one of them.
-    hidden_us = sum(one.us for c in said.collectives for one in c.hidden_by)
-    assert hidden_us + step.exposed_us == pytest.approx(sum(c.predicted_us for c in said.collectives))
+    hidden_us = sum(one.us for c in explanation.collectives for one in c.hidden_by)
+    assert hidden_us + step.exposed_us == pytest.approx(sum(c.predicted_us for c in explanation.collectives))
 
 
-def test_collectives_of_one_group_go_one_after_another(said: Explanation) -> None:
-    ends = [c.start_us + c.predicted_us for c in said.collectives]
-    assert all(c.start_us >= end - 1e-6 for c, end in zip(said.collectives[1:], ends, strict=False))
+def test_collectives_of_one_group_go_one_after_another(explanation: Explanation) -> None:
+    ends = [c.start_us + c.predicted_us for c in explanation.collectives]
+    assert all(c.start_us >= end - 1e-6 for c, end in zip(explanation.collectives[1:], ends, strict=False))
 
 
-def test_what_hides_a_collective_is_named(said: Explanation) -> None:
-    names = {(one.region, one.module) for c in said.collectives for one in c.hidden_by}
+def test_what_hides_a_collective_is_named(explanation: Explanation) -> None:
+    names = {(one.region, one.module) for c in explanation.collectives for one in c.hidden_by}
     assert {region for region, _ in names} <= {region.value for region in node_meta.Region}
     assert ("backward", "layers.0") in names or ("optimizer", "") in names
-    times = [[one.us for one in c.hidden_by] for c in said.collectives]
+    times = [[one.us for one in c.hidden_by] for c in explanation.collectives]
     assert times == [sorted(row, reverse=True) for row in times]
 
 
@@ -152,28 +152,28 @@ def test_a_driven_device_waits_for_its_host(scheduled: Program) -> None:
     assert graphed.device_us == step.device_us
 
 
-def test_categories_add_up_to_the_peak(said: Explanation, model: nn.Module) -> None:
-    by_category = said.peak.by_category
-    assert sum(by_category.values()) == said.peak.num_bytes
+def test_categories_add_up_to_the_peak(explanation: Explanation, model: nn.Module) -> None:
+    by_category = explanation.peak.by_category
+    assert sum(by_category.values()) == explanation.peak.num_bytes
     assert list(by_category) == [category.value for category in Category]
-    assert by_category["parameters"] == said.param_bytes
+    assert by_category["parameters"] == explanation.param_bytes
     assert by_category["optimizer state"] == 0  # SGD without momentum keeps none
-    assert said.peak.node
+    assert explanation.peak.node
 
 
-def test_parameters_and_nodes_add_up(said: Explanation, scheduled: Program, model: nn.Module) -> None:
-    assert said.num_params == len(list(model.parameters()))
-    assert said.param_bytes == sum(4 * param.numel() for param in model.parameters())
-    assert said.num_nodes == sum(node.op == "call_function" for node in scheduled.graph.nodes)
-    assert sum(said.nodes_by_region.values()) == said.num_nodes
-    assert said.num_ranks == 2
+def test_parameters_and_nodes_add_up(explanation: Explanation, scheduled: Program, model: nn.Module) -> None:
+    assert explanation.num_params == len(list(model.parameters()))
+    assert explanation.param_bytes == sum(4 * param.numel() for param in model.parameters())
+    assert explanation.num_nodes == sum(node.op == "call_function" for node in scheduled.graph.nodes)
+    assert sum(explanation.nodes_by_region.values()) == explanation.num_nodes
+    assert explanation.num_ranks == 2
 
 
-def test_passes_are_told_in_order(said: Explanation, scheduled: Program) -> None:
+def test_passes_are_told_in_order(explanation: Explanation, scheduled: Program) -> None:
     names = [pass_name(one) for one in passes_of(cost=COST)]
-    assert [line.name for line in said.passes][-len(names) :] == names
-    assert said.passes[-1].num_nodes == len(scheduled.graph.nodes)
-    assert [line.notes for line in said.passes] == [record.notes for record in scheduled.history]
+    assert [line.name for line in explanation.passes][-len(names) :] == names
+    assert explanation.passes[-1].num_nodes == len(scheduled.graph.nodes)
+    assert [line.notes for line in explanation.passes] == [record.notes for record in scheduled.history]
 
 
 def test_before_bucketing_each_gradient_travels_alone(placed: Program, model: nn.Module) -> None:
@@ -183,16 +183,16 @@ def test_before_bucketing_each_gradient_travels_alone(placed: Program, model: nn
     assert {c.members[0]: c.num_bytes for c in buckets} == trained(model)
 
 
-def test_it_can_be_sent(said: Explanation) -> None:
-    assert pickle.loads(pickle.dumps(said)) == said
-    came = json.loads(json.dumps(said.to_json()))
-    assert came["param_bytes"] == said.param_bytes
-    assert [c["num_bytes"] for c in came["collectives"]] == [c.num_bytes for c in said.collectives]
-    assert [tuple(c["members"]) for c in came["collectives"]] == [c.members for c in said.collectives]
+def test_it_can_be_sent(explanation: Explanation) -> None:
+    assert pickle.loads(pickle.dumps(explanation)) == explanation
+    came = json.loads(json.dumps(explanation.to_json()))
+    assert came["param_bytes"] == explanation.param_bytes
+    assert [c["num_bytes"] for c in came["collectives"]] == [c.num_bytes for c in explanation.collectives]
+    assert [tuple(c["members"]) for c in came["collectives"]] == [c.members for c in explanation.collectives]
 
 
-def test_it_prints_as_tables(said: Explanation, model: nn.Module) -> None:
-    text = str(said)
+def test_it_prints_as_tables(explanation: Explanation, model: nn.Module) -> None:
+    text = str(explanation)
     assert "train: " in text
     assert "DDP on 2 ranks" in text
     assert all(name in text for name in trained(model))

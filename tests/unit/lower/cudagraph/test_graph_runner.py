@@ -796,13 +796,13 @@ def test_graphs_are_given_up_with_their_group(monkeypatch: pytest.MonkeyPatch) -
     program = replace(scheduled(fn, *specs, segments=False), mesh=(MeshAxis(name="data", size=2, group="its group"),))
     graphed = graphed_of(program, pool)
     inputs = tensors_for(specs, 0)
-    graphed.let_go("its group")
+    graphed.release_group("its group")
     assert not synchronized
     for _ in range(3):
         graphed(list(inputs))
-    graphed.let_go("another")
+    graphed.release_group("another")
     assert "reset" not in pool.calls
-    graphed.let_go("its group")
+    graphed.release_group("its group")
     assert synchronized == [torch.device("cpu")]
     assert pool.calls[-2:] == ["reset", "reset"]
     del pool.calls[:]

@@ -11,7 +11,7 @@ from wholestep.runtime.distributed import blob_store
 from wholestep.runtime.distributed.blob_store import BlobStore
 
 
-def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = None) -> list[BlobStore]:
+def stores(size: int, name: str = "train_step/0", store: dist.Store | None = None) -> list[BlobStore]:
     store = store or dist.HashStore()
     return [BlobStore(store, name, rank=rank, size=size) for rank in range(size)]
 
@@ -19,7 +19,7 @@ def shelves(size: int, name: str = "train_step/0", store: dist.Store | None = No
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 2500])
 def test_the_others_find_what_rank_0_puts_there(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_store, "_PART_BYTES", 1000)
-    first, *rest = shelves(3)
+    first, *rest = stores(3)
     data = os.urandom(length)  # which nothing makes shorter
     assert [one.take("kernels") for one in rest] == [None, None]
     first.put("kernels", data)
@@ -27,12 +27,12 @@ def test_the_others_find_what_rank_0_puts_there(length: int, monkeypatch: pytest
 
 
 def test_who_fills_it() -> None:
-    assert [one.is_filled_here for one in shelves(3)] == [True, False, False]
+    assert [one.is_writer for one in stores(3)] == [True, False, False]
 
 
 def test_names_and_keys_are_apart() -> None:
     store = dist.HashStore()
-    (one, reader), (other, other_reader) = shelves(2, "a/0", store), shelves(2, "a/1", store)
+    (one, reader), (other, other_reader) = stores(2, "a/0", store), stores(2, "a/1", store)
     one.put("x", b"1")
     assert reader.take("y") is None
     assert other_reader.take("x") is None
@@ -43,7 +43,7 @@ def test_names_and_keys_are_apart() -> None:
 def test_the_last_reader_takes_it_away() -> None:
     store = dist.HashStore()
     before = store.num_keys()
-    first, *rest = shelves(3, store=store)
+    first, *rest = stores(3, store=store)
     first.put("kernels", b"long" * 100)
     assert rest[0].take("kernels") is not None
     assert store.num_keys() > before

@@ -61,10 +61,10 @@ class Peers:
     def __init__(self, ended=(), stay=()):
         self.ended, self.stay = dict(ended), dict(stay)
 
-    def gone(self, ranks):
+    def departed(self, ranks):
         return {rank: self.ended[rank] for rank in ranks if rank in self.ended}
 
-    def places(self, ranks):
+    def locations(self, ranks):
         return {rank: f"outside ({rank}.py:1)" for rank in ranks}
 
     def stuck(self, ranks, call):
@@ -144,8 +144,8 @@ def test_when_all_give_up_nobody_waits(stores, monkeypatch):
 
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_rank_known_to_have_ended_is_not_waited_for(stores, ended):
-    gone = Peers(ended={ended: "ended its program"})
-    acts = [stays_away if rank == ended else shows("x", size=3, timeout_s=60, peers=gone) for rank in range(3)]
+    departed = Peers(ended={ended: "ended its program"})
+    acts = [stays_away if rank == ended else shows("x", size=3, timeout_s=60, peers=departed) for rank in range(3)]
     started = time.monotonic()
     errors = [outcome for outcome in meet(stores(3), acts) if outcome is not None]
     assert time.monotonic() - started < 30
@@ -190,8 +190,8 @@ def test_the_lines_of_those_who_wait_are_told(stores):
 def test_a_rank_that_ended_after_it_came_is_no_loss():
     """It may be quicker than the others: its hash is there, and that is all that was wanted of it."""
     store = dist.HashStore()
-    gone = Peers(ended={1: "ended"})
-    acts = [shows("x", size=2, after_s=1.5, peers=gone), shows("x", size=2, peers=gone)]
+    departed = Peers(ended={1: "ended"})
+    acts = [shows("x", size=2, after_s=1.5, peers=departed), shows("x", size=2, peers=departed)]
     assert meet([store, store], acts) == [None, None]
 
 

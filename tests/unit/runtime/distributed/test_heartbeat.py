@@ -18,7 +18,7 @@ def store(monkeypatch):
 
 
 @pytest.fixture
-def pulses(store):
+def heartbeats(store):
     made = [Heartbeat(store, rank=rank, size=2) for rank in range(2)]
     yield made
     for heartbeat in made:
@@ -42,7 +42,7 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     def lives():
         heartbeat = Heartbeat(store, rank=1, size=2)
         heartbeat.beat_every_s = 0.02
-        heartbeat.at = lambda: "train_step, call 7"
+        heartbeat.activity = lambda: "train_step, call 7"
         heartbeat.start()
         made.append(heartbeat)
         ready.set()
@@ -56,48 +56,48 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     over.set()
     thread.join()
     made[0].stop("over")
-    assert (beat.at, beat.line) == ("train_step, call 7", f"test_heartbeat.py:{line}")
+    assert (beat.activity, beat.line) == ("train_step, call 7", f"test_heartbeat.py:{line}")
     assert str(beat) == f"in train_step, call 7 (test_heartbeat.py:{line})"
 
 
-def test_a_stack_that_cannot_be_read_stops_no_beat(pulses, monkeypatch):
+def test_a_stack_that_cannot_be_read_stops_no_beat(heartbeats, monkeypatch):
     def moved(frame):
         raise AttributeError("'function' object has no attribute 'f_code'")
 
     monkeypatch.setattr(module, "line_of", moved)
-    pulses[1].beat_every_s = 0.01
-    pulses[1].start()
-    first = pulses[0].beats([1])[1]
-    beat = awaited(pulses[0], lambda beat: beat.count >= first.count + 3)
-    assert (beat.at, beat.line) == ("outside of any compiled step", "")
+    heartbeats[1].beat_every_s = 0.01
+    heartbeats[1].start()
+    first = heartbeats[0].beats([1])[1]
+    beat = awaited(heartbeats[0], lambda beat: beat.count >= first.count + 3)
+    assert (beat.activity, beat.line) == ("outside of any compiled step", "")
 
 
-def test_a_rank_outside_and_one_that_has_not_come(pulses):
-    pulses[0].start()
-    beats = pulses[1].beats([0, 1])
+def test_a_rank_outside_and_one_that_has_not_come(heartbeats):
+    heartbeats[0].start()
+    beats = heartbeats[1].beats([0, 1])
     assert str(beats[0]).startswith("outside of any compiled step (test_heartbeat.py:")
     assert str(beats[1]) == "not yet in its World"
 
 
-def test_a_rank_is_stuck_when_it_has_been_in_the_same_call_for_long(pulses, monkeypatch):
+def test_a_rank_is_stuck_when_it_has_been_in_the_same_call_for_long(heartbeats, monkeypatch):
     monkeypatch.setattr(module, "STUCK_AFTER_S", 0.2)
-    pulses[1].at = lambda: "step, call 3"
-    pulses[1].start()
-    assert pulses[0].stuck([1], "step, call 3") == {}
+    heartbeats[1].activity = lambda: "step, call 3"
+    heartbeats[1].start()
+    assert heartbeats[0].stuck([1], "step, call 3") == {}
     time.sleep(0.3)
-    assert pulses[0].stuck([1], "step, call 4") == {}
-    assert list(pulses[0].stuck([1], "step, call 3")) == [1]
+    assert heartbeats[0].stuck([1], "step, call 4") == {}
+    assert list(heartbeats[0].stuck([1], "step, call 3")) == [1]
 
 
-def test_a_rank_that_moves_is_not_stuck(pulses, monkeypatch):
+def test_a_rank_that_moves_is_not_stuck(heartbeats, monkeypatch):
     monkeypatch.setattr(module, "STUCK_AFTER_S", 0.2)
-    pulses[1].beat_every_s = 0.01
+    heartbeats[1].beat_every_s = 0.01
     call = 3
-    pulses[1].at = lambda: f"step, call {call}"
-    pulses[1].start()
-    assert pulses[0].stuck([1], "step, call 3") == {}
+    heartbeats[1].activity = lambda: f"step, call {call}"
+    heartbeats[1].start()
+    assert heartbeats[0].stuck([1], "step, call 3") == {}
     time.sleep(0.3)
     call = 4
-    awaited(pulses[0], lambda beat: beat.at == "step, call 4")
-    assert pulses[0].stuck([1], "step, call 4") == {}
-    assert pulses[0].stuck([1], "step, call 3") == {}
+    awaited(heartbeats[0], lambda beat: beat.activity == "step, call 4")
+    assert heartbeats[0].stuck([1], "step, call 4") == {}
+    assert heartbeats[0].stuck([1], "step, call 3") == {}

@@ -98,7 +98,7 @@ def test_others_connect_as_they_do(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) 
     for backend in (other, *(SimpleNamespace(name=nccl.name, **{one: held}) for one, held in methods.items())):
         of(monkeypatch, backend)
         nccl_connect.begin(AXIS, GPU)
-        assert nccl_connect._underway == []
+        assert nccl_connect._connecting == []
     assert nccl.asked == other.asked == []
 
 

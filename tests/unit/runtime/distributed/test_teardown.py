@@ -16,7 +16,7 @@ class Graph:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
 
-    def let_go(self, group: str) -> None:
+    def release_group(self, group: str) -> None:
         self.asked.append((group, dist.is_initialized()))
 
 
@@ -30,7 +30,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def test_it_lets_go_before_the_groups_end(group):
     graph = Graph()
-    teardown.goes_first(graph)
+    teardown.release_before_teardown(graph)
     other = dist.new_group([0])
     names = other.group_name, group.group_name
     destroy_process_group(other)
@@ -42,14 +42,14 @@ def test_it_lets_go_before_the_groups_end(group):
 def test_once_however_many_hold_something(group):
     graphs = [Graph() for _ in range(3)]
     for graph in graphs:
-        teardown.goes_first(graph)
+        teardown.release_before_teardown(graph)
     destroy_process_group()
     assert [len(graph.asked) for graph in graphs] == [1, 1, 1]
 
 
 def test_what_is_gone_is_not_kept(group):
     asked = (graph := Graph()).asked
-    teardown.goes_first(graph)
+    teardown.release_before_teardown(graph)
     del graph
     gc.collect()
     destroy_process_group()

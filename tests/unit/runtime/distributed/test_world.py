@@ -37,7 +37,7 @@ def test_a_single_process_has_no_group():
     assert init() is world
     assert not dist.is_initialized()
     world.barrier("alone")
-    assert world.gone([0]) == {}
+    assert world.departed([0]) == {}
 
 
 def test_a_launcher_with_one_process_makes_a_group(monkeypatch):

@@ -18,7 +18,7 @@ from wholestep.ir.ops.collectives import EXCHANGE, GATHER, REDUCE, REDUCE_SCATTE
 from wholestep.ir.program import InputKind, MeshAxis, Program
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.runtime.verify.collective_semantics import RULES
-from wholestep.runtime.verify.rank_simulator import Streams, blocks_of, run
+from wholestep.runtime.verify.rank_simulator import RankGenerators, rank_blocks, run
 
 GROUP = "virtual"
 CPU = torch.device("cpu")
@@ -32,10 +32,10 @@ def of_ranks(num_ranks: int, *shape: int) -> list[Tensor]:
 
 def ran(program: Program, inputs: list[list[Any]], blocks: list[list[int]] | None = None) -> list[tuple[Any, ...]]:
     num_ranks = len(inputs)
-    return run(program, inputs, {GROUP: blocks or [list(range(num_ranks))]}, Streams(range(num_ranks), CPU))
+    return run(program, inputs, {GROUP: blocks or [list(range(num_ranks))]}, RankGenerators(range(num_ranks), CPU))
 
 
-def stepped(fn: Callable[..., Any], inputs: list[list[Any]], blocks: list[list[int]] | None = None) -> list[Any]:
+def step_run(fn: Callable[..., Any], inputs: list[list[Any]], blocks: list[list[int]] | None = None) -> list[Any]:
     """The first result of `fn` on each virtual rank, which gets `inputs[rank]`."""
     program = builders.without_gradients(builders.capture(fn, inputs[0]))
     return [results[0] for results in ran(program, inputs, blocks)]
@@ -57,19 +57,21 @@ def test_every_collective_has_its_arithmetic() -> None:
     [("sum", 111.0), ("avg", 37.0), ("product", 1000.0), ("min", 1.0), ("max", 100.0)],
 )
 def test_a_reduction_is_over_all_ranks(name: str, wanted: float) -> None:
-    found = stepped(lambda x: waited(c10d.all_reduce(x, name, GROUP)), [[x] for x in of_ranks(3, 1)])
+    found = step_run(lambda x: waited(c10d.all_reduce(x, name, GROUP)), [[x] for x in of_ranks(3, 1)])
     assert [one.item() for one in found] == [wanted] * 3
 
 
 @pytest.mark.parametrize(("ranks", "wanted"), [((256.0, 1.0, 1.0), 256.0), ((1.0, 1.0, 256.0), 258.0)], ids=str)
 def test_a_sum_goes_in_rank_order_with_a_rounding_per_rank(ranks: tuple[float, ...], wanted: float) -> None:
     values = [torch.tensor([one], dtype=torch.bfloat16) for one in ranks]  # 256 + 1 rounds back to 256
-    found = stepped(lambda x: waited(c10d.all_reduce(x, "sum", GROUP)), [[x] for x in values])
+    found = step_run(lambda x: waited(c10d.all_reduce(x, "sum", GROUP)), [[x] for x in values])
     assert [one.item() for one in found] == [wanted] * 3
 
 
 def test_groups_reduce_apart() -> None:
-    found = stepped(lambda x: waited(c10d.all_reduce(x, "sum", GROUP)), [[x] for x in of_ranks(4, 1)], [[0, 2], [1, 3]])
+    found = step_run(
+        lambda x: waited(c10d.all_reduce(x, "sum", GROUP)), [[x] for x in of_ranks(4, 1)], [[0, 2], [1, 3]]
+    )
     assert [one.item() for one in found] == [101.0, 1010.0, 101.0, 1010.0]
 
 
@@ -197,12 +199,12 @@ def gathered(x: Tensor) -> tuple[Tensor, Tensor]:
     return everyone + 1, y * 3
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["before the wait", "behind the wait"])
-def test_what_a_gather_sends_is_not_overwritten_before_the_wait(behind: bool) -> None:
+@pytest.mark.parametrize("after_wait", [False, True], ids=["before the wait", "behind the wait"])
+def test_what_a_gather_sends_is_not_overwritten_before_the_wait(after_wait: bool) -> None:
     program = builders.without_gradients(builders.capture(gathered, of_ranks(1, 3)))
     wait, triple = only(program, op_info.WAIT), program.results[1]
     triple.target = aten.mul_.Tensor
-    if not behind:
+    if not after_wait:
         wait.prepend(triple)
         with pytest.raises(VerificationError, match="writes to what is sent by all_gather_into_tensor"):
             ran(program, [[x] for x in of_ranks(2, 3)])
@@ -223,7 +225,7 @@ def test_a_collective_that_is_never_waited_for_is_named() -> None:
 
 
 def test_a_result_that_is_returned_may_be_under_way() -> None:
-    found = stepped(lambda x: c10d.all_reduce(x, "sum", GROUP), [[x] for x in of_ranks(2, 1)])
+    found = step_run(lambda x: c10d.all_reduce(x, "sum", GROUP), [[x] for x in of_ranks(2, 1)])
     assert found[0].item() == 11.0
 
 
@@ -237,11 +239,11 @@ def drawing(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_each_rank_draws_what_a_process_with_its_seed_draws() -> None:
     program = builders.without_gradients(builders.capture(drawing, [torch.ones(64)]))
     torch.manual_seed(123)
-    before, streams = torch.get_rng_state(), Streams([5, 6], CPU)
-    assert not streams.moved
+    before, streams = torch.get_rng_state(), RankGenerators([5, 6], CPU)
+    assert not streams.have_advanced
     inputs = [[torch.ones(64)] for _ in range(2)]
     found = [run(program, inputs, {}, streams) for _ in range(2)]
-    assert streams.moved
+    assert streams.have_advanced
     assert torch.equal(torch.get_rng_state(), before)
     for rank, seed in enumerate([5, 6]):
         torch.manual_seed(seed)
@@ -252,7 +254,7 @@ def test_each_rank_draws_what_a_process_with_its_seed_draws() -> None:
 
 def test_a_copy_of_streams_goes_on_from_the_same_place_by_itself() -> None:
     program = builders.without_gradients(builders.capture(drawing, [torch.ones(64)]))
-    streams, inputs = Streams([5, 6], CPU), [[torch.ones(64)] for _ in range(2)]
+    streams, inputs = RankGenerators([5, 6], CPU), [[torch.ones(64)] for _ in range(2)]
     run(program, inputs, {}, streams)
     twin = streams.copy()
     assert builders.same(run(program, inputs, {}, streams), run(program, inputs, {}, twin))
@@ -269,7 +271,7 @@ def test_a_copy_of_streams_goes_on_from_the_same_place_by_itself() -> None:
     ids=lambda one: one.name if isinstance(one, MeshAxis) else "",
 )
 def test_a_name_says_how_a_group_divides_the_ranks(axis: MeshAxis, wanted: list[list[int]]) -> None:
-    assert blocks_of(axis, 8) == wanted
+    assert rank_blocks(axis, 8) == wanted
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_a_name_says_how_a_group_divides_the_ranks(axis: MeshAxis, wanted: list[
 )
 def test_a_group_that_virtual_ranks_cannot_have_is_refused(axis: MeshAxis) -> None:
     with pytest.raises(ConfigError, match=f"over the group '{axis.name}' of {axis.size} ranks".replace("+", r"\+")):
-        blocks_of(axis, 8)
+        rank_blocks(axis, 8)
 
 
 def test_a_value_is_freed_behind_its_last_reader() -> None:

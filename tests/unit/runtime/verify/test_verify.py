@@ -32,7 +32,7 @@ from wholestep.place.strategies import DataParallel
 from wholestep.runtime.verify import verify as verifying
 from wholestep.runtime.verify.rank_state import Batch
 from wholestep.runtime.verify.verification import Outcome, Verification
-from wholestep.runtime.verify.verify import Subject, _Virtual
+from wholestep.runtime.verify.verify import Subject, _VirtualRanks
 
 WIDTH = 6
 SMALL_BUCKETS = ws.DDP(bucket_bytes=200)
@@ -329,7 +329,7 @@ def test_the_first_difference_is_the_first_value_that_differs() -> None:
 def test_what_passes_made_before_the_first_difference_is_told() -> None:
     found = verified(reduced_twice).difference
     assert found is not None
-    twice = [one for one in found.behind if "all_reduce" in one and "4.bias" in one]
+    twice = [one for one in found.made_by if "all_reduce" in one and "4.bias" in one]
     assert len(twice) == 2
     assert found.got == pytest.approx(2 * found.wanted, rel=1e-4)  # two ranks: the mean, added up
 
@@ -433,7 +433,7 @@ class Case:
 class Virtual:
     """Virtual ranks behind their last step, and the user's parameters."""
 
-    run: _Virtual
+    run: _VirtualRanks
     params: list[Tensor]
 
 
@@ -448,7 +448,7 @@ def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> Virtual:
     )  # fmt: skip
     args = (model, opt, *batch())
     torch.manual_seed(11)
-    run = _Virtual(subject, Batch(args, {}, collect(find_reachable(case.step, args, {})), 2))
+    run = _VirtualRanks(subject, Batch(args, {}, collect(find_reachable(case.step, args, {})), 2))
     run.run(num_steps)
     return Virtual(run, list(model.parameters()))
 
