@@ -115,8 +115,8 @@ def _rendered(report: Explanation) -> Group:
     head = Text.assemble(
         (report.step, "bold"),
         f": {report.num_nodes} operators in one graph, {report.num_params} parameters, "
-        f"{bytes_text(report.param_bytes)}; {report.strategy} on {report.num_ranks} rank{'s' * (report.num_ranks != 1)}, "
-        f"backend {report.backend}\n",
+        f"{bytes_text(report.param_bytes)}; {report.strategy} on {report.num_ranks} rank"
+        f"{'s' * (report.num_ranks != 1)}, backend {report.backend}\n",
         ", ".join(f"{region} {count}" for region, count in report.nodes_by_region.items()),
         f"\nloaded from {report.loaded_from}" if report.loaded_from else "",
     )
