@@ -184,7 +184,9 @@ def test_the_lines_of_those_who_wait_are_told(stores):
     errors = meet(stores(4), [waits_here, waits_there, waits_here, stays_away])
     assert len({str(error) for error in errors[:3]}) == 1
     line = waits_there.__code__.co_firstlineno + 1
-    assert re.search(rf"ranks 0, 2 \(test_consensus\.py:\d+\), rank 1 \(test_consensus\.py:{line}\) wait\.", str(errors[0]))
+    assert re.search(
+        rf"ranks 0, 2 \(test_consensus\.py:\d+\), rank 1 \(test_consensus\.py:{line}\) wait\.", str(errors[0])
+    )
 
 
 def test_a_rank_that_ended_after_it_came_is_no_loss():
