@@ -1,4 +1,4 @@
-"""The shelf, with ranks as threads of one process would use it."""
+"""Blobs in the store, with ranks as threads of one process would use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stores(size: int, name: str = "train_step/0", store: dist.Store | None = Non
 
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 2500])
 def test_the_others_find_what_rank_0_puts_there(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob_store, "_PART_BYTES", 1000)
+    monkeypatch.setattr(blob_store, "_CHUNK_BYTES", 1000)
     first, *rest = stores(3)
     data = os.urandom(length)  # which nothing makes shorter
     assert [one.take("kernels") for one in rest] == [None, None]
