@@ -46,7 +46,7 @@ SEGMENTS = [
     partial(pack_scalars, reads=segment_compiler.reads_packed),
     partial(
         form_segments, compiles=segment_compiler.compiles, by_library=segment_compiler.by_library, cuts_repeats=True,
-        goes_by_number=segment_compiler.goes_by_number,
+        is_pointwise=segment_compiler.goes_by_number,
     ),
 ]  # fmt: skip
 """Passes of a backend that compiles, as far as they keep the bits; the segments run node by node here."""

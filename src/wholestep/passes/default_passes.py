@@ -9,10 +9,10 @@ from typing import Any
 
 from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
-from wholestep.passes.comm.bucketing import Choose, bucket_gradients, choose_alone
+from wholestep.passes.comm.bucketing import Choose, bucket_gradients, choose_locally
 from wholestep.passes.comm.grads_as_bucket_views import grads_as_bucket_views
 from wholestep.passes.comm.split_optimizer import split_optimizer
-from wholestep.passes.comm.wire_format import TravelsAs, unchanged
+from wholestep.passes.comm.wire_format import ChooseWireFormat, unchanged
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.memory.rematerialize import Budget, check_budget, rematerialize
 from wholestep.passes.pass_manager import Pass
@@ -61,12 +61,12 @@ def default_passes(
     return DefaultPasses(memory_budget=memory_budget, bound_bytes=bound_bytes, extra=extra)
 
 
-def as_passes(given: Any, option: str) -> tuple[Pass, ...]:
+def as_passes(value: Any, option: str) -> tuple[Pass, ...]:
     """One pass or several as a tuple. Raises ConfigError, which names the option, for what is none."""
-    passes = (given,) if callable(given) else tuple(given) if isinstance(given, Sequence) else None
+    passes = (value,) if callable(value) else tuple(value) if isinstance(value, Sequence) else None
     if passes is None or not all(map(callable, passes)):
         raise ConfigError(
-            f"{option} wants functions Program -> Program, got {given!r}. Options of the default passes go together "
+            f"{option} wants functions Program -> Program, got {value!r}. Options of the default passes go together "
             f"with your own as passes=ws.default_passes(..., extra=[my_pass])."
         )
     return passes
@@ -79,8 +79,8 @@ def passes_of(
     bucket_bytes: int | None = None,
     compress: Pass | None = None,
     hold_updates: bool = False,
-    choose: Choose = choose_alone,
-    travels_as: TravelsAs = unchanged,
+    choose: Choose = choose_locally,
+    choose_wire_format: ChooseWireFormat = unchanged,
     lowering: Sequence[Pass] = (),
 ) -> list[Pass]:
     """The passes from a placed program to a scheduled one.
@@ -93,10 +93,10 @@ def passes_of(
         compress: lets other tensors travel in the place of the gradients of a bucket.
         hold_updates: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
         choose: how ranks whose batches differ come by the same buckets.
-        travels_as: how a gradient goes to who adds it, where nothing travels in its place.
+        choose_wire_format: how a gradient goes to who adds it, where nothing travels in its place.
         lowering: passes of the backend.
     """
-    budget, way = options.memory_budget, travels_as if compress is None else unchanged
+    budget, way = options.memory_budget, choose_wire_format if compress is None else unchanged
     return [
         # First: whatever follows looks at fewer nodes, and two names of one value have become one.
         eliminate_dead_code,
@@ -111,7 +111,7 @@ def passes_of(
             cost=cost,
             bucket_bytes=bucket_bytes,
             choose=choose,
-            travels_as=way,
+            choose_wire_format=way,
             aligned=compress is None,
         ),
         # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.

@@ -28,15 +28,15 @@ def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
     """
     verify(program)
     program = graph_edit.copy(program)
-    for one in passes:
-        program = _run_one(program, one)
+    for pass_ in passes:
+        program = _run_pass(program, pass_)
     return program
 
 
-def _run_one(program: Program, one: Pass) -> Program:
-    name, before = pass_name(one), program.history
+def _run_pass(program: Program, pass_: Pass) -> Program:
+    name, before = pass_name(pass_), program.history
     start = time.perf_counter()
-    program = one(program)
+    program = pass_(program)
     time_ms = 1e3 * (time.perf_counter() - start)
     try:
         verify(program)
@@ -49,7 +49,7 @@ def _run_one(program: Program, one: Pass) -> Program:
     return replace(program, history=(*before, record))
 
 
-def pass_name(one: Pass) -> str:
+def pass_name(pass_: Pass) -> str:
     """The name of a pass: of the function, also where options are bound with ``functools.partial``."""
-    inner = getattr(one, "func", one)
+    inner = getattr(pass_, "func", pass_)
     return str(getattr(inner, "__name__", type(inner).__name__))

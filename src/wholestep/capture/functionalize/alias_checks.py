@@ -26,14 +26,14 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         if tensor.layout is torch.strided and tensor.numel():
             start, stop = _span(tensor)
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((start, stop, number))
-    found = []
+    pairs = []
     for spans in by_storage.values():
         open_: list[tuple[int, int]] = []
         for start, stop, number in sorted(spans):
             open_ = [(end, other) for end, other in open_ if end > start]
-            found += [(min(n, number), max(n, number)) for _, n in open_ if _meet(tensors[n], tensors[number])]
+            pairs += [(min(n, number), max(n, number)) for _, n in open_ if _intersect(tensors[n], tensors[number])]
             open_.append((stop, number))
-    return sorted(found)
+    return sorted(pairs)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (start + reach + 1) * tensor.element_size()
 
 
-def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _intersect(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors whose spans meet have an element in common: even and odd columns have none."""
     if a.element_size() != b.element_size() or all(map(torch.ops.aten.is_non_overlapping_and_dense, (a, b))):
         return True
@@ -160,22 +160,20 @@ def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
 def _refuse_expanded(node: fx.Node, name: str) -> None:
     raise CaptureError(
         f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to {name}, an "
-        "expanded "
-        f"tensor, of which several elements are one number in memory. Make it contiguous() before the step."
+        f"expanded tensor, of which several elements are one number in memory. Make it contiguous() before the step."
     )
 
 
 def _refuse_item(node: fx.Node, written: _Use, other: _Use, names: Mapping[fx.Node, str]) -> None:
-    def told(use: _Use) -> str:
+    def place_of(use: _Use) -> str:
         place = "an argument" if use.item is None else f"item {use.item} of a list"
         return f"{place} ({names[use.node]})" if use.node in names else place
 
     again = "writes to it again as" if other.written else "reads the same memory in"
     raise CaptureError(
-        f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to {told(written)} "
-        "and "
-        f"{again} {told(other)}: one tensor twice, or views of one memory (tied weights of two models, say). Eager "
-        f"code goes through its lists item by item and sees each write in the next item, a graph takes all items as "
-        f"they were before the call. Give every tensor once (list(dict.fromkeys(tensors))), read from a clone(), or "
-        f"make one call for each item."
+        f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to "
+        f"{place_of(written)} and {again} {place_of(other)}: one tensor twice, or views of one memory (tied weights of "
+        f"two models, say). Eager code goes through its lists item by item and sees each write in the next item, a "
+        f"graph takes all items as they were before the call. Give every tensor once (list(dict.fromkeys(tensors))), "
+        f"read from a clone(), or make one call for each item."
     )

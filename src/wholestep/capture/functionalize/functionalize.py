@@ -61,18 +61,18 @@ def functionalize(
     plain = [_detached(one) for one in inputs]
     with kernels_branch(numbers):
         found = to_out_of_place(traced, plain)
-        made = _traced_again(traced, plain, mode, known) if found is None else Functional(*found)
+        made = _retrace(traced, plain, mode, known) if found is None else Functional(*found)
     for op in _REPLACED_BY_FUNCTORCH:
         for node in made.module.graph.find_nodes(op="call_function", target=functional_twin(op, ())):
             node.target = op
     return made
 
 
-def _traced_again(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
-    part = mutation_subgraph(traced)
-    interpreter = _OriginKeeper(part.module)
-    plain = [*inputs, *(_detached(node_meta.value(one)) for one in part.entering)]
-    known = [*known, *(None for _ in part.entering)]
+def _retrace(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode, known: Known) -> Functional:
+    subgraph = mutation_subgraph(traced)
+    interpreter = _OriginKeeper(subgraph.module)
+    plain = [*inputs, *(_detached(node_meta.value(one)) for one in subgraph.entering)]
+    known = [*known, *(None for _ in subgraph.entering)]
     host: list[HostValues] = []
 
     def run(*args: Any) -> Any:
@@ -82,7 +82,7 @@ def _traced_again(traced: fx.GraphModule, inputs: list[Any], mode: FakeTensorMod
     branches = host_branches(lambda: host[0] if host else None)
     with mode, without_autocast(), unwritten(), node_hook(interpreter.tag), branches:
         functional = make_fx(run, _disable_torch_fn_metadata_mode=True)(*plain)
-    module = splice(traced, part, functional, interpreter.made_for)
+    module = splice(traced, subgraph, functional, interpreter.made_for)
     fold_resizes(module.graph)
     return _take_writes(module)
 
@@ -203,20 +203,20 @@ def replace_custom_writes(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             call = graph.call_function(functional_twin(node.target, mutated), node.args, node.kwargs)
             node_meta.copy_meta(node, call)
-            parts = [call] if total == 1 else [_item(graph, call, i) for i in range(total)]
-            for part, position in zip(parts[count:], mutated, strict=True):
-                _copy_back(graph, op_info.argument(node, position), part)
+            values = [call] if total == 1 else [_item(graph, call, i) for i in range(total)]
+            for value, position in zip(values[count:], mutated, strict=True):
+                _copy_back(graph, op_info.argument(node, position), value)
         if count == 1:
-            node.replace_all_uses_with(parts[0])
+            node.replace_all_uses_with(values[0])
         elif count > 1:
             node.replace_all_uses_with(call)
         graph.erase_node(node)
 
 
 def _item(graph: fx.Graph, source: fx.Node, index: int) -> fx.Node:
-    part = graph.call_function(operator.getitem, (source, index))
-    node_meta.set_origin(part, node_meta.origin(source))
-    return part
+    item = graph.call_function(operator.getitem, (source, index))
+    node_meta.set_origin(item, node_meta.origin(source))
+    return item
 
 
 def _copy_back(graph: fx.Graph, targets: Any, values: fx.Node) -> None:
@@ -288,8 +288,8 @@ def _runner(op: Any, written: tuple[int, ...], *, run_op: bool) -> Callable[...,
                 returned = op(**given)
         elif run_op:
             returned = op(**given)
-        parts = [] if not op._schema.returns else [returned] if len(op._schema.returns) == 1 else list(returned)
-        everything = (*parts, *copies)
+        results = [] if not op._schema.returns else [returned] if len(op._schema.returns) == 1 else list(returned)
+        everything = (*results, *copies)
         return everything[0] if len(everything) == 1 else everything
 
     return run

@@ -40,18 +40,18 @@ class MutationSubgraph:
     """Its calls -> those of the whole."""
 
 
-def mutation_subgraph(whole: fx.GraphModule) -> MutationSubgraph:
-    """What of `whole` has to be made functional. `whole` stays as it is."""
-    touched = _Touched(whole.graph)
+def mutation_subgraph(traced: fx.GraphModule) -> MutationSubgraph:
+    """What of `traced` has to be made functional. `traced` stays as it is."""
+    touched = _TouchedCalls(traced.graph)
     inside, results = touched.calls, touched.results()
-    calls = [node for node in whole.graph.nodes if node in inside]
+    calls = [node for node in traced.graph.nodes if node in inside]
     read = [arg for node in calls for arg in node.all_input_nodes]
     entering = dict.fromkeys(one for one in (*read, *results) if one not in inside and one.op != "placeholder")
-    outside = (node for node in whole.graph.nodes if node not in inside and node.op != "output")
+    outside = (node for node in traced.graph.nodes if node not in inside and node.op != "output")
     leaving = dict.fromkeys(arg for node in outside for arg in node.all_input_nodes if arg in inside)
     leaving.update(dict.fromkeys(results))
     graph, copies, stands_for = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
-    for node in (*whole.graph.find_nodes(op="placeholder"), *entering):
+    for node in (*traced.graph.find_nodes(op="placeholder"), *entering):
         copies[node] = graph.placeholder(node.name)
         node_meta.copy_meta(node, copies[node])
     for node in calls:
@@ -59,17 +59,17 @@ def mutation_subgraph(whole: fx.GraphModule) -> MutationSubgraph:
         stands_for[copies[node]] = node
     graph.output([copies[node] for node in leaving])
     return MutationSubgraph(
-        module=module_of(whole, graph), entering=list(entering), leaving=list(leaving), stands_for=stands_for
+        module=module_of(traced, graph), entering=list(entering), leaving=list(leaving), stands_for=stands_for
     )  # fmt: skip
 
 
 def splice(
-    whole: fx.GraphModule,
-    part: MutationSubgraph,
+    traced: fx.GraphModule,
+    subgraph: MutationSubgraph,
     functional: fx.GraphModule,
     made_for: Callable[[fx.Node], fx.Node | None],
 ) -> fx.GraphModule:
-    """`whole` with the functional form of `part` in the place of its calls, which are named as a trace names them.
+    """`traced` with the functional form of `subgraph` in the place of its calls, which are named as a trace names them.
 
     Args:
         whole: as `mutation_subgraph` was given it.
@@ -77,21 +77,21 @@ def splice(
         functional: the part made functional, with the same placeholders and results.
         made_for: a node of `functional` -> the call of the part for which it was made; None behind the last call.
     """
-    own, inputs = whole.graph.find_nodes(op="placeholder"), functional.graph.find_nodes(op="placeholder")
-    enters = dict(zip(part.entering, inputs[len(own) :], strict=True))
+    own, inputs = traced.graph.find_nodes(op="placeholder"), functional.graph.find_nodes(op="placeholder")
+    enters = dict(zip(subgraph.entering, inputs[len(own) :], strict=True))
     _drop_writes(functional.graph, set(enters.values()))
-    gives: Any = dict(zip(part.leaving, functional.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    gives: Any = dict(zip(subgraph.leaving, functional.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     made: dict[fx.Node | None, list[fx.Node]] = {}
     for node in functional.graph.nodes:
         if node.op not in ("placeholder", "output"):
             call = made_for(node)
-            made.setdefault(part.stands_for.get(call) if call is not None else None, []).append(node)
-    inside, graph = set(part.stands_for.values()), fx.Graph()
+            made.setdefault(subgraph.stands_for.get(call) if call is not None else None, []).append(node)
+    inside, graph = set(subgraph.stands_for.values()), fx.Graph()
     new, moved = dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for old, node in zip(own, inputs, strict=False):
         new[old] = moved[node] = graph.placeholder(node.name)
         node_meta.copy_meta(node, new[old])
-    for old in whole.graph.nodes:
+    for old in traced.graph.nodes:
         if old in inside:
             for node in made.get(old, ()):
                 moved[node] = named_copy(graph, node, moved.__getitem__)
@@ -101,7 +101,7 @@ def splice(
             moved[enters[old]] = new[old]
     for node in made.get(None, ()):
         moved[node] = named_copy(graph, node, moved.__getitem__)
-    results = whole.graph.output_node().args[0]
+    results = traced.graph.output_node().args[0]
     graph.output(fx.map_arg(results, lambda one: moved[gives[one]] if one in gives else new[one]))
     return module_of(functional, graph)
 
@@ -118,7 +118,7 @@ def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]
     if node.op == "get_attr":
         copy = graph.node_copy(node, new)
     else:
-        args, kwargs = fx.map_arg(_given(node), new)
+        args, kwargs = fx.map_arg(_explicit_args(node), new)
         target: Any = node.target
         name = target._schema.name.split("::")[1] if op_info.is_op(node) else re.sub(r"_\d+$", "", node.name)
         copy = graph.create_node(node.op, node.target, args, kwargs, name)
@@ -126,7 +126,7 @@ def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]
     return copy
 
 
-def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _explicit_args(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without what is there by default. Autograd hands on tensors that are none."""
     if not op_info.is_op(node):
         return node.args, node.kwargs
@@ -141,8 +141,8 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class AliasGroups:
     """Which nodes of a graph may share memory, and which memory is written to."""
 
-    def __init__(self, graph: fx.Graph, *, items_apart: bool = False) -> None:
-        """`items_apart`: whether tensors that a call gives in a list, each in memory of its own, are groups each."""
+    def __init__(self, graph: fx.Graph, *, separate_items: bool = False) -> None:
+        """`separate_items`: whether tensors that a call gives in a list, each in memory of its own, are groups each."""
         self._parent: dict[fx.Node, fx.Node] = {}
         self.written: dict[fx.Node, int] = {}
         """Group -> place of the first write."""
@@ -151,7 +151,7 @@ class AliasGroups:
         alone, items, lists = [], dict[tuple[fx.Node, Any], fx.Node](), set[fx.Node]()
         for node in graph.nodes:
             shared = list(shares_with(node))
-            if items_apart and node.target is operator.getitem and shared[0] in lists:
+            if separate_items and node.target is operator.getitem and shared[0] in lists:
                 shared = [first] if (first := items.setdefault(node.args, node)) is not node else []
             if not shared and all(user.target is operator.getitem for user in node.users):
                 lists.add(node)  # if it gives one: new tensors, or lists of them, of which only items are read
@@ -173,7 +173,7 @@ class AliasGroups:
         return node
 
 
-class _Touched:
+class _TouchedCalls:
     """Which calls of a graph are in the part."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -182,13 +182,13 @@ class _Touched:
         groups = AliasGroups(graph)
         self._group, self._written, self._bases = groups.of, groups.written, groups.bases
         self.calls = self._numbers() | {node for node in self._nodes if is_new(node)}
-        self._whole = {group for group in self._written if len(self._bases.get(group, ())) != 1}
+        self._included = {group for group in self._written if len(self._bases.get(group, ())) != 1}
         """Groups of which every call is in the part."""
         for node in self._nodes:
             if (
                 op_info.is_op(node) and torch.Tag.inplace_view in node.target.tags
             ):  # ``t_()``: another shape from here on
-                self._whole.add(self._group(node))
+                self._included.add(self._group(node))
         while self._grow():
             pass
 
@@ -199,18 +199,18 @@ class _Touched:
     def _numbers(self) -> set[fx.Node]:
         """Numbers and constants, what they are made of, and their readers."""
         followed = [n for n in self._nodes if n.op == "get_attr" or (n.op == "call_function" and _is_number(n))]
-        found = {user for node in followed for user in node.users if user.op != "output"}
+        readers = {user for node in followed for user in node.users if user.op != "output"}
         made_of: set[fx.Node] = set()
         while followed:
             node = followed.pop()
             if node not in made_of and node.op != "placeholder":
                 made_of.add(node)
                 followed += node.all_input_nodes
-        return found | made_of
+        return readers | made_of
 
     def _grow(self) -> bool:
         """Takes in what touches groups; whether there may be more."""
-        before = len(self._whole), len(self.calls)
+        before = len(self._included), len(self.calls)
         for place, node in enumerate(self._nodes):
             if node.op in ("placeholder", "output") or node in self.calls:
                 continue
@@ -220,14 +220,14 @@ class _Touched:
                 self.calls.add(node)
         for node in [one for one in self.calls if one.target is operator.getitem]:
             self.calls.update(node.all_input_nodes)
-        self._whole.update(self._torn())
-        return before != (len(self._whole), len(self.calls))
+        self._included.update(self._split_groups())
+        return before != (len(self._included), len(self.calls))
 
     def _concerns(self, group: fx.Node, place: int) -> bool:
         """Whether a call at `place` that touches `group` belongs to the part."""
-        return group in self._whole or (group in self._written and place >= self._written[group])
+        return group in self._included or (group in self._written and place >= self._written[group])
 
-    def _torn(self) -> Iterable[fx.Node]:
+    def _split_groups(self) -> Iterable[fx.Node]:
         """Groups that are written to, and of which more than the base would have to cross the border of the part."""
         read = [one for node in self.calls for one in node.all_input_nodes]
         for one in (*read, *self._returned):

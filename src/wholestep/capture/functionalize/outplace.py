@@ -42,19 +42,19 @@ def _functional_form(op: Any) -> Any:
         return None
     name = op._schema.name.removeprefix("aten::")
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
-    found = getattr(packet, op._overloadname, None)
-    if found is None or op_info.mutated_args(found) or op_info.viewed_args(found):
+    form = getattr(packet, op._overloadname, None)
+    if form is None or op_info.mutated_args(form) or op_info.viewed_args(form):
         return None
-    own, other = ([(one.name, str(one.type)) for one in each._schema.arguments] for each in (op, found))
-    return found if own == other else None
+    own, other = ([(one.name, str(one.type)) for one in each._schema.arguments] for each in (op, form))
+    return form if own == other else None
 
 
-def _written_as_a_whole(whole: fx.GraphModule) -> AliasGroups | None:
+def _whole_writes(traced: fx.GraphModule) -> AliasGroups | None:
     """The groups of a graph that is taken; None for another one."""
-    groups = AliasGroups(whole.graph, items_apart=True)
-    seen_whole = {groups.bases[group][0] for group in groups.written}
+    groups = AliasGroups(traced.graph, separate_items=True)
+    whole_views = {groups.bases[group][0] for group in groups.written}
     """Nodes that stand for all of their group. Where there may be two, the other one is not among them."""
-    for place, node in enumerate(whole.graph.nodes):
+    for place, node in enumerate(traced.graph.nodes):
         targets = list(writes_to(node))
         if targets and (_functional_form(node.target) is None or len({*map(groups.of, targets)}) < len(targets)):
             return None
@@ -63,17 +63,17 @@ def _written_as_a_whole(whole: fx.GraphModule) -> AliasGroups | None:
         if node.op not in ("call_function", "output"):
             continue
         touched = [one for one in node.all_input_nodes if groups.written.get(groups.of(one), place + 1) <= place]
-        if any(one not in seen_whole for one in touched):
+        if any(one not in whole_views for one in touched):
             return None
         if targets:
-            seen_whole.add(node)
+            whole_views.add(node)
     return groups
 
 
 Rewritten = tuple[fx.GraphModule, list[Any], dict[int, fx.Node]]
 
 
-def to_out_of_place(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
+def to_out_of_place(traced: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
     """A graph as its functional form, the nodes of its results, and the new value per placeholder that was written to.
 
     Args:
@@ -83,11 +83,11 @@ def to_out_of_place(whole: fx.GraphModule, inputs: list[Any]) -> Rewritten | Non
     None for a graph that needs a second trace: where not all is written to as a whole, where a functional form gives
     another layout or type than what is written to, and where one asks for the value of a number of the host.
     """
-    if any(map(_is_complex_by_a_number, whole.graph.nodes)) or (groups := _written_as_a_whole(whole)) is None:
+    if any(map(_is_complex_by_a_number, traced.graph.nodes)) or (groups := _whole_writes(traced)) is None:
         return None
     try:
         with without_autocast():
-            return _rewritten(whole, inputs, groups)
+            return _rewritten(traced, inputs, groups)
     except ASKS_FOR_A_NUMBER:
         return None
 
@@ -100,49 +100,49 @@ def _is_complex_by_a_number(node: fx.Node) -> bool:
     return numbers and any(tensor.is_complex() for one in given for tensor in node_meta.tensors(one))
 
 
-def _rewritten(whole: fx.GraphModule, inputs: list[Any], groups: AliasGroups) -> Rewritten | None:
+def _rewritten(traced: fx.GraphModule, inputs: list[Any], groups: AliasGroups) -> Rewritten | None:
     graph = fx.Graph()
     new = dict[fx.Node, fx.Node]()
     last = dict[fx.Node, fx.Node]()
     """Group -> its value now, once it has been written to."""
 
     computed = set[fx.Node]()
-    """Whose value is another one than in `whole`: so are those of their views."""
+    """Whose value is another one than in `traced`: so are those of their views."""
     items = dict[tuple[Any, Any], fx.Node]()
 
-    def now(node: fx.Node) -> fx.Node:
+    def current(node: fx.Node) -> fx.Node:
         group = groups.of(node)
         return last[group] if group in last else new[node]
 
-    placeholders = whole.graph.find_nodes(op="placeholder")
+    placeholders = traced.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, inputs, strict=True):
         new[node] = graph.placeholder(node.name)
         node_meta.set_value(new[node], value)
-    for node in whole.graph.nodes:
+    for node in traced.graph.nodes:
         targets = list(writes_to(node))
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is operator.getitem and (known := items.get((now(node.args[0]), node.args[1]))) is not None:
+        if node.target is operator.getitem and (known := items.get((current(node.args[0]), node.args[1]))) is not None:
             new[node] = known
             continue
-        new[node] = copied = named_copy(graph, node, now)
+        new[node] = copied = named_copy(graph, node, current)
         if not targets:
-            if is_new(node) or any(now(one) in computed for one in shares_with(node)):
+            if is_new(node) or any(current(one) in computed for one in shares_with(node)):
                 graph_edit.evaluate(copied)
                 computed.add(copied)
             if node.target is operator.getitem:
                 items[copied.args[0], copied.args[1]] = copied
             continue
         _make_functional(copied)
-        parts = _items(graph, copied) if isinstance(node_meta.value(copied), (list, tuple)) else [copied]
-        for target, part in zip(targets, parts, strict=True):
-            if not _is_like(node_meta.value(part), node_meta.value(now(target))):
+        values = _items(graph, copied) if isinstance(node_meta.value(copied), (list, tuple)) else [copied]
+        for target, value in zip(targets, values, strict=True):
+            if not _is_like(node_meta.value(value), node_meta.value(current(target))):
                 return None
-            last[groups.of(target)] = part
-    results = fx.map_arg(whole.graph.output_node().args[0], now)
+            last[groups.of(target)] = value
+    results = fx.map_arg(traced.graph.output_node().args[0], current)
     graph.output(results)
     writes = {place: last[groups.of(node)] for place, node in enumerate(placeholders) if groups.of(node) in last}
-    return module_of(whole, graph), list(results), writes  # type: ignore[arg-type]
+    return module_of(traced, graph), list(results), writes  # type: ignore[arg-type]
 
 
 def _make_functional(call: fx.Node) -> None:
@@ -153,12 +153,12 @@ def _make_functional(call: fx.Node) -> None:
 
 
 def _items(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
-    found = []
+    items = []
     for place, value in enumerate(node_meta.value(call)):
-        found.append(graph.create_node("call_function", operator.getitem, (call, place), {}, "getitem"))
-        node_meta.set_value(found[-1], value)
-        node_meta.set_origin(found[-1], node_meta.origin(call))
-    return found
+        items.append(graph.create_node("call_function", operator.getitem, (call, place), {}, "getitem"))
+        node_meta.set_value(items[-1], value)
+        node_meta.set_origin(items[-1], node_meta.origin(call))
+    return items
 
 
 def _is_like(made: torch.Tensor, before: torch.Tensor) -> bool:

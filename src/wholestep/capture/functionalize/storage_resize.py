@@ -230,16 +230,16 @@ def _resized_tensor(node: fx.Node) -> torch.Tensor:
 
 def _owner(graph: fx.Graph, storage: int) -> fx.Node:
     """The value with the most elements of those that live in a storage; of several the latest."""
-    found: tuple[int, fx.Node] | None = None
+    largest: tuple[int, fx.Node] | None = None
     for node in reversed(graph.nodes):
         value = node_meta.value(node)
         if isinstance(value, torch.Tensor) and _storage(value) == storage:
             extent = value.numel() * value.element_size()
-            if found is None or extent > found[0]:
-                found = extent, node
-    if found is None:
+            if largest is None or extent > largest[0]:
+                largest = extent, node
+    if largest is None:
         raise CaptureError("The step resizes the storage of a tensor that is no part of what was traced.")
-    return found[1]
+    return largest[1]
 
 
 class _Check:

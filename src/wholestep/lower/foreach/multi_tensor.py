@@ -141,7 +141,7 @@ class MultiTensorCompiler:
         Rows of a table (`lower/kernels/sparse_all_reduce.py`) come as one piece. Where they come last, nothing else has
         to be early.
         """
-        if not write_order.writes_beside_communication(program):
+        if not write_order.writes_during_communication(program):
             return program
         program = graph_edit.copy(program)
         waits = (node for node in reversed(program.graph.nodes) if node.target is op_info.WAIT and _is_by_copies(node))

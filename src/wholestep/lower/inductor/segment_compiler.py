@@ -105,7 +105,7 @@ def _is_known(node: fx.Node) -> bool:
         return False
     taken = [one for arg in node.all_input_nodes for one in node_meta.tensors(arg)]
     given = list(node_meta.tensors(node))
-    if node.target is matmul_out_dtype.WIDE or matmul_out_dtype.fills(node):
+    if node.target is matmul_out_dtype.WIDE or matmul_out_dtype.is_mostly_wide(node):
         return False  # it writes to a slice of a bucket
     if node.target is _aten.cat.default and len(taken) > MOST_PARTS and given[0].is_cuda:
         return False  # one kernel of ATen

@@ -58,7 +58,7 @@ class Memory:
         self.last_read = {node: self._last_read(node) for node in graph.nodes}
         self._parent: dict[int, int] = {}
         self._blocks: dict[int, Block] = {}
-        self._moved: set[fx.Node] = set()
+        self._relocated: set[fx.Node] = set()
 
     def enter(self, node: fx.Node) -> None:
         """Takes note of the memory that the node's value lives in."""
@@ -78,7 +78,7 @@ class Memory:
             node_meta.set_value(
                 new, node_meta.value(onto) if isinstance(onto, fx.Node) else list(map(node_meta.value, onto))
             )
-            self._moved.add(new)
+            self._relocated.add(new)
         self.enter(new)
 
     def extend(self, node: fx.Node, until: int) -> None:
@@ -119,13 +119,13 @@ class Memory:
         )
         if not viewed:
             return
-        if any(arg in self._moved for arg in viewed):
+        if any(arg in self._relocated for arg in viewed):
             # A fake wait gives a tensor of its own; a real one gives what it waited for.
             if node.target is op_info.WAIT:
                 node_meta.set_value(node, node_meta.value(viewed[0]))
             else:
                 self._recompute(node)
-            self._moved.add(node)
+            self._relocated.add(node)
         if node.target is operator.getitem:
             return
         for arg in viewed:

@@ -36,7 +36,7 @@ _LOOKS_BACK = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Repetition:
     """Part of a sequence that repeats itself: entries from `start` to `end`, in steps of `period`."""
 
     start: int
@@ -44,7 +44,7 @@ class Stretch:
     period: int
 
 
-def stretch(kinds: Sequence[int]) -> Stretch | None:
+def longest_repetition(kinds: Sequence[int]) -> Repetition | None:
     """The longest part of a sequence in which every entry equals the one a period before; at least two periods.
 
     Of periods that reach equally far the shortest is taken.
@@ -54,11 +54,11 @@ def stretch(kinds: Sequence[int]) -> Stretch | None:
     for place, kind in enumerate(kinds):
         gaps.update(place - before for before in last[kind])
         last[kind].append(place)
-    found = [one for period, _ in gaps.most_common(_CANDIDATES) if (one := _longest(kinds, period)) is not None]
-    return min(found, key=lambda one: (one.start - one.end, one.period), default=None)
+    candidates = [one for period, _ in gaps.most_common(_CANDIDATES) if (one := _longest(kinds, period)) is not None]
+    return min(candidates, key=lambda one: (one.start - one.end, one.period), default=None)
 
 
-def _longest(kinds: Sequence[int], period: int) -> Stretch | None:
+def _longest(kinds: Sequence[int], period: int) -> Repetition | None:
     best = begin = 0
     where = 0
     for place in range(len(kinds) - period):
@@ -66,10 +66,10 @@ def _longest(kinds: Sequence[int], period: int) -> Stretch | None:
             begin = place + 1
         elif place + 1 - begin > best:
             best, where = place + 1 - begin, begin
-    return Stretch(start=where, end=where + best + period, period=period) if best >= period else None
+    return Repetition(start=where, end=where + best + period, period=period) if best >= period else None
 
 
-def unit(
+def best_unit(
     kinds: Sequence[int], costs: Sequence[int], may_cut: Callable[[int], bool], *, least: int = MIN_CALLS
 ) -> tuple[int, ...]:
     """What a sequence repeats, from where it is best cut; empty if it repeats nothing.
@@ -80,13 +80,13 @@ def unit(
         may_cut: whether one may stand before an entry.
         least: entries of a unit, which is as many periods long as that takes.
     """
-    found = stretch(kinds)
-    if found is None:
+    repetition = longest_repetition(kinds)
+    if repetition is None:
         return ()
-    length = found.period * -(-least // found.period)
+    length = repetition.period * -(-least // repetition.period)
     choices = []
-    for offset in range(found.start, found.start + found.period):
-        places = range(offset, found.end - length + 1, length)
+    for offset in range(repetition.start, repetition.start + repetition.period):
+        places = range(offset, repetition.end - length + 1, length)
         if len(places) > 1 and all(map(may_cut, places)):
             choices.append((sum(costs[place] for place in places), offset))
     if not choices:
@@ -97,23 +97,23 @@ def unit(
 
 def occurrences(kinds: Sequence[int], unit: tuple[int, ...], may_cut: Callable[[int], bool]) -> list[int]:
     """Where a unit begins, one behind the other, with cuts allowed at both of its ends."""
-    found, place, length = [], 0, len(unit)
+    starts, place, length = [], 0, len(unit)
     while unit and place + length <= len(kinds):
         fits = kinds[place] == unit[0] and tuple(kinds[place : place + length]) == unit
         if fits and all(map(may_cut, (place, place + length))):
-            found.append(place)
+            starts.append(place)
             place += length
         else:
             place += 1
-    return found
+    return starts
 
 
-def pieces(
+def split_at_repeats(
     runs: Sequence[list[fx.Node]],
     *,
     by_library: Callable[[fx.Node], bool],
     updates: Collection[fx.Node],
-    whole: Collection[fx.Node] = (),
+    uncut: Collection[fx.Node] = (),
 ) -> list[list[fx.Node]]:
     """The runs in pieces, in order. A unit that one run repeats is cut out of all of them.
 
@@ -121,45 +121,45 @@ def pieces(
         runs: nodes that a compiler gets together, in the order of the graph, without views.
         by_library: whether the compiler leaves a node to a library.
         updates: nodes whose values are written to inputs, of these runs or not.
-        whole: nodes whose runs stay as they are.
+        uncut: nodes whose runs stay as they are.
     """
     numbers: dict[Any, int] = {}
 
     def number(node: fx.Node) -> int:
-        return numbers.setdefault(node if node in whole else _kind(node), len(numbers))
+        return numbers.setdefault(node if node in uncut else _kind(node), len(numbers))
 
-    told = [([number(node) for node in run], _Cuts(run, by_library, updates)) for run in runs]
-    units = units_of(told)
+    sequences = [([number(node) for node in run], _CutPoints(run, by_library, updates)) for run in runs]
+    units = units_of(sequences)
     return [
         run[start:end]
-        for run, (kinds, cuts) in zip(runs, told, strict=True)
+        for run, (kinds, cuts) in zip(runs, sequences, strict=True)
         for start, end in pairwise(_ends(kinds, cuts, units))
     ]
 
 
-def units_of(told: Sequence[tuple[Sequence[int], _Cuts]]) -> list[tuple[int, ...]]:
+def units_of(sequences: Sequence[tuple[Sequence[int], _CutPoints]]) -> list[tuple[int, ...]]:
     """What the sequences repeat, with where each may be cut; what one unit leaves is searched for more."""
     units: list[tuple[int, ...]] = []
-    for kinds, cuts in told:
-        parts = _parts(kinds, cuts, units)
-        while parts:
-            start, end = parts.pop()
-            found = unit(kinds[start:end], cuts.alive_bytes[start : end + 1], cuts.behind(start))
-            if found and found not in units:  # a known one does not fit here, since another one overlaps it
-                units.append(found)
-                parts = _parts(kinds, cuts, units)
+    for kinds, cuts in sequences:
+        gaps = _gaps(kinds, cuts, units)
+        while gaps:
+            start, end = gaps.pop()
+            new = best_unit(kinds[start:end], cuts.alive_bytes[start : end + 1], cuts.shifted(start))
+            if new and new not in units:  # a known one does not fit here, since another one overlaps it
+                units.append(new)
+                gaps = _gaps(kinds, cuts, units)
     return units
 
 
-def _ends(kinds: Sequence[int], cuts: _Cuts, units: Sequence[tuple[int, ...]]) -> list[int]:
+def _ends(kinds: Sequence[int], cuts: _CutPoints, units: Sequence[tuple[int, ...]]) -> list[int]:
     """Where pieces of a run begin, and its end."""
-    found = {0, len(kinds)}
+    ends = {0, len(kinds)}
     for one in units:
-        found.update(end for start in occurrences(kinds, one, cuts) for end in (start, start + len(one)))
-    return sorted(found)
+        ends.update(end for start in occurrences(kinds, one, cuts) for end in (start, start + len(one)))
+    return sorted(ends)
 
 
-def _parts(kinds: Sequence[int], cuts: _Cuts, units: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+def _gaps(kinds: Sequence[int], cuts: _CutPoints, units: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
     """Pieces that are no units."""
     ends = pairwise(_ends(kinds, cuts, units))
     return [(start, end) for start, end in ends if tuple(kinds[start:end]) not in units]
@@ -176,7 +176,7 @@ def _holds_nodes(arg: Any) -> bool:
     return isinstance(arg, (list, tuple)) and any(isinstance(one, fx.Node) for one in arg)
 
 
-class _Cuts:
+class _CutPoints:
     """Where a run may be cut: before a call of a library, and not where an update would come before a refusal."""
 
     def __init__(
@@ -202,7 +202,7 @@ class _Cuts:
                 return self._by_library[at]
         return True
 
-    def behind(self, start: int) -> Callable[[int], bool]:
+    def shifted(self, start: int) -> Callable[[int], bool]:
         """The same for places counted from `start`."""
         return lambda place: self(start + place)
 

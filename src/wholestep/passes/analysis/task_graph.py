@@ -55,7 +55,7 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
     deps = [{number_of[arg] for arg in node.all_input_nodes if arg in number_of} for node in nodes]
     orders = [_kept_orders(nodes), _hazards(program, number_of, hold_updates=hold_updates)]
     if cost.compiles is not None:
-        orders.append(_whole_updates(program, number_of, cost.compiles))
+        orders.append(_fused_updates_wait(program, number_of, cost.compiles))
     for before, after in itertools.chain(*orders):
         if before < after:
             deps[after].add(before)
@@ -86,11 +86,11 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
     """How many bytes are alive while each call runs, those of inputs not counted."""
     nodes = tuple(node for node in program.graph.nodes if node.op not in ("placeholder", "output"))
     usages, _, pinned, writable = _memory(program, nodes)
-    ledger, found = Ledger(usages, pinned=pinned, writable=writable), {}
+    ledger, live = Ledger(usages, pinned=pinned, writable=writable), {}
     for number, node in enumerate(nodes):
-        found[node] = ledger.live_bytes + ledger.needed_bytes(number)
+        live[node] = ledger.live_bytes + ledger.needed_bytes(number)
         ledger.run(number)
-    return found
+    return live
 
 
 def _is_late(node: fx.Node) -> bool:
@@ -155,7 +155,7 @@ def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: b
         yield from ((fence, number_of[node]) for fence in fences)
 
 
-def beginnings(program: Program, compiles: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def fused_update_ends(program: Program, compiles: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Calls that begin to compute what an input becomes, each with the one that ends it, if a compiler has both."""
     ends = {
         program.placeholders[end.target]: value.args[0] if value.target is operator.getitem else value
@@ -183,7 +183,7 @@ def _leads_to(node: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-def _whole_updates(
+def _fused_updates_wait(
     program: Program, number_of: dict[fx.Node, int], compiles: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[int, int]]:
     """The waits of what an input becomes, before the calls that begin to compute it."""
@@ -191,7 +191,7 @@ def _whole_updates(
     for node in number_of:
         own = frozenset([node] if node.target is op_info.WAIT else [])
         awaits[node] = own.union(*(awaits[arg] for arg in node.all_input_nodes if arg in awaits))
-    for first, last in beginnings(program, compiles):
+    for first, last in fused_update_ends(program, compiles):
         yield from ((number_of[wait], number_of[first]) for wait in awaits[last] - awaits[first])
 
 

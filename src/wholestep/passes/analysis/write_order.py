@@ -21,7 +21,7 @@ def fences(graph: fx.Graph, *, peers: bool) -> list[fx.Node]:
     return [node for node in calls if peers or not op_info.needs_peers(node.target)]
 
 
-def writes_beside_communication(program: Program) -> bool:
+def writes_during_communication(program: Program) -> bool:
     """Whether a scheduled program writes to an input before its last collective is over."""
     inputs = set(program.placeholders)
     written = False
@@ -38,11 +38,11 @@ def writes_beside_communication(program: Program) -> bool:
 
 def arguments(program: Program) -> set[fx.Node]:
     """The inputs that are arguments of the call, and their views."""
-    found = {n for n, record in zip(program.placeholders, program.inputs, strict=True) if record.kind is InputKind.USER}
+    nodes = {n for n, record in zip(program.placeholders, program.inputs, strict=True) if record.kind is InputKind.USER}
     for node in program.graph.nodes:
-        if node.op == "call_function" and not found.isdisjoint(_nodes(node, op_info.viewed_args(node.target))):
-            found.add(node)
-    return found
+        if node.op == "call_function" and not nodes.isdisjoint(_nodes(node, op_info.viewed_args(node.target))):
+            nodes.add(node)
+    return nodes
 
 
 def frees(value: Any, tensors: set[fx.Node]) -> bool:
@@ -56,7 +56,7 @@ def updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
     ends = zip(program.outputs, program.results, strict=True)
     targets = {end.target for end, value in ends if end.kind is OutputKind.WRITE and not frees(value, own)}
     base = {node: node for index, node in enumerate(program.placeholders) if index in targets}
-    found: dict[fx.Node, list[fx.Node]] = {}
+    written_inputs: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
@@ -69,24 +69,24 @@ def updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
         written = _nodes(node, op_info.written_by(twin, node.kwargs)) if twin is not None else ()
         bases = [base[arg] for arg in written if arg in base]
         if bases:
-            found[node] = bases
-    return found
+            written_inputs[node] = bases
+    return written_inputs
 
 
 def readers(program: Program) -> dict[fx.Node, list[fx.Node]]:
     """For each input that the step writes to, the calls that read it or a view of it."""
     targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
     base = {node: node for index, node in enumerate(program.placeholders) if index in targets}
-    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in base}
+    calls: dict[fx.Node, list[fx.Node]] = {node: [] for node in base}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         for arg in dict.fromkeys(base[arg] for arg in node.all_input_nodes if arg in base):
-            found[arg].append(node)
+            calls[arg].append(node)
         viewed = [arg for arg in _nodes(node, op_info.viewed_args(node.target)) if arg in base]
         if viewed:
             base[node] = base[viewed[0]]
-    return found
+    return calls
 
 
 def _nodes(node: fx.Node, positions: tuple[int, ...]) -> Iterable[fx.Node]:

@@ -77,11 +77,11 @@ def pack(
     reasons: list[str] = []
     opened: dict[Hashable, int] = {}
     group_of: list[int] = []
-    behind: list[set[int]] = []  # the groups that each group needs, directly or by way of others
+    depends_on: list[set[int]] = []  # the groups that each group needs, directly or by way of others
     for item, key in enumerate(keys):
         wanted = {group_of[other] for other in needs[item]} if needs else set()
         if wanted:
-            wanted = wanted.union(*(behind[group] for group in wanted))
+            wanted = wanted.union(*(depends_on[group] for group in wanted))
         current = opened.get(key)
         if current is not None and current in wanted:
             reasons[current], current = DEPENDS, None
@@ -89,14 +89,14 @@ def pack(
             current = opened[key] = len(groups)
             groups.append([])
             reasons.append(END)
-            behind.append(set())
+            depends_on.append(set())
         groups[current].append(item)
         group_of.append(current)
-        if not wanted <= behind[current]:
-            behind[current] |= wanted
-            for other in behind:
+        if not wanted <= depends_on[current]:
+            depends_on[current] |= wanted
+            for other in depends_on:
                 if current in other:
-                    other |= behind[current]
+                    other |= depends_on[current]
         if item in cuts:
             reasons[current] = cuts[item]
             del opened[key]
@@ -177,45 +177,45 @@ def planned_cuts(
     costs: Costs,
     *,
     cap_bytes: int,
-    others: Sequence[Cuts] = (),
+    baselines: Sequence[Cuts] = (),
     needs: Sequence[frozenset[int]] = (),
 ) -> Cuts:
     """The cuts with the shortest predicted step that expose no more than others do; on a tie those with fewer buckets.
 
     Args:
         cap_bytes: bound of the bytes of a bucket of several gradients, since a bucket is memory on top of them.
-        others: assignments that the found one has to beat: it exposes no more than any of them, and takes no longer
+        baselines: assignments that the found one has to beat: it exposes no more than any of them, and takes no longer
             than those that expose as little. Those that pass the cap bound what is exposed and are not taken; only
             where they expose the least can it be impossible to expose as little.
     """
 
     def outcome(groups: Sequence[Group]) -> Outcome:
-        found = predict(groups, costs)
-        return Outcome(round(found.total_us, 3), round(found.exposed_us, 3))
+        predicted = predict(groups, costs)
+        return Outcome(round(predicted.total_us, 3), round(predicted.exposed_us, 3))
 
-    exposed_us = [outcome(pack(sizes_bytes, keys, cuts, needs=needs)).exposed_us for cuts in others]
+    exposed_us = [outcome(pack(sizes_bytes, keys, cuts, needs=needs)).exposed_us for cuts in baselines]
     bound_us = min(exposed_us, default=math.inf)
 
     def rated(cuts: Cuts) -> _Rating:
         groups = pack(sizes_bytes, keys, cuts, needs=needs)
         if any(group.num_bytes > cap_bytes and len(group.items) > 1 for group in groups):
             return _Rating(math.inf, math.inf, len(groups))
-        found = outcome(groups)
-        return _Rating(max(0.0, found.exposed_us - bound_us), found.total_us, len(groups))
+        predicted = outcome(groups)
+        return _Rating(max(0.0, predicted.exposed_us - bound_us), predicted.total_us, len(groups))
 
     lines = [[item for item, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
-    candidates = list(others)
+    candidates = list(baselines)
     for price in PRICES:
         ends = [item for line in lines for item in _search(line, sizes_bytes, costs, cap_bytes, price)]
         candidates.append(dict.fromkeys(ends, ""))
     best = min(candidates, key=rated)
     places = [[unit[-1] for unit in _units(line, sizes_bytes)][:-1] for line in lines]
     trials = MAX_LOOKS // max(1, len(keys))
-    improved = _improved(frozenset(best), places, lambda cuts: rated(dict.fromkeys(cuts, "")), trials)
-    return _with_reasons(best if improved == best.keys() else dict.fromkeys(sorted(improved), ""), rated)
+    searched = _local_search(frozenset(best), places, lambda cuts: rated(dict.fromkeys(cuts, "")), trials)
+    return _with_reasons(best if searched == best.keys() else dict.fromkeys(sorted(searched), ""), rated)
 
 
-def _improved(
+def _local_search(
     start: frozenset[int], places: Sequence[Sequence[int]], rated: Callable[[frozenset[int]], _Rating], trials: int
 ) -> frozenset[int]:
     """Takes the first change of a single cut that is better, until there is none or all trials are used up.
@@ -223,16 +223,16 @@ def _improved(
     `places`: where cuts may be, a line per key.
     """
     best, tried = start, {start: rated(start)}
-    found: frozenset[int] | None = start
-    while found is not None:
-        best, found = found, None
+    better: frozenset[int] | None = start
+    while better is not None:
+        best, better = better, None
         for cuts in _changed(best, places):
             if cuts not in tried:
                 if len(tried) > trials:
                     return best
                 tried[cuts] = rated(cuts)
             if tried[cuts] < tried[best]:
-                found = cuts
+                better = cuts
                 break
     return best
 

@@ -27,7 +27,7 @@ from wholestep.passes.analysis.foreach_items import follow, joined
 from wholestep.passes.analysis.task_graph import sharing
 from wholestep.passes.comm import wire_format
 from wholestep.passes.comm.bucket_planner import Costs, Cuts, Group, fixed_cuts, pack, planned_cuts
-from wholestep.passes.comm.wire_format import TravelsAs, WireFormat, unchanged
+from wholestep.passes.comm.wire_format import ChooseWireFormat, WireFormat, unchanged
 
 _aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ Choose = Callable[[str, Callable[[], Cuts]], Cuts]
 """Gives the cuts for gradients that a text describes: those chosen before for the same text, or what the call gives."""
 
 
-def choose_alone(text: str, plan: Callable[[], Cuts]) -> Cuts:
+def choose_locally(text: str, plan: Callable[[], Cuts]) -> Cuts:
     """Chooses anew, on this rank's numbers."""
     return plan()
 
@@ -64,8 +64,8 @@ def bucket_gradients(
     *,
     cost: CostModel,
     bucket_bytes: int | None = None,
-    choose: Choose = choose_alone,
-    travels_as: TravelsAs = unchanged,
+    choose: Choose = choose_locally,
+    choose_wire_format: ChooseWireFormat = unchanged,
     aligned: bool = True,
 ) -> Program:
     """The program with its gradient reductions in buckets.
@@ -75,8 +75,8 @@ def bucket_gradients(
         bucket_bytes: a bucket is closed once it holds as many bytes, as DistributedDataParallel does it. None: buckets
             are those with the shortest predicted step.
         choose: how ranks whose batches differ come by the same buckets.
-        travels_as: the same on every rank; gradients that travel in different types share no bucket, and one that
-            travels as rows has one of its own.
+        choose_wire_format: the same on every rank; gradients that travel in different types share no bucket, and one
+            that travels as rows has one of its own.
         aligned: gradients of odd sizes lie at the end of a bucket. False: as they become ready, which is how the hooks
             of DistributedDataParallel, whose numbers a compressor may have to meet, are given them.
 
@@ -84,7 +84,7 @@ def bucket_gradients(
     """
     if not any(_reductions(program)):
         return program
-    gradients = _describe(program, choose=choose, travels_as=travels_as)
+    gradients = _describe(program, choose=choose, choose_wire_format=choose_wire_format)
     groups = _plan(program, gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
     notes = [
         _merge(program.graph, gradients, group, index, aligned=aligned)
@@ -111,9 +111,9 @@ class _Gradients:
     """Those that travel as rows, each with the reason."""
 
 
-def _describe(program: Program, *, choose: Choose, travels_as: TravelsAs) -> _Gradients:
+def _describe(program: Program, *, choose: Choose, choose_wire_format: ChooseWireFormat) -> _Gradients:
     reductions = list(_reductions(program))
-    formats = [travels_as(one.grad, str(one.start.args[-1])) for one in reductions]
+    formats = [choose_wire_format(one.grad, str(one.start.args[-1])) for one in reductions]
     row_reasons = _row_reasons(reductions, formats, choose)
     ranks = {axis.group: axis.size for axis in program.mesh}
     keys, shares = list[Hashable](), list[float]()
@@ -140,10 +140,10 @@ def _row_reasons(reductions: Sequence[_Reduction], formats: Sequence[WireFormat]
             number: f"rows: a batch of rank 0 looks up {count:,} of "
             f"{node_meta.tensor(reductions[number].grad).shape[0]:,}"
             for number, count in counts.items()
-            if count is not None and count <= formats[number].most_rows
+            if count is not None and count <= formats[number].max_rows
         }
 
-    return choose(f"as rows:\n{_text(reductions)}", plan) if any(way.most_rows for way in formats) else {}
+    return choose(f"as rows:\n{_text(reductions)}", plan) if any(way.max_rows for way in formats) else {}
 
 
 def _plan(
@@ -163,7 +163,7 @@ def _fastest_cuts(gradients: _Gradients, costs: Costs) -> Cuts:
     ddp = fixed_cuts(sizes_bytes, keys, DDP_LIMITS_BYTES)
     largest = max(group.num_bytes for group in pack(sizes_bytes, keys, ddp, needs=needs))
     cap_bytes = max(largest, DDP_LIMITS_BYTES[-1], int(MEMORY_SHARE * sum(sizes_bytes)))
-    return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, others=[ddp, {}], needs=needs)
+    return planned_cuts(sizes_bytes, keys, costs, cap_bytes=cap_bytes, baselines=[ddp, {}], needs=needs)
 
 
 def _text(reductions: Sequence[_Reduction]) -> str:
@@ -232,27 +232,27 @@ def _reductions(program: Program) -> Iterator[_Reduction]:
         yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)
 
 
-def _bucket_of(one: _Reduction) -> node_meta.Bucket:
-    found = node_meta.bucket(one.start)
-    assert found is not None  # `_reductions` has looked
-    return found
+def _bucket_of(reduction: _Reduction) -> node_meta.Bucket:
+    record = node_meta.bucket(reduction.start)
+    assert record is not None  # `_reductions` has looked
+    return record
 
 
-def _orders(one: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
+def _orders(reduction: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
     """How the gradients of a reduction lie in the bucket that it joins."""
-    order = _memory_order(node_meta.tensor(one.grad))
-    return _bucket_of(one).orders or (None if order is None else tuple(order),)
+    order = _memory_order(node_meta.tensor(reduction.grad))
+    return _bucket_of(reduction).orders or (None if order is None else tuple(order),)
 
 
-def _share(one: _Reduction, dtype: torch.dtype) -> float:
+def _share(reduction: _Reduction, dtype: torch.dtype) -> float:
     """Bytes that go there in a type and come back in the gradient's own, of those that go both ways in this one."""
-    return (1 + dtype.itemsize / node_meta.tensor(one.grad).dtype.itemsize) / 2
+    return (1 + dtype.itemsize / node_meta.tensor(reduction.grad).dtype.itemsize) / 2
 
 
-def _key(one: _Reduction) -> Hashable:
+def _key(reduction: _Reduction) -> Hashable:
     """Only reductions with the same key can share a bucket."""
-    tensor = node_meta.tensor(one.grad)
-    return (tensor.dtype, tensor.device, one.scale, one.start.args[1:])
+    tensor = node_meta.tensor(reduction.grad)
+    return (tensor.dtype, tensor.device, reduction.scale, reduction.start.args[1:])
 
 
 def _needs(graph: fx.Graph, reductions: Sequence[_Reduction]) -> list[frozenset[int]]:
@@ -287,12 +287,12 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _granularity_bytes(one: _Reduction) -> int:
+def _granularity_bytes(reduction: _Reduction) -> int:
     """The power of two that divides the gradient's size; no more than alignment asks for in a type a quarter as wide.
 
     In falling order of it, every gradient of a bucket begins as aligned as the sizes allow.
     """
-    num_bytes = node_meta.num_bytes(one.grad)
+    num_bytes = node_meta.num_bytes(reduction.grad)
     return min(num_bytes & -num_bytes, 4 * node_meta.ALIGNMENT_BYTES)
 
 
@@ -326,7 +326,7 @@ def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Buck
             flat = graph_edit.emit(graph, _aten.mul.Tensor, flat, scale, like=last)
         start = graph_edit.emit(graph, last.target, flat, *last.args[1:], like=last)  # type: ignore[arg-type]
         node_meta.set_bucket(start, record)
-    with graph.inserting_before(_first_reader(graph, members, behind=last)):
+    with graph.inserting_before(_first_reader(graph, members, after=last)):
         waited = graph_edit.emit(graph, op_info.WAIT, start, like=last)
         sizes = [node_meta.tensor(one.grad).numel() for one in members]
         parts = [waited]
@@ -339,17 +339,17 @@ def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Buck
         graph.erase_node(one.start)
 
 
-def _delay_waits(graph: fx.Graph, one: _Reduction) -> None:
-    reader = _first_reader(graph, [one], behind=one.start)
-    for wait in one.waits:
+def _delay_waits(graph: fx.Graph, reduction: _Reduction) -> None:
+    reader = _first_reader(graph, [reduction], after=reduction.start)
+    for wait in reduction.waits:
         reader.prepend(wait)
 
 
-def _first_reader(graph: fx.Graph, members: Sequence[_Reduction], *, behind: fx.Node) -> fx.Node:
-    """The first node behind `behind` that reads a result; readers before it will be moved behind it."""
+def _first_reader(graph: fx.Graph, members: Sequence[_Reduction], *, after: fx.Node) -> fx.Node:
+    """The first node behind `after` that reads a result; readers before it will be moved behind it."""
     readers = {user for one in members for wait in one.waits for user in wait.users}
-    node = behind.next
-    early = not readers or any(_before(reader, behind) for reader in readers)
+    node = after.next
+    early = not readers or any(_before(reader, after) for reader in readers)
     while not early and node not in readers and node.op != "output":
         node = node.next
     return node
@@ -370,12 +370,12 @@ def _flatten(graph: fx.Graph, grad: fx.Node) -> fx.Node:
     return graph_edit.emit(graph, _aten.reshape.default, grad, [-1], like=grad)
 
 
-def _unflatten(graph: fx.Graph, part: fx.Node, grad: fx.Node) -> fx.Node:
+def _unflatten(graph: fx.Graph, flat: fx.Node, grad: fx.Node) -> fx.Node:
     """Undoes `_flatten`: the part of the bucket with the shape and the strides of the gradient."""
     tensor, order = node_meta.tensor(grad), _memory_order(node_meta.tensor(grad))
     if order is None:
-        return graph_edit.emit(graph, _aten.view.default, part, list(tensor.shape), like=grad)
-    view = graph_edit.emit(graph, _aten.view.default, part, [tensor.shape[dim] for dim in order], like=grad)
+        return graph_edit.emit(graph, _aten.view.default, flat, list(tensor.shape), like=grad)
+    view = graph_edit.emit(graph, _aten.view.default, flat, [tensor.shape[dim] for dim in order], like=grad)
     back = [order.index(dim) for dim in range(len(order))]
     return graph_edit.emit(graph, _aten.permute.default, view, back, like=grad)
 

@@ -220,8 +220,8 @@ class _Compress:
     def _replace(self, one: _Bucket, added: list[fx.Node], result: fx.Node) -> None:
         """What read the reduction reads `result`; what waits stands where the wait stood."""
         waits = sorted(op_info.waits(one.start))
-        behind = next(index for index, node in enumerate(added) if node.target is op_info.WAIT)
-        for node in added[behind:]:
+        first_wait = next(index for index, node in enumerate(added) if node.target is op_info.WAIT)
+        for node in added[first_wait:]:
             waits[0].prepend(node)
         for wait in waits:
             graph_edit.replace_node(wait, result)
@@ -280,8 +280,8 @@ def _custom(flat: Tensor, *, how: Compressor, divisor: int, name: str) -> Genera
     sums = yield {name: wire}
     result = how.decompress(sums[name], flat.numel())
     if not isinstance(result, Tensor) or result.numel() != flat.numel():
-        given = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ConfigError(f"{name}.decompress(wire, {flat.numel()}) has to give that many elements, got {given}.")
+        got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ConfigError(f"{name}.decompress(wire, {flat.numel()}) has to give that many elements, got {got}.")
     return [_line(result.to(flat.dtype))]
 
 
@@ -304,12 +304,12 @@ def _low_rank(
     return [joined, *reduced.errors, *(reduced.qs if how.warm_start else ())]
 
 
-def _shaped(part: Tensor, shape: Sequence[int], order: Sequence[int] | None) -> Tensor:
+def _shaped(flat: Tensor, shape: Sequence[int], order: Sequence[int] | None) -> Tensor:
     """A gradient, contiguous, from its part of the bucket, where its dimensions lie in `order`."""
     if order is None:
-        return part.view(shape)
+        return flat.view(shape)
     back = [order.index(dim) for dim in range(len(order))]
-    return part.view([shape[dim] for dim in order]).permute(back).contiguous()
+    return flat.view([shape[dim] for dim in order]).permute(back).contiguous()
 
 
 def _line(tensor: Tensor) -> Tensor:
@@ -318,19 +318,19 @@ def _line(tensor: Tensor) -> Tensor:
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """The nodes behind `first` and before `last`."""
-    found, node = [], first.next
+    nodes, node = [], first.next
     while node is not last:
-        found.append(node)
+        nodes.append(node)
         node = node.next
-    return found
+    return nodes
 
 
 def _unjoin(flat: fx.Node) -> None:
-    """``split(cat(parts))`` -> `parts`: what reads a bucket by its gradients needs no copy of it."""
+    """``split(cat(members))`` -> `members`: what reads a bucket by its gradients needs no copy of it."""
     if flat.target is not _aten.cat.default:
         return
-    parts: Any = flat.args[0]
-    sizes = [node_meta.tensor(part).numel() for part in parts]
+    members: Any = flat.args[0]
+    sizes = [node_meta.tensor(member).numel() for member in members]
     for split in [user for user in flat.users if user.target is _aten.split_with_sizes.default]:
         if list(split.args[1]) == sizes:  # type: ignore[arg-type]
-            graph_edit.replace_nodes({item: parts[item.args[1]] for item in split.users})
+            graph_edit.replace_nodes({item: members[item.args[1]] for item in split.users})

@@ -52,7 +52,7 @@ the 99 small gradients of W1, 3.5 MB, it takes 92 us beside messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Slot:
     """A gradient's place in a bucket, elements."""
 
     start: int
@@ -76,12 +76,12 @@ def grads_as_bucket_views(program: Program) -> Program:
     live = live_bytes(program) if buckets else {}
     for node in buckets:
         assert memory is not None
-        parts = _within(live, node, _parts(node, memory))
-        own = sum(part.num_bytes for part in parts if part.maker is not None)
+        slots = _within(live, node, _slots(node, memory))
+        own = sum(slot.num_bytes for slot in slots if slot.maker is not None)
         total += node_meta.num_bytes(node)
-        if 2 * own >= node_meta.num_bytes(node) or (len(parts) > _FEW and _on_gpu(node)):
-            _account(live, node, parts)
-            _fill(graph, node, parts)
+        if 2 * own >= node_meta.num_bytes(node) or (len(slots) > _FEW and _on_gpu(node)):
+            _account(live, node, slots)
+            _fill(graph, node, slots)
             direct += own
     if not total:
         return program
@@ -113,17 +113,17 @@ def _memory(graph: fx.Graph) -> Memory:
     return memory
 
 
-def _parts(cat: fx.Node, memory: Memory) -> list[_Part]:
-    parts, start = [], 0
-    seen: set[int] = set()
+def _slots(cat: fx.Node, memory: Memory) -> list[_Slot]:
+    slots, start = [], 0
+    storages: set[int] = set()
     for flat in graph_edit.nodes_of(cat.args[0]):
         maker = _maker(flat, cat, memory)
-        if maker is not None and (memory.storage(node_meta.tensor(maker)) in seen or not _may_write(maker, start)):
+        if maker is not None and (memory.storage(node_meta.tensor(maker)) in storages or not _may_write(maker, start)):
             maker = None
-        seen.add(memory.storage(node_meta.tensor(flat)))
-        parts.append(_Part(start, flat, maker))
+        storages.add(memory.storage(node_meta.tensor(flat)))
+        slots.append(_Slot(start, flat, maker))
         start += node_meta.tensor(flat).numel()
-    return parts
+    return slots
 
 
 def _may_write(maker: fx.Node, start: int) -> bool:
@@ -138,37 +138,37 @@ def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
     maker = block.values[0]
     if block.inputs or block.constant or maker.target not in _OUT or memory.read_later(maker, memory.position[cat]):
         return None
-    made, part = node_meta.tensor(maker), node_meta.tensor(flat)
+    made, grad = node_meta.tensor(maker), node_meta.tensor(flat)
     dense = made.storage_offset() == 0 and made.numel() * made.element_size() == made.untyped_storage().nbytes()
-    same = made.dtype == part.dtype == node_meta.tensor(cat).dtype and span_of(made) == span_of(part)
+    same = made.dtype == grad.dtype == node_meta.tensor(cat).dtype and span_of(made) == span_of(grad)
     return maker if dense and same else None
 
 
-def _within(live: dict[fx.Node, int], cat: fx.Node, parts: list[_Part]) -> list[_Part]:
+def _within(live: dict[fx.Node, int], cat: fx.Node, slots: list[_Slot]) -> list[_Slot]:
     """The parts, of which as many as must are copied, the first ones to be ready first, so that the peak stays.
 
     The bucket is alive from the first gradient that is made in it, all of it.
     """
     peak = max(live.values())
     place = {node: number for number, node in enumerate(live)}
-    direct = sorted((part for part in parts if part.maker is not None), key=lambda part: place[part.maker])  # type: ignore[index]
+    direct = sorted((slot for slot in slots if slot.maker is not None), key=lambda slot: place[slot.maker])  # type: ignore[index]
     while direct and any(live[node] + more > peak for node, more in _more_bytes(live, cat, direct)):
         direct.pop(0)
-    kept = {part.maker for part in direct}
-    return [part if part.maker in kept else replace(part, maker=None) for part in parts]
+    kept = {slot.maker for slot in direct}
+    return [slot if slot.maker in kept else replace(slot, maker=None) for slot in slots]
 
 
-def _account(live: dict[fx.Node, int], cat: fx.Node, parts: Sequence[_Part]) -> None:
+def _account(live: dict[fx.Node, int], cat: fx.Node, slots: Sequence[_Slot]) -> None:
     """Adds what the bucket takes before it is full; once it is, there are no gradients beside it."""
-    direct = [part for part in parts if part.maker is not None]
+    direct = [slot for slot in slots if slot.maker is not None]
     for node, more in list(_more_bytes(live, cat, direct)):
         live[node] += more
-    live[cat] -= sum(part.num_bytes for part in direct)
+    live[cat] -= sum(slot.num_bytes for slot in direct)
 
 
-def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Part]) -> Iterator[tuple[fx.Node, int]]:
+def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Slot]) -> Iterator[tuple[fx.Node, int]]:
     """From the first gradient made in the bucket to its ``cat``: bytes that are alive beyond those of the gradients."""
-    sizes = {part.maker: part.num_bytes for part in direct}
+    sizes = {slot.maker: slot.num_bytes for slot in direct}
     more = node_meta.num_bytes(cat)
     for node in live:
         if node is cat:
@@ -178,35 +178,35 @@ def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Part])
             yield node, more
 
 
-def _fill(graph: fx.Graph, cat: fx.Node, parts: Sequence[_Part]) -> None:
+def _fill(graph: fx.Graph, cat: fx.Node, slots: Sequence[_Slot]) -> None:
     """Makes the bucket before the first gradient that is written into it, and lets the parts follow."""
     whole = node_meta.tensor(cat)
-    makers = {part.maker for part in parts if part.maker is not None}
+    makers = {slot.maker for slot in slots if slot.maker is not None}
     first = next(node for node in graph.nodes if node in makers or node is cat)
     with graph.inserting_before(first):
         flat = graph_edit.emit(graph, _aten.empty.memory_format, [whole.numel()], like=cat, **_like(whole))
     copied = []
-    for part in parts:
-        if part.maker is None:
-            copied.append(part)
+    for slot in slots:
+        if slot.maker is None:
+            copied.append(slot)
             continue
-        made = node_meta.tensor(part.maker)
-        with graph.inserting_before(part.maker):
-            place = _place(graph, flat, part, made.shape, made.stride())
-            new = graph.call_function(_OUT[part.maker.target], part.maker.args, {**part.maker.kwargs, "out": place})  # type: ignore[index]
-            node_meta.copy_meta(part.maker, new)
+        made = node_meta.tensor(slot.maker)
+        with graph.inserting_before(slot.maker):
+            place = _place(graph, flat, slot, made.shape, made.stride())
+            new = graph.call_function(_OUT[slot.maker.target], slot.maker.args, {**slot.maker.kwargs, "out": place})  # type: ignore[index]
+            node_meta.copy_meta(slot.maker, new)
             node_meta.set_value(new, node_meta.value(place))
-        graph_edit.replace_node(part.maker, new)
+        graph_edit.replace_node(slot.maker, new)
     with graph.inserting_before(cat):
         if copied:
-            places = [_place(graph, flat, part, node_meta.tensor(part.flat).shape, (1,)) for part in copied]
-            graph_edit.emit(graph, _aten._foreach_copy_.default, places, [part.flat for part in copied], like=cat)
+            places = [_place(graph, flat, slot, node_meta.tensor(slot.flat).shape, (1,)) for slot in copied]
+            graph_edit.emit(graph, _aten._foreach_copy_.default, places, [slot.flat for slot in copied], like=cat)
     graph_edit.replace_node(cat, flat)
 
 
-def _place(graph: fx.Graph, flat: fx.Node, part: _Part, shape: Sequence[int], stride: Sequence[int]) -> fx.Node:
-    like = part.maker or part.flat
-    return graph_edit.emit(graph, _aten.as_strided.default, flat, list(shape), list(stride), part.start, like=like)
+def _place(graph: fx.Graph, flat: fx.Node, slot: _Slot, shape: Sequence[int], stride: Sequence[int]) -> fx.Node:
+    like = slot.maker or slot.flat
+    return graph_edit.emit(graph, _aten.as_strided.default, flat, list(shape), list(stride), slot.start, like=like)
 
 
 def _like(tensor: torch.Tensor) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch.fx as fx
 from wholestep.ir import node_meta, op_info, printer
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS
 from wholestep.ir.program import Program, Stage
-from wholestep.passes.comm.wire_format import looked_up
+from wholestep.passes.comm.wire_format import lookup_indices
 
 MIN_BYTES = 4 << 20
 """Of a message: below, its meetings cost more than the multiprocessors of NCCL."""
@@ -55,6 +55,6 @@ def _go_by_copies(start: fx.Node) -> None:
     if record is None or not record.as_rows:
         start.target = ALL_REDUCE_BY_COPIES
         return
-    indices = looked_up(start.all_input_nodes[0])
+    indices = lookup_indices(start.all_input_nodes[0])
     start.target = ALL_REDUCE_ROWS
     start.kwargs = {} if indices is None else {"indices": indices}

@@ -23,21 +23,21 @@ import torch.fx as fx
 from wholestep.ir import graph_edit, node_meta, printer
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_WIDE
 from wholestep.ir.program import Program, Stage
-from wholestep.passes.rewrites.matmul_out_dtype import Cast, cast_product, make_in, viewed
+from wholestep.passes.rewrites.matmul_out_dtype import Cast, match_cast_product, product_chain, set_out_dtype
 
 _aten = torch.ops.aten
 
-Makes = Callable[[fx.Node], bool]
+SupportsOutDtype = Callable[[fx.Node], bool]
 """Says of a product whether its device can make it in a type that is asked for."""
 
 
-def narrow_type(grad: fx.Node, *, makes: Makes) -> torch.dtype | None:
+def narrow_dtype(grad: fx.Node, *, supports: SupportsOutDtype) -> torch.dtype | None:
     """The type of the product that a gradient is, where it has been cast to float32 and nothing else reads it."""
-    found = _cast(grad, makes)
+    found = _cast(grad, supports)
     return None if found is None else node_meta.tensor(found.product).dtype
 
 
-def narrow_wire_dtype(program: Program, *, makes: Makes) -> Program:
+def narrow_wire_dtype(program: Program, *, supports: SupportsOutDtype) -> Program:
     """The program with buckets by copies that hold such gradients of one type alone in that type.
 
     The note says how many buckets those are, and how many bytes travel to be added.
@@ -46,7 +46,7 @@ def narrow_wire_dtype(program: Program, *, makes: Makes) -> Program:
         return program
     graph, count, num_bytes = program.graph, 0, 0
     for start in graph.find_nodes(op="call_function", target=ALL_REDUCE_BY_COPIES):
-        casts = [_cast(part, makes) for part in _parts(start.args[0])]
+        casts = [_cast(part, supports) for part in _members(start.args[0])]
         found = [one for one in casts if one is not None]
         types = {node_meta.tensor(one.product).dtype for one in found}
         if node_meta.bucket(start) is not None and len(found) == len(casts) and len(types) == 1:
@@ -62,7 +62,7 @@ def narrow_wire_dtype(program: Program, *, makes: Makes) -> Program:
 def _narrow(start: fx.Node, casts: list[Cast], dtype: torch.dtype) -> int:
     """Gives the bytes of the message."""
     for one in casts:
-        make_in(dtype, one)
+        set_out_dtype(dtype, one)
     flat, op, group = start.args
     assert isinstance(flat, fx.Node)
     if flat.target is _aten.cat.default:
@@ -75,15 +75,15 @@ def _narrow(start: fx.Node, casts: list[Cast], dtype: torch.dtype) -> int:
     return node_meta.num_bytes(flat)
 
 
-def _parts(flat: fx.Node) -> list[fx.Node]:
+def _members(flat: fx.Node) -> list[fx.Node]:
     """What is put together, if it is for this alone."""
     return (
         list(graph_edit.nodes_of(flat.args[0])) if flat.target is _aten.cat.default and len(flat.users) == 1 else [flat]
     )
 
 
-def _cast(grad: fx.Node, makes: Makes) -> Cast | None:
+def _cast(grad: fx.Node, supports: SupportsOutDtype) -> Cast | None:
     """The cast of a product that a gradient is a view of, or is, if nothing else reads either."""
-    chain = list(viewed(grad))
-    found = cast_product(chain[-1]) if all(len(one.users) == 1 for one in chain) else None
-    return found if found is not None and makes(found.product) else None
+    chain = list(product_chain(grad))
+    found = match_cast_product(chain[-1]) if all(len(one.users) == 1 for one in chain) else None
+    return found if found is not None and supports(found.product) else None

@@ -36,12 +36,12 @@ class WireFormat:
 
     dtype: torch.dtype
     """The type in which it goes there. It comes back in its own."""
-    most_rows: int = 0
+    max_rows: int = 0
     """As how many rows of it, at most, it had better go, in the place of the whole; 0: not as rows. The same on every
     rank, whatever its batch is."""
 
 
-TravelsAs = Callable[[fx.Node, str], WireFormat]
+ChooseWireFormat = Callable[[fx.Node, str], WireFormat]
 """Of a gradient and the group that reduces it, its way."""
 
 
@@ -50,7 +50,7 @@ def unchanged(grad: fx.Node, group: str) -> WireFormat:
     return WireFormat(dtype=node_meta.tensor(grad).dtype)
 
 
-def looked_up(grad: fx.Node) -> fx.Node | None:
+def lookup_indices(grad: fx.Node) -> fx.Node | None:
     """The indices of the rows of a gradient that are not zero, where it is that of one look-up, scaled or not."""
     while grad.target is _aten.mul.Tensor and isinstance(grad.args[1], (int, float)) and math.isfinite(grad.args[1]):
         (grad,) = grad.all_input_nodes
@@ -62,7 +62,7 @@ def looked_up(grad: fx.Node) -> fx.Node | None:
 
 def num_rows(grad: fx.Node) -> int | None:
     """As how many rows a gradient can go; None where it is no look-up."""
-    indices = looked_up(grad)
+    indices = lookup_indices(grad)
     return None if indices is None else node_meta.tensor(indices).numel()
 
 

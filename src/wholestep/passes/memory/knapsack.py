@@ -44,11 +44,11 @@ def cheapest(items: Sequence[Item], need_bytes: int) -> tuple[int, ...]:
         ]
         choices = _thinned(_undominated([*choices, *with_it]), need_bytes)
     best: _Choice | None = choices[-1]  # the only one that frees the whole need
-    found: list[int] = []
+    chosen: list[int] = []
     while best is not None and best.last >= 0:
-        found.append(best.last)
+        chosen.append(best.last)
         best = best.rest
-    return tuple(reversed(found))
+    return tuple(reversed(chosen))
 
 
 def _undominated(choices: list[_Choice]) -> list[_Choice]:

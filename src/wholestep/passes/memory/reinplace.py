@@ -144,12 +144,12 @@ class _Reinplace:
 
     def _targets(self) -> dict[fx.Node, fx.Node]:
         """The input that a value is written to, where it is written to one and no more."""
-        found: dict[fx.Node, list[fx.Node]] = {}
+        targets_of: dict[fx.Node, list[fx.Node]] = {}
         inputs = self.program.placeholders
         for output, value in zip(self.program.outputs, self.program.results, strict=True):
             if output.kind is OutputKind.WRITE and output.target is not None and isinstance(value, fx.Node):
-                found.setdefault(value, []).append(inputs[output.target])
-        return {value: targets[0] for value, targets in found.items() if len(targets) == 1}
+                targets_of.setdefault(value, []).append(inputs[output.target])
+        return {value: targets[0] for value, targets in targets_of.items() if len(targets) == 1}
 
     def _may_overwrite(self, node: fx.Node, change: _Change, arguments: dict[int, list[_Argument]]) -> bool:
         value, position = node_meta.tensor(change.old), self.memory.position[node]
@@ -186,14 +186,14 @@ class _Reinplace:
 
     def _by_block(self, node: fx.Node) -> dict[int, list[_Argument]]:
         """The tensors that a call is given, by the block of memory they live in."""
-        found: dict[int, list[_Argument]] = {}
+        by_block: dict[int, list[_Argument]] = {}
         for group, arg in enumerate((*node.args, *node.kwargs.values())):
             in_list = isinstance(arg, (list, tuple))
             for index, element in enumerate(arg if isinstance(arg, (list, tuple)) else [arg]):
                 for one in tensor_nodes(element):
                     argument = _Argument(one, group, index, in_list)
-                    found.setdefault(id(self.memory.block(one)), []).append(argument)
-        return found
+                    by_block.setdefault(id(self.memory.block(one)), []).append(argument)
+        return by_block
 
     def _rewrite(self, node: fx.Node, twin: Any, changes: Sequence[_Change], bad: Sequence[_Change]) -> None:
         memory, args = self.memory, list(node.args)
@@ -226,11 +226,11 @@ class _Reinplace:
 
     def _read_elements(self, node: fx.Node, into: dict[tuple[int, int], fx.Node]) -> None:
         """Readers of the lists that `node` gives read the tensors that were written to; `node` is erased."""
-        found: dict[tuple[int, int], list[fx.Node]] = {}
+        items_at: dict[tuple[int, int], list[fx.Node]] = {}
         for group, index, item in foreach_items.items(node):
-            found.setdefault((group, index), []).append(item)
+            items_at.setdefault((group, index), []).append(item)
         replaced: dict[fx.Node, fx.Node] = {}
-        for (group, index), readers in found.items():
+        for (group, index), readers in items_at.items():
             # What is not in `into` is an argument that the call leaves alone, whatever its schema says.
             element: fx.Node = into.get((group, index)) or node.args[group][index]  # type: ignore[index,assignment]
             for reader in readers:

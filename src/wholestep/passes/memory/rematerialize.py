@@ -60,21 +60,19 @@ def rematerialize(program: Program, *, cost: CostModel, budget: Budget) -> Progr
     check_budget(budget)
     if any(node_meta.repeats(node) is not None for node in program.graph.nodes):
         return program
-    found = tasks_of(program, cost)
-    planner = remat_planner.Planner(_problem(program, found))
+    tasks = tasks_of(program, cost)
+    planner = remat_planner.Planner(_problem(program, tasks))
     before_bytes = planner.baseline.peak_bytes
     budget_bytes = budget if isinstance(budget, int) else int(budget * before_bytes)
     plan = planner.plan(budget_bytes)
     if plan.peak_bytes > budget_bytes and isinstance(budget, int):
         raise ConfigError(
             f"memory_budget={budget} wants at most {printer.bytes_text(budget)} besides the inputs of the step. It "
-            "needs "
-            f"{printer.bytes_text(before_bytes)}, and {printer.bytes_text(plan.peak_bytes)} ({plan.peak_bytes} bytes) "
-            "with "
-            f"recomputation. Give as much, or make the batch smaller."
+            f"needs {printer.bytes_text(before_bytes)}, and {printer.bytes_text(plan.peak_bytes)} "
+            f"({plan.peak_bytes} bytes) with recomputation. Give as much, or make the batch smaller."
         )
-    _rewrite(program.graph, found, plan)
-    dropped = sum(make.num_bytes for one in found.usages for make in one.makes if make.buffer in plan.dropped)
+    _rewrite(program.graph, tasks, plan)
+    dropped = sum(make.num_bytes for one in tasks.usages for make in one.makes if make.buffer in plan.dropped)
     notes = [
         f"{len(plan.repeats)} calls done again in the backward, {plan.us:.0f} us, so that {len(plan.dropped)} values "
         f"({printer.bytes_text(dropped)}) need not be kept",
@@ -96,28 +94,29 @@ def check_budget(budget: Budget) -> None:
         raise ConfigError(f"memory_budget={budget} wants a fraction of at most 1.0, or bytes as an int.")
 
 
-def _problem(program: Program, found: Tasks) -> Problem:
+def _problem(program: Program, tasks: Tasks) -> Problem:
     """The calls of the graph as numbers."""
-    number_of = {node: number for number, node in enumerate(found.nodes)}
-    asked = {node_meta.origin(node).module for node in found.nodes if node_meta.origin(node).region is Region.RECOMPUTE}
+    number_of = {node: number for number, node in enumerate(tasks.nodes)}
+    origins = map(node_meta.origin, tasks.nodes)
+    checkpointed = {origin.module for origin in origins if origin.region is Region.RECOMPUTE}
     calls: list[Call] = []
     kept: set[int] = set()
-    for node, task, usage, home in zip(found.nodes, found.tasks, found.usages, found.homes, strict=True):
-        again = _may_repeat(node)
-        read = [] if again and _is_memory(node) else node.all_input_nodes
-        state_bytes = rng_state.state_bytes(_device(node)) if again and op_info.is_random(node.target) else 0
-        if node_meta.origin(node).module in asked or any(user.op == "output" for user in node.users):
+    for node, task, usage, home in zip(tasks.nodes, tasks.tasks, tasks.usages, tasks.homes, strict=True):
+        may_repeat = _may_repeat(node)
+        read = [] if may_repeat and _is_memory(node) else node.all_input_nodes
+        state_bytes = rng_state.state_bytes(_device(node)) if may_repeat and op_info.is_random(node.target) else 0
+        if node_meta.origin(node).module in checkpointed or any(user.op == "output" for user in node.users):
             kept.update(home)
         if node_meta.origin(node).region is Region.RECOMPUTE:
             kept.update(
-                buffer for arg in node.all_input_nodes if arg in number_of for buffer in found.homes[number_of[arg]]
+                buffer for arg in node.all_input_nodes if arg in number_of for buffer in tasks.homes[number_of[arg]]
             )
         calls.append(Call(
             usage=usage, args=tuple(number_of[arg] for arg in read if arg in number_of), buffers=home,
-            late=node_meta.origin(node).region is not Region.FORWARD, recompute_us=task.us if again else None,
+            late=node_meta.origin(node).region is not Region.FORWARD, recompute_us=task.us if may_repeat else None,
             state_bytes=state_bytes,
         ))  # fmt: skip
-    return Problem(calls=calls, pinned=found.pinned, writable=found.writable, kept=kept)
+    return Problem(calls=calls, pinned=tasks.pinned, writable=tasks.writable, kept=kept)
 
 
 def _may_repeat(node: fx.Node) -> bool:
@@ -139,8 +138,8 @@ def _may_repeat(node: fx.Node) -> bool:
 
 
 def _known_sizes(node: fx.Node) -> bool:
-    found = list(node_meta.tensors(node))
-    return bool(found) and all(isinstance(size, int) for one in found for size in (*one.shape, *one.stride()))
+    tensors = list(node_meta.tensors(node))
+    return bool(tensors) and all(isinstance(size, int) for one in tensors for size in (*one.shape, *one.stride()))
 
 
 def _of_torch(op: Any) -> bool:
@@ -156,22 +155,22 @@ def _is_memory(node: fx.Node) -> bool:
     return node.target is _aten.empty_like.default
 
 
-def _rewrite(graph: fx.Graph, found: Tasks, plan: Plan) -> None:
+def _rewrite(graph: fx.Graph, tasks: Tasks, plan: Plan) -> None:
     """Puts the calls that are done again where the plan has them; what is late reads those."""
-    again: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for number, place in plan.repeats.items():
-        node = found.nodes[number]
-        with graph.inserting_before(found.nodes[place]):
-            again[node] = _repeat(graph, node, again)
-    new = set(again.values())
-    for node, copy in again.items():
+        node = tasks.nodes[number]
+        with graph.inserting_before(tasks.nodes[place]):
+            copies[node] = _repeat(graph, node, copies)
+    new = set(copies.values())
+    for node, copy in copies.items():
         for user in list(node.users):
             if user not in new and node_meta.origin(user).region is not Region.FORWARD:
                 user.replace_input_with(node, copy)
     graph_edit.remove_dead_code(graph)
 
 
-def _repeat(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
+def _repeat(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     """A second call of `node` at the insertion point."""
     origin = replace(node_meta.origin(node), region=Region.RECOMPUTE)
     if _is_memory(node):
@@ -180,21 +179,21 @@ def _repeat(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx
             graph, _aten.empty_strided.default, list(one.shape), list(one.stride()), dtype=one.dtype, device=one.device
         )
     elif op_info.is_random(node.target):
-        copy = _replay(graph, node, again)
+        copy = _replay(graph, node, copies)
     else:
-        copy = _copy(graph, node, again)
+        copy = _copy(graph, node, copies)
     node_meta.set_origin(copy, origin)
     node_meta.set_repeats(copy, node.name)
     return copy
 
 
-def _copy(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
-    copy = graph.node_copy(node, lambda arg: again.get(arg, arg))
+def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda arg: copies.get(arg, arg))
     graph_edit.evaluate(copy)
     return copy
 
 
-def _replay(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
+def _replay(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     device = str(_device(node))
     with graph.inserting_before(node):
         then = graph_edit.emit(graph, rng_state.GET, device, like=node)
@@ -202,7 +201,7 @@ def _replay(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx
     calls = [
         now,
         graph_edit.emit(graph, rng_state.SET, then, device),
-        _copy(graph, node, again),
+        _copy(graph, node, copies),
         graph_edit.emit(graph, rng_state.SET, now, device),
     ]
     for call in calls:

@@ -190,17 +190,17 @@ def _path(loss: _Loss) -> _Path | None:
 
 def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]] | None:
     """The casts to a type that all readers are, with the views before each; None if there are others."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+    casts: dict[fx.Node, list[fx.Node]] = {}
     todo: list[tuple[fx.Node, list[fx.Node]]] = [(user, []) for user in gradient.users]
     while todo:
         node, views = todo.pop()
         if op_info.is_view(node):
             todo += [(user, [*views, node]) for user in node.users]
         elif _is_cast(node) and _dtype(node) is dtype:
-            found[node] = views
+            casts[node] = views
         else:
             return None
-    return found
+    return casts
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -267,7 +267,7 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
     def to(node: fx.Node, wanted: torch.dtype) -> fx.Node:
         return node if _dtype(node) is wanted else call(_aten._to_copy.default, node, dtype=wanted)
 
-    def seen(node: fx.Node, views: list[fx.Node]) -> fx.Node:
+    def apply_views(node: fx.Node, views: list[fx.Node]) -> fx.Node:
         for view in views:
             node = call(view.target, node, *view.args[1:], **view.kwargs)
         return node
@@ -276,15 +276,15 @@ def _fuse(graph: fx.Graph, loss: _Loss, path: _Path) -> None:
         weight = to(call(_aten.sum.default, call(_aten.ne.Scalar, loss.target, loss.ignored)), single)
         share = to(loss.backward.args[0], single)  # type: ignore[arg-type]
         share = call(_aten.div.Tensor, share, weight) if is_mean else share
-        both = call(CROSS_ENTROPY, seen(path.product, path.views), loss.target, share, loss.ignored)
+        both = call(CROSS_ENTROPY, apply_views(path.product, path.views), loss.target, share, loss.ignored)
         result = call(_aten.sum.default, call(operator.getitem, both, 0))
         result = call(_aten.div.Tensor, result, weight) if is_mean else result
         result, weight = to(result, dtype), to(weight, dtype)
         gradient = call(operator.getitem, both, 1)
-        found = {reader: seen(gradient, views) for reader, views in path.back.items()}
+        gradients = {reader: apply_views(gradient, views) for reader, views in path.back.items()}
     for item in list(loss.forward.users):
         graph_edit.replace_node(item, (result, weight)[item.args[1] == 1])
-    for reader, new in found.items():
+    for reader, new in gradients.items():
         graph_edit.replace_node(reader, new)
 
 

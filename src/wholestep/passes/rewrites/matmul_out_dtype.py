@@ -38,17 +38,17 @@ def widen_matmul_out_dtype(program: Program, *, widens: Callable[[fx.Node], bool
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
-    found: dict[fx.Node, list[Cast]] = {}
+    casts_of: dict[fx.Node, list[Cast]] = {}
     for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
-        cast, bucket = cast_product(node), _bucket(node)
+        cast, bucket = match_cast_product(node), _bucket(node)
         if cast is not None and bucket is not None and widens(cast.product):
-            found.setdefault(bucket, []).append(cast)
-    chosen = [one for bucket, casts in found.items() if _are_half(casts, bucket) for one in casts]
+            casts_of.setdefault(bucket, []).append(cast)
+    chosen = [one for bucket, casts in casts_of.items() if _are_half(casts, bucket) for one in casts]
     if not chosen:
         return program
     saved_bytes = sum(3 * one.num_bytes // 2 for one in chosen)
     for one in chosen:
-        make_in(torch.float32, one)
+        set_out_dtype(torch.float32, one)
     graph_edit.remove_dead_code(graph)
     return program.with_notes(f"{len(chosen)} weight gradients are products in float32: no casts of {saved_bytes:,} B")
 
@@ -72,16 +72,16 @@ class Cast:
         return node_meta.num_bytes(self.node)
 
 
-def cast_product(node: fx.Node) -> Cast | None:
+def match_cast_product(node: fx.Node) -> Cast | None:
     """The node as such a cast; None if it is none."""
     if node.target is not _aten._to_copy.default:
         return None
-    chain = list(viewed(node.all_input_nodes[0]))
+    chain = list(product_chain(node.all_input_nodes[0]))
     alone = all(len(one.users) == 1 for one in chain)
     return Cast(node, chain) if alone and _is_cast_product(node, chain[-1]) else None
 
 
-def make_in(dtype: torch.dtype, cast: Cast) -> None:
+def set_out_dtype(dtype: torch.dtype, cast: Cast) -> None:
     """Puts the product as one with a result in `dtype`, and its views, in the place of the cast."""
     graph, (*views, product) = cast.node.graph, cast.chain
     with graph.inserting_before(product):
@@ -96,7 +96,7 @@ def _are_half(casts: list[Cast], bucket: fx.Node) -> bool:
     return 2 * sum(one.num_bytes for one in casts) >= node_meta.num_bytes(bucket)
 
 
-def viewed(node: fx.Node) -> Iterator[fx.Node]:
+def product_chain(node: fx.Node) -> Iterator[fx.Node]:
     """The node, what it is a view of, and so on; a product that is written as `WIDE` ends it."""
     return view_chain(node, lambda one: op_info.is_view(one) and one.target is not WIDE)
 
@@ -122,10 +122,10 @@ def _bucket(grad: fx.Node) -> fx.Node | None:
     return _bucket(user) if passes_on else None
 
 
-def fills(cat: fx.Node) -> bool:
+def is_mostly_wide(cat: fx.Node) -> bool:
     """Whether at least half of the bytes that are put together are products that can write them there."""
     if cat.target is not _aten.cat.default:
         return False
     parts = list(graph_edit.nodes_of(cat.args[0]))
-    own = sum(node_meta.num_bytes(part) for part in parts if list(viewed(part))[-1].target is WIDE)
+    own = sum(node_meta.num_bytes(part) for part in parts if list(product_chain(part))[-1].target is WIDE)
     return own > 0 and 2 * own >= node_meta.num_bytes(cat)

@@ -45,7 +45,7 @@ _FEWEST_IN_LINES = 512
 
 _HALF = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
-_TURNS = frozenset({_aten.t.default, _aten.transpose.int, _aten.permute.default})
+_TRANSPOSES = frozenset({_aten.t.default, _aten.transpose.int, _aten.permute.default})
 _MOVES = frozenset({
     _aten._to_copy.default, _aten.mul.Tensor, _aten.div.Tensor, _aten.cat.default, _aten.clone.default,
     _aten.constant_pad_nd.default,
@@ -57,9 +57,9 @@ _MOVES = frozenset({
 class Rates:
     """What a device does in a second. As they are: one H200, bfloat16."""
 
-    odd_flops: float = 200e12
+    unaligned_flops: float = 200e12
     """Of products with rows that begin anywhere. Between 100 and 225 were seen."""
-    whole_flops: float = 600e12
+    aligned_flops: float = 600e12
     """Of products with rows of whole vectors. Between 600 and 800 were seen."""
     num_bytes: float = 4e12
     """That a kernel reads and writes which puts zeros behind rows, or copies."""
@@ -83,13 +83,13 @@ def pad_matmul(program: Program, *, pads: Callable[[fx.Node], bool], rates: Rate
     padding, kept, count = _Padding(program.graph, rates), list[_Product](), 0
     for node in list(program.graph.nodes):
         product = _product(node)
-        if product is None or not any(product.more()) or not pads(node):
+        if product is None or not any(product.padding()) or not pads(node):
             continue
         keeps_size = _is_reduced(node)
         if keeps_size:
             kept.append(product)
         count += padding.pad(product, keeps_size=keeps_size)
-    apart = sum(padding.read_apart(product) for product in kept)
+    apart = sum(padding.read_strided(product) for product in kept)
     if not count:
         return program
     graph_edit.remove_dead_code(program.graph)
@@ -105,16 +105,16 @@ class _Matrix:
 
     base: fx.Node
     """The matrix as its rows lie in memory."""
-    turned: bool
+    transposed: bool
     """Whether the factor is that one transposed."""
 
-    def padded(self, rows: int, columns: int) -> _Place:
+    def padded(self, rows: int, columns: int) -> _Padded:
         """The base with zeros behind rows and columns of the factor."""
-        return _Place(self.base, columns, rows) if self.turned else _Place(self.base, rows, columns)
+        return _Padded(self.base, columns, rows) if self.transposed else _Padded(self.base, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Padded:
     """A tensor with zeros behind it."""
 
     base: fx.Node
@@ -145,30 +145,31 @@ class _Product:
     sizes: tuple[int, int, int]
     """M, K and N."""
 
-    def more(self) -> tuple[int, int, int]:
+    def padding(self) -> tuple[int, int, int]:
         """How many zeros M, K and N want where they lie along rows of memory."""
-        in_memory = (self.a.turned, not self.a.turned or self.b.turned, True)
+        in_memory = (self.a.transposed, not self.a.transposed or self.b.transposed, True)
         item_bytes = node_meta.tensor(self.node).element_size()
-        m, k, n = (_more(size, item_bytes) if lies else 0 for size, lies in zip(self.sizes, in_memory, strict=True))
+        padding = zip(self.sizes, in_memory, strict=True)
+        m, k, n = (_padding_to_whole(size, item_bytes) if along_rows else 0 for size, along_rows in padding)
         return m, k, n
 
-    def places(self) -> Iterator[_Place]:
+    def places(self) -> Iterator[_Padded]:
         """What is read in the place of bias, a and b."""
-        m, k, n = self.more()
+        m, k, n = self.padding()
         for bias in self.node.args[:-2]:
             assert isinstance(bias, fx.Node)  # a tensor
-            yield _Place(bias, 0, n)
+            yield _Padded(bias, 0, n)
         yield self.a.padded(m, k)
         yield self.b.padded(k, n)
 
     def flops(self, *, padded: bool) -> int:
         """Additions and multiplications."""
-        m, k, n = (size + more * padded for size, more in zip(self.sizes, self.more(), strict=True))
+        m, k, n = (size + more * padded for size, more in zip(self.sizes, self.padding(), strict=True))
         return 2 * m * k * n
 
     def cut(self) -> torch.Tensor:
         """The value of its result as a part of the padded one."""
-        value, (m, _, n) = node_meta.tensor(self.node), self.more()
+        value, (m, _, n) = node_meta.tensor(self.node), self.padding()
         rows, columns = value.shape
         return value.new_empty(rows + m, columns + n)[:rows, :columns]
 
@@ -178,7 +179,7 @@ class _Padding:
 
     def __init__(self, graph: fx.Graph, rates: Rates) -> None:
         self._graph, self._rates = graph, rates
-        self._made: dict[_Place, fx.Node] = {}
+        self._made: dict[_Padded, fx.Node] = {}
         self._decided: dict[str, bool] = {}
         """By the names of products."""
 
@@ -189,17 +190,17 @@ class _Padding:
 
     def pad(self, product: _Product, *, keeps_size: bool) -> bool:
         """Pads a product, where it pays. With `keeps_size`, only if its result has the same size then."""
-        node, (m, _, n) = product.node, product.more()
+        node, (m, _, n) = product.node, product.padding()
         fit = {} if keeps_size and (m or n) else self._fit(product)
         self._decided[node.name] = bool(fit)
         if not fit:
             return False
         shape = node_meta.tensor(node).shape
         *bias, a, b = (self._padded(place, node) for place in product.places())
-        node.args = (*bias, self._turned(a, product.a, node), self._turned(b, product.b, node))
+        node.args = (*bias, self._transpose(a, product.a, node), self._transpose(b, product.b, node))
         graph_edit.evaluate(node)
         if m or n:
-            padded_views.hand_over(node, padded_views.first(node, shape), fit)
+            padded_views.replace_readers(node, padded_views.leading_slice(node, shape), fit)
         return True
 
     def _fit(self, product: _Product) -> dict[fx.Node, bool]:
@@ -208,19 +209,19 @@ class _Padding:
         repeated = self._decided.get(node_meta.repeats(node) or "")
         if not (self._pays(product, copies=False) if repeated is None else repeated):
             return {}
-        fit = padded_views.readers(node, product.cut())
+        fit = padded_views.readers_that_fit(node, product.cut())
         return fit if repeated or self._pays(product, copies=not all(fit.values())) else {}
 
-    def read_apart(self, product: _Product) -> bool:
+    def read_strided(self, product: _Product) -> bool:
         """Lets a product read odd rows of its left factor out of padded ones, if it lacks nothing else and there are
         some."""
-        node, (m, k, n) = product.node, product.more()
+        node, (m, k, n) = product.node, product.padding()
         wide = self._made.get(product.a.padded(m, 0)) if m and not k and not n else None
         if wide is None or not wide < node:
             return False
         with self._graph.inserting_before(node):
             part = graph_edit.emit(self._graph, _aten.slice.Tensor, wide, 1, 0, product.sizes[0], like=node)
-        node.args = (*node.args[:-2], self._turned(part, product.a, node), node.args[-1])
+        node.args = (*node.args[:-2], self._transpose(part, product.a, node), node.args[-1])
         return True
 
     def _pays(self, product: _Product, *, copies: bool) -> bool:
@@ -228,26 +229,26 @@ class _Padding:
         rates = self._rates
         new = {place for place in product.places() if place.has_zeros and place not in self._made}
         new = {place for place in new if not padded_cross_entropy.writes_zeros(place.base)}
-        moved, launches = sum(place.num_bytes for place in new), len(new)
+        num_bytes, launches = sum(place.num_bytes for place in new), len(new)
         if copies:
-            moved, launches = moved + 2 * node_meta.num_bytes(product.node), launches + 1
-        saved_s = product.flops(padded=False) / rates.odd_flops - product.flops(padded=True) / rates.whole_flops
-        return saved_s > moved / rates.num_bytes + launches * rates.launch_s
+            num_bytes, launches = num_bytes + 2 * node_meta.num_bytes(product.node), launches + 1
+        saved_s = product.flops(padded=False) / rates.unaligned_flops - product.flops(padded=True) / rates.aligned_flops
+        return saved_s > num_bytes / rates.num_bytes + launches * rates.launch_s
 
-    def _padded(self, place: _Place, reader: fx.Node) -> fx.Node:
+    def _padded(self, place: _Padded, reader: fx.Node) -> fx.Node:
         if not place.has_zeros:
             return place.base
         if place not in self._made:
             sides = [0, place.columns, 0, place.rows] if place.rows else [0, place.columns]
-            with _point(self._graph, place.base, reader):
+            with _insertion_point(self._graph, place.base, reader):
                 self._made[place] = graph_edit.emit(
                     self._graph, _aten.constant_pad_nd.default, place.base, sides, like=reader
                 )
         return self._made[place]
 
-    def _turned(self, matrix: fx.Node, factor: _Matrix, reader: fx.Node) -> fx.Node:
+    def _transpose(self, matrix: fx.Node, factor: _Matrix, reader: fx.Node) -> fx.Node:
         """The matrix as the factor is seen, right before who reads it."""
-        if not factor.turned:
+        if not factor.transposed:
             return matrix
         with self._graph.inserting_before(reader):
             return graph_edit.emit(self._graph, _aten.t.default, matrix, like=reader)
@@ -270,19 +271,19 @@ def _product(node: fx.Node) -> _Product | None:
 
 def _matrix(factor: fx.Node) -> _Matrix | None:
     """The factor as rows in memory; None where it has neither rows nor columns in one piece."""
-    base, turned = factor, False
-    while base.target in _TURNS and _is_turned(base):
-        base, turned = base.all_input_nodes[0], not turned
-    base = padded_views.before_reshapes(base)
-    return _Matrix(base, turned) if node_meta.tensor(base).stride(1) == 1 else None
+    base, transposed = factor, False
+    while base.target in _TRANSPOSES and _is_transpose(base):
+        base, transposed = base.all_input_nodes[0], not transposed
+    base = padded_views.through_reshapes(base)
+    return _Matrix(base, transposed) if node_meta.tensor(base).stride(1) == 1 else None
 
 
-def _is_turned(view: fx.Node) -> bool:
+def _is_transpose(view: fx.Node) -> bool:
     seen, own = node_meta.tensor(view.all_input_nodes[0]), node_meta.tensor(view)
     return (own.shape, own.stride()) == (seen.shape[::-1], seen.stride()[::-1])
 
 
-def _more(size: int, item_bytes: int) -> int:
+def _padding_to_whole(size: int, item_bytes: int) -> int:
     """How many elements a row of `size` lacks to be whole."""
     if size * item_bytes % node_meta.ALIGNMENT_BYTES == 0:
         return 0
@@ -297,7 +298,7 @@ def _is_reduced(node: fx.Node) -> bool:
     )
 
 
-def _point(graph: fx.Graph, base: fx.Node, reader: fx.Node) -> AbstractContextManager[None]:
+def _insertion_point(graph: fx.Graph, base: fx.Node, reader: fx.Node) -> AbstractContextManager[None]:
     """Where zeros are put behind a tensor: as it is written, so that a compiler makes that one kernel. Not where
     nothing is written then: that would keep both for long, or wait for what arrives."""
     written = base.op == "call_function" and base.target is not op_info.WAIT and not op_info.is_view(base)

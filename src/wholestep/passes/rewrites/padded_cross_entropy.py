@@ -48,14 +48,14 @@ def writes_zeros(tensor: fx.Node) -> bool:
         return False
     logits = loss.args[0]
     assert isinstance(logits, fx.Node)  # a tensor
-    return _whole(logits) is not None
+    return _wide_matrix(logits) is not None
 
 
 def _widen(loss: fx.Node) -> bool:
     """Has one call read and write whole rows; whether it can, and somebody reads them."""
     logits, *others = loss.args
     assert isinstance(logits, fx.Node)  # a tensor
-    wide = _whole(logits)
+    wide = _wide_matrix(logits)
     gradient = next((user for user in loss.users if user.target is operator.getitem and user.args[1] == 1), None)
     if wide is None or gradient is None:
         return False
@@ -64,24 +64,24 @@ def _widen(loss: fx.Node) -> bool:
     padded = [user for user in gradient.users if user.target is _aten.constant_pad_nd.default and user.args[1] == zeros]
     if not padded:
         return False
-    part = node_meta.tensor(gradient).new_empty(shape[0], columns)[:, : shape[1]]
-    fit = padded_views.readers(gradient, part)
+    sliced = node_meta.tensor(gradient).new_empty(shape[0], columns)[:, : shape[1]]
+    fit = padded_views.readers_that_fit(gradient, sliced)
     loss.args = (wide, *others, shape[1])
     graph_edit.evaluate(loss)
     for item in loss.users:
         graph_edit.evaluate(item)
-    padded_views.hand_over(gradient, padded_views.first(gradient, shape), fit)
+    padded_views.replace_readers(gradient, padded_views.leading_slice(gradient, shape), fit)
     graph_edit.replace_nodes(dict.fromkeys(padded, gradient))
     graph_edit.renew_views(gradient)
     return True
 
 
-def _whole(logits: fx.Node) -> fx.Node | None:
+def _wide_matrix(logits: fx.Node) -> fx.Node | None:
     """The matrix of which logits are the first columns; None if they are all of theirs."""
-    part = padded_views.before_reshapes(logits)
-    if part.target is not _aten.slice.Tensor:
+    sliced = padded_views.through_reshapes(logits)
+    if sliced.target is not _aten.slice.Tensor:
         return None
-    wide, *cut = part.args
+    wide, *cut = sliced.args
     assert isinstance(wide, fx.Node)  # a tensor
-    rows, columns = node_meta.tensor(part).shape
+    rows, columns = node_meta.tensor(sliced).shape
     return wide if cut == [1, 0, columns] and node_meta.tensor(wide).shape[0] == rows else None

@@ -37,16 +37,16 @@ _BY_PLACES = frozenset({_aten.as_strided.default, _aten._reshape_alias.default})
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 
 
-def readers(node: fx.Node, part: torch.Tensor) -> dict[fx.Node, bool]:
-    """Which readers of a node, views among them, may be given `part` in the place of its value."""
+def readers_that_fit(node: fx.Node, sliced: torch.Tensor) -> dict[fx.Node, bool]:
+    """Which readers of a node, views among them, may be given `sliced` in the place of its value."""
     views: dict[fx.Node, dict[fx.Node, Any]] = {}
     for user in node.users:
         try:
-            views[user] = _views(user, {node: part})
+            views[user] = _views(user, {node: sliced})
         except (RuntimeError, ValueError):  # other columns are in the way; fake tensors say so by a ValueError
             continue
     while True:  # who reads two such views gives what depends on both
-        values = {node: part} | {view: value for found in views.values() for view, value in found.items()}
+        values = {node: sliced} | {view: value for found in views.values() for view, value in found.items()}
         ends = {
             user: [end for end, _ in readers_through_views(user)] if found else [user] for user, found in views.items()
         }
@@ -56,33 +56,35 @@ def readers(node: fx.Node, part: torch.Tensor) -> dict[fx.Node, bool]:
         views = fit
 
 
-def hand_over(node: fx.Node, part: fx.Node, fit: Mapping[fx.Node, bool]) -> None:
-    """Lets readers of `node` read `part`, a view of it, or where they do not fit a contiguous copy of that."""
+def replace_readers(node: fx.Node, sliced: fx.Node, fit: Mapping[fx.Node, bool]) -> None:
+    """Lets readers of `node` read `sliced`, a view of it, or where they do not fit a contiguous copy of that."""
     for user, fits in fit.items():
         if fits:
-            user.replace_input_with(node, part)
-    graph_edit.renew_views(part)
+            user.replace_input_with(node, sliced)
+    graph_edit.renew_views(sliced)
     if all(fit.values()):
         return
-    with node.graph.inserting_after(part):
-        copy = graph_edit.emit(node.graph, _aten.clone.default, part, memory_format=torch.contiguous_format, like=node)
+    with node.graph.inserting_after(sliced):
+        copy = graph_edit.emit(
+            node.graph, _aten.clone.default, sliced, memory_format=torch.contiguous_format, like=node
+        )
     for user, fits in fit.items():
         if not fits:
             user.replace_input_with(node, copy)
     graph_edit.renew_views(copy)
 
 
-def first(wide: fx.Node, shape: torch.Size) -> fx.Node:
+def leading_slice(wide: fx.Node, shape: torch.Size) -> fx.Node:
     """The first rows and columns of a matrix, right behind it."""
-    graph, part = wide.graph, wide
+    graph, sliced = wide.graph, wide
     for dim, size in enumerate(shape):
-        if node_meta.tensor(part).shape[dim] != size:
-            with graph.inserting_after(part):
-                part = graph_edit.emit(graph, _aten.slice.Tensor, part, dim, 0, size, like=wide)
-    return part
+        if node_meta.tensor(sliced).shape[dim] != size:
+            with graph.inserting_after(sliced):
+                sliced = graph_edit.emit(graph, _aten.slice.Tensor, sliced, dim, 0, size, like=wide)
+    return sliced
 
 
-def before_reshapes(matrix: fx.Node) -> fx.Node:
+def through_reshapes(matrix: fx.Node) -> fx.Node:
     """The first matrix of which this one is reshapes there and back."""
     shape = node_meta.tensor(matrix).shape
     chain = view_chain(matrix, lambda node: node.target in _RESHAPES)

@@ -32,7 +32,7 @@ def clean_up_rng(program: Program) -> Program:
     calls = [node for node in graph.nodes if node.op == "call_function" and _may_draw(node)]
     dropped: list[fx.Node] = []
     # What nobody saw may have been the only other state that was ever set, and a state that nobody reads a look at it.
-    while needless := _unread(calls) or _to_the_same_state(calls) or _unseen(calls):
+    while needless := _unused_states(calls) or _redundant_sets(calls) or _overwritten_sets(calls):
         for call in needless:
             graph.erase_node(call)
         gone = {*needless}
@@ -43,7 +43,7 @@ def clean_up_rng(program: Program) -> Program:
     return program.with_notes(f"dropped {len(dropped)} calls about random generators that change no number")
 
 
-def _unread(calls: list[fx.Node]) -> list[fx.Node]:
+def _unused_states(calls: list[fx.Node]) -> list[fx.Node]:
     """States that nobody sets."""
     return [call for call in calls if call.target is GET and not call.users]
 
@@ -57,52 +57,52 @@ def _may_draw(node: fx.Node) -> bool:
     return op_info.draws(node) or not (space in _KNOWN or is_twin)
 
 
-def _to_the_same_state(calls: list[fx.Node]) -> list[fx.Node]:
+def _redundant_sets(calls: list[fx.Node]) -> list[fx.Node]:
     """Settings of a generator to the state that it is in. `calls` are all that may draw, in order."""
-    found = []
+    redundant = []
     states: dict[fx.Node, object] = {}
-    now: dict[str, object] = {}
+    current: dict[str, object] = {}
     for call in calls:
         if call.target is GET:
-            states[call] = now.setdefault(_device(call), call)
+            states[call] = current.setdefault(_device(call), call)
         elif call.target is SET:
             wanted = states.get(call.args[0], call)  # type: ignore[arg-type]
-            if now.get(_device(call)) is wanted:
-                found.append(call)
-            now[_device(call)] = wanted
+            if current.get(_device(call)) is wanted:
+                redundant.append(call)
+            current[_device(call)] = wanted
         else:
-            for device in _drawn_from(call) or [*now]:
-                now.pop(device, None)
-    return found
+            for device in _drawn_from(call) or [*current]:
+                current.pop(device, None)
+    return redundant
 
 
-def _unseen(calls: list[fx.Node]) -> list[fx.Node]:
+def _overwritten_sets(calls: list[fx.Node]) -> list[fx.Node]:
     """Settings of a generator in front of another one, without a draw or a look at the state in between."""
-    found = []
+    unused = []
     overwritten: set[str] = set()
     for call in reversed(calls):
         if call.target is SET:
             if _device(call) in overwritten:
-                found.append(call)
+                unused.append(call)
             overwritten.add(_device(call))
         elif call.target is GET:
             overwritten.discard(_device(call))
         else:
             overwritten -= _drawn_from(call) or overwritten
-    return found
+    return unused
 
 
 def _drawn_from(call: fx.Node) -> set[str]:
     """The devices whose generators a call draws from; empty if that is not known."""
     own = call.kwargs.get("generator") is not None or call.target.namespace != "aten"  # type: ignore[union-attr]
-    return set() if own else {_spelt(one.device) for one in node_meta.tensors(call)}
+    return set() if own else {_canonical_name(one.device) for one in node_meta.tensors(call)}
 
 
 def _device(call: fx.Node) -> str:
-    return _spelt(torch.device(str(call.args[-1])))
+    return _canonical_name(torch.device(str(call.args[-1])))
 
 
-def _spelt(device: torch.device) -> str:
+def _canonical_name(device: torch.device) -> str:
     """A device as it is always written."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return f"{device.type}:{index}"

@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import Program, Stage
-from wholestep.passes.schedule.pack_scalars import is_of_host, known_at_the_start
+from wholestep.passes.schedule.pack_scalars import is_of_host, known_at_start
 
 FEWEST_READS = 4
 """Steps that wait for the GPU less often are left as they are."""
@@ -52,7 +52,7 @@ def batch_host_reads(program: Program) -> Program:
 def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
     """Where every call can stand at the earliest, in the order of the graph. What takes no number of the GPU, made by
     the host, is in round 0."""
-    early = known_at_the_start(graph)
+    early = known_at_start(graph)
     places: dict[fx.Node, Place] = {}
     last: Place = (0, False)
     for node in graph.nodes:

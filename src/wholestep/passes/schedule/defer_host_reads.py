@@ -40,13 +40,13 @@ def defer_host_reads(program: Program) -> Program:
 def _moving(program: Program) -> list[fx.Node]:
     """The calls that can be the last ones, in order."""
     fixed = {node for nodes in write_order.readers(program).values() for node in nodes}
-    found: dict[fx.Node, None] = {}
+    deferred: dict[fx.Node, None] = {}
     for node in reversed(program.graph.nodes):
         if node.op != "call_function" or node in fixed or not _is_of_host(node):
             continue
-        if node.users and all(user in found or user.op == "output" for user in node.users):
-            found[node] = None
-    return list(reversed(found))
+        if node.users and all(user in deferred or user.op == "output" for user in node.users):
+            deferred[node] = None
+    return list(reversed(deferred))
 
 
 def _is_of_host(node: fx.Node) -> bool:

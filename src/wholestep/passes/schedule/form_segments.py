@@ -36,9 +36,9 @@ from wholestep.ir.program import Program, Stage
 from wholestep.ir.segment import Segment
 from wholestep.passes.analysis import repeated_layers, write_order
 from wholestep.passes.schedule import segment_recompute
-from wholestep.passes.schedule.pack_scalars import known_at_the_start
+from wholestep.passes.schedule.pack_scalars import known_at_start
 
-Says = Callable[[fx.Node], bool]
+NodePredicate = Callable[[fx.Node], bool]
 """What a compiler says of a node."""
 
 MIN_CALLS = 2
@@ -56,25 +56,25 @@ def _none(graph: fx.Graph) -> Collection[fx.Node]:
 def form_segments(
     program: Program,
     *,
-    compiles: Says,
-    apart: Callable[[fx.Graph], Collection[fx.Node]] = _none,
-    postpones: Says = _never,
-    pays_alone: Says = _never,
-    by_library: Says = _never,
+    compiles: NodePredicate,
+    separate_nodes: Callable[[fx.Graph], Collection[fx.Node]] = _none,
+    may_postpone: NodePredicate = _never,
+    pays_single: NodePredicate = _never,
+    by_library: NodePredicate = _never,
     cuts_repeats: bool = False,
-    goes_by_number: Says | None = None,
+    is_pointwise: NodePredicate | None = None,
 ) -> Program:
     """The program with runs of nodes as segments, in the same order.
 
     Args:
         program: one that is not scheduled yet; another comes back as it is.
         compiles: whether the compiler may have a node.
-        apart: the nodes of a graph that go into segments with their like alone, for a compiler of their own.
-        postpones: whether a node that it may not have may follow the segment that it would otherwise cut in two.
-        pays_alone: whether a node is a segment if there is no other one to join.
+        separate_nodes: the nodes of a graph that go into segments with their like alone, for a compiler of their own.
+        may_postpone: whether a node that it may not have may follow the segment that it would otherwise cut in two.
+        pays_single: whether a node is a segment if there is no other one to join.
         by_library: whether the compiler leaves a node that it may have to a library.
         cuts_repeats: whether runs are cut before such nodes where they repeat themselves
-        (`wholestep.passes.analysis.repeated_layers`). goes_by_number: whether a kernel that reads what a node gives can
+        (`wholestep.passes.analysis.repeated_layers`). is_pointwise: whether a kernel that reads what a node gives can
         compute that on its way. Backward segments do
             so where that saves reads and writes (`wholestep.passes.schedule.segment_recompute`); None: they read what
             the forward gave.
@@ -87,31 +87,31 @@ def form_segments(
     graph = program.graph
     graph_edit.remove_dead_code(graph)
     updates = {node for node, inputs in write_order.updates(program).items() if _fits(node, inputs[0])}
-    alone = apart(graph)
-    runs = [run for run in _runs(program, updates, compiles, alone, postpones) if _is_worth_it(run, pays_alone)]
+    separate = separate_nodes(graph)
+    runs = [run for run in _runs(program, updates, compiles, separate, may_postpone) if _is_worth_it(run, pays_single)]
     if cuts_repeats:
-        runs = repeated_layers.pieces(runs, by_library=by_library, updates=updates, whole=alone)
+        runs = repeated_layers.split_at_repeats(runs, by_library=by_library, updates=updates, uncut=separate)
     saved_bytes = 0
-    if goes_by_number is not None:
+    if is_pointwise is not None:
         runs, saved_bytes = segment_recompute.recompute_in_segments(
-            graph, runs, repeats=goes_by_number, by_library=by_library,
-            fixed=lambda node: node in alone or node_meta.origin(node).region is Region.OPTIMIZER,
+            graph, runs, is_pointwise=is_pointwise, by_library=by_library,
+            fixed=lambda node: node in separate or node_meta.origin(node).region is Region.OPTIMIZER,
         )  # fmt: skip
     segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
     graph_edit.sort_topologically(graph)
-    _bring_items_up(graph)
+    _hoist_getitems(graph)
     graph_edit.remove_dead_code(graph)
     inside, different = sum(len(run) for run in runs), len({segment.likeness for segment in segments})
     alike = f" ({different} different)" if different < len(runs) else ""
     again = f"; {saved_bytes:,} bytes less to write and read, computed again" if saved_bytes else ""
-    return program.with_notes(f"{inside} calls in {len(runs)} segments{alike}, {_left_out(graph)}{again}")
+    return program.with_notes(f"{inside} calls in {len(runs)} segments{alike}, {_outside_note(graph)}{again}")
 
 
-def _is_worth_it(run: list[fx.Node], pays_alone: Says) -> bool:
-    return len(run) >= MIN_CALLS or any(_reads_packed(node) or pays_alone(node) for node in run)
+def _is_worth_it(run: list[fx.Node], pays_single: NodePredicate) -> bool:
+    return len(run) >= MIN_CALLS or any(_reads_packed(node) or pays_single(node) for node in run)
 
 
-def _left_out(graph: fx.Graph) -> str:
+def _outside_note(graph: fx.Graph) -> str:
     """How many calls run on their own, and of which operators."""
     counts: dict[str, int] = {}
     for node in graph.nodes:
@@ -123,61 +123,67 @@ def _left_out(graph: fx.Graph) -> str:
 
 
 @dataclass(slots=True)
-class _Open:
+class _Run:
     """The run that is being filled."""
 
     calls: list[fx.Node] = field(default_factory=list)
-    behind: set[fx.Node] = field(default_factory=set)
+    dependents: set[fx.Node] = field(default_factory=set)
     """Its calls, and views of what they give."""
     may_fail: bool = False
     postponed: set[fx.Node] = field(default_factory=set)
     """Calls outside of it that follow it, and what depends on them."""
-    apart: bool = False
+    separate: bool = False
     """Whether its calls are for a compiler of their own."""
     updating: bool = False
     """Whether it belongs to an optimizer, or reads what has arrived: such segments wait for communication."""
 
 
 def _runs(
-    program: Program, updates: Collection[fx.Node], compiles: Says, apart: Collection[fx.Node], postpones: Says
+    program: Program,
+    updates: Collection[fx.Node],
+    compiles: NodePredicate,
+    separate: Collection[fx.Node],
+    may_postpone: NodePredicate,
 ) -> list[list[fx.Node]]:
     """Nodes to be compiled together. Between the first and the last of a run nothing depends on it but itself."""
-    _bring_items_up(program.graph)
-    on_host = known_at_the_start(program.graph)
+    _hoist_getitems(program.graph)
+    on_host = known_at_start(program.graph)
     done: list[list[fx.Node]] = []
-    run = _Open()
+    run = _Run()
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        depends = any(arg in run.behind for arg in node.all_input_nodes)
+        depends = any(arg in run.dependents for arg in node.all_input_nodes)
         follows = any(arg in run.postponed for arg in node.all_input_nodes)
         if op_info.is_view(node) and (depends or follows):
-            (run.postponed if follows else run.behind).add(node)
+            (run.postponed if follows else run.dependents).add(node)
         elif op_info.is_view(node):
             continue
-        elif node.target is operator.getitem and node.args[0] in run.behind:
+        elif node.target is operator.getitem and node.args[0] in run.dependents:
             run.calls.append(node)  # with the call that gives it, wherever that belongs
-            run.behind.add(node)
+            run.dependents.add(node)
         elif compiles(node) and node not in on_host:
             updating = (
                 node_meta.origin(node).region is Region.OPTIMIZER
                 or any(map(_has_arrived, node.all_input_nodes))
                 or (depends and run.updating)
             )
-            kind = (True, True) if node in apart else (updating, False)  # lists are mostly of what an optimizer updates
-            other = run.calls and kind != (run.updating, run.apart)
+            kind = (
+                (True, True) if node in separate else (updating, False)
+            )  # lists are mostly of what an optimizer updates
+            other = run.calls and kind != (run.updating, run.separate)
             if follows or (run.may_fail and node in updates) or other:
                 done.append(run.calls)
-                run = _Open()
-            run.updating, run.apart = kind
+                run = _Run()
+            run.updating, run.separate = kind
             run.calls.append(node)
-            run.behind.add(node)
+            run.dependents.add(node)
             run.may_fail |= op_info.may_fail(node.target)
-        elif (depends and postpones(node)) or (follows and not _keeps_its_place(node)):
+        elif (depends and may_postpone(node)) or (follows and not _keeps_its_place(node)):
             run.postponed.add(node)
         elif depends or _keeps_its_place(node):
             done.append(run.calls)
-            run = _Open()
+            run = _Run()
     return [*done, run.calls]
 
 
@@ -197,7 +203,7 @@ def _fits(call: fx.Node, target: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or value.shape == node_meta.tensor(target).shape
 
 
-def _bring_items_up(graph: fx.Graph) -> None:
+def _hoist_getitems(graph: fx.Graph) -> None:
     """Moves items right behind the call that gives them, with which they go into a segment."""
     for node in list(graph.nodes):
         if (

@@ -68,10 +68,12 @@ def list_schedule(problem: Problem, bound_bytes: int) -> Order:
     communication: what is predicted to be hidden either way is hidden more safely by more work. The order given is
     among them, so the bound is kept if it is at least that one's own peak. If no order keeps it: the smallest one.
     """
-    unchanged = replace(given(problem), bound_bytes=bound_bytes)
+    unchanged = replace(given_order(problem), bound_bytes=bound_bytes)
     eager, *kept = _with_reserves(problem, bound_bytes)
-    calm = replace(problem, late=[False] * len(problem.tasks))
-    plain = _rate(calm, _Scheduler(calm, bound_bytes, 0.0).run(), bound_bytes, "updates stand behind the backward")
+    without_late = replace(problem, late=[False] * len(problem.tasks))
+    plain = _rate(
+        without_late, _Scheduler(without_late, bound_bytes, 0.0).run(), bound_bytes, "updates stand behind the backward"
+    )
     orders = (*kept, eager, plain, unchanged)
     fits = [order for order in orders if order.peak_bytes <= bound_bytes]
     if not fits:
@@ -85,26 +87,26 @@ def reachable_bytes(problem: Problem, bound_bytes: int) -> int:
     """The smallest bound that is known to be kept, for one that no order keeps."""
     found_bytes = list_schedule(problem, bound_bytes).peak_bytes
     kept = list_schedule(problem, found_bytes).peak_bytes <= found_bytes
-    return found_bytes if kept else given(problem).peak_bytes
+    return found_bytes if kept else given_order(problem).peak_bytes
 
 
 def _with_reserves(problem: Problem, bound_bytes: int) -> list[Order]:
     """Orders that keep ever more work for the end: what one exposes there, the next one has work for."""
-    orders = [_found(problem, bound_bytes, 0.0)]
+    orders = [_schedule(problem, bound_bytes, 0.0)]
     reserve_us = 0.0
     while orders[-1].exposed_us > 0 and len(orders) < MAX_RESERVES:
         reserve_us += orders[-1].exposed_us
-        orders.append(_found(problem, bound_bytes, reserve_us))
+        orders.append(_schedule(problem, bound_bytes, reserve_us))
     return orders
 
 
-def _found(problem: Problem, bound_bytes: int, reserve_us: float) -> Order:
+def _schedule(problem: Problem, bound_bytes: int, reserve_us: float) -> Order:
     kept = f", but {reserve_us:.0f} us of them hide the last reductions" if reserve_us else ""
     order = _Scheduler(problem, bound_bytes, reserve_us).run()
     return _rate(problem, order, bound_bytes, f"updates follow their bucket{kept}")
 
 
-def given(problem: Problem) -> Order:
+def given_order(problem: Problem) -> Order:
     """The order given, and what it is predicted to cost."""
     return _rate(problem, tuple(range(len(problem.tasks))), 0, "the order given")
 
@@ -136,7 +138,7 @@ class _Scheduler:
         self.inner = _inner(problem.joins, self.users, self.awaits)
         self.missing = [len(task.deps) for task in self.tasks]
         self.bit = {number: bit for bit, number in enumerate(_starts(self.tasks))}
-        self.under_way = (1 << len(self.bit)) - 1
+        self.pending = (1 << len(self.bit)) - 1
         """Collectives that are not known to be over, a bit each; those not yet started are among them."""
         self.in_flight: list[int] = []
         self.blocked: dict[int, list[int]] = {}  # by the last of the collectives that each of them waits for
@@ -152,16 +154,16 @@ class _Scheduler:
             elif not task.waits_for and number not in self.inner:
                 self._offer(number)
         while len(self.order) < len(self.tasks):
-            self._one()
+            self._step()
         return tuple(self.order)
 
-    def _one(self) -> None:
+    def _step(self) -> None:
         if self.starts:
             number = heapq.heappop(self.starts)
             if not self.done[number]:
                 self._emit(number)
             return
-        self._notice()
+        self._finish_ended()
         while self.heap:
             rank, number = heapq.heappop(self.heap)
             if self.done[number]:
@@ -174,15 +176,15 @@ class _Scheduler:
                 continue
             self._emit_with_needs(number)
             return
-        self._stand_still()
+        self._idle()
 
-    def _stand_still(self) -> None:
+    def _idle(self) -> None:
         """Nothing can run: takes what needs the collective that ends first, or what was put off."""
         first = self.clock.first_to_end()
         if first is not None and first in self.in_flight:
-            self._over(first)
+            self._finish(first)
         elif self.in_flight:
-            self._over(self.in_flight[0])
+            self._finish(self.in_flight[0])
         elif self.held:
             held, self.held = sorted(self.held), []
             for _, number in held:
@@ -191,20 +193,20 @@ class _Scheduler:
         else:  # waits that nobody reads
             self._emit_with_needs(self.done.index(False))
 
-    def _notice(self) -> None:
+    def _finish_ended(self) -> None:
         """Offers what waited for collectives that are over by now."""
         for number in [number for number in self.in_flight if number in self.clock.end_us]:
-            self._over(number)
+            self._finish(number)
 
-    def _over(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         self.in_flight.remove(number)
-        self.under_way &= ~(1 << self.bit[number])
+        self.pending &= ~(1 << self.bit[number])
         for waiting in self.blocked.pop(self.bit[number], []):
             self._offer(waiting)
 
     def _offer(self, number: int) -> None:
         """Puts the task where it waits: for its turn, or for a collective that it needs."""
-        needs = self.awaits[number] & self.under_way
+        needs = self.awaits[number] & self.pending
         if needs:
             self.blocked.setdefault(needs.bit_length() - 1, []).append(number)
         else:
@@ -217,13 +219,13 @@ class _Scheduler:
 
     def _with_needs(self, number: int) -> list[int]:
         """The task and whatever it needs that has not run, in order."""
-        found, stack = {number}, [number]
+        needed, stack = {number}, [number]
         while stack:
             for dep in self.tasks[stack.pop()].deps:
-                if not self.done[dep] and dep not in found:
-                    found.add(dep)
+                if not self.done[dep] and dep not in needed:
+                    needed.add(dep)
                     stack.append(dep)
-        return sorted(found)
+        return sorted(needed)
 
     def _emit_with_needs(self, number: int) -> None:
         for one in self._with_needs(number):
@@ -258,8 +260,10 @@ def _inner(joins: Sequence[bool], users: Sequence[Sequence[int]], awaits: Sequen
     """Parts of updates that run with what reads them: other parts, that wait for the same collectives."""
     return {
         number
-        for number, part in enumerate(joins)
-        if part and users[number] and all(joins[user] and awaits[user] == awaits[number] for user in users[number])
+        for number, joins_update in enumerate(joins)
+        if joins_update
+        and users[number]
+        and all(joins[user] and awaits[user] == awaits[number] for user in users[number])
     }
 
 

@@ -24,7 +24,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
 from wholestep.ir import graph_edit, node_meta, op_info, printer
 from wholestep.ir.program import Program
-from wholestep.passes.analysis.task_graph import beginnings, sharing, tasks_of
+from wholestep.passes.analysis.task_graph import fused_update_ends, sharing, tasks_of
 from wholestep.passes.schedule import list_scheduler
 
 SLACK = 0.02
@@ -54,21 +54,21 @@ def overlap_communication(
     _as_written(program)
     if cost.compiles is not None:
         _bring_together(program, cost.compiles)
-    found = tasks_of(program, cost, hold_updates=hold_updates)
+    tasks = tasks_of(program, cost, hold_updates=hold_updates)
     problem = list_scheduler.Problem(
-        tasks=found.tasks, late=found.late, usages=found.usages, joins=found.joins,
-        pinned=found.pinned, writable=found.writable, sharing=sharing(cost),
+        tasks=tasks.tasks, late=tasks.late, usages=tasks.usages, joins=tasks.joins,
+        pinned=tasks.pinned, writable=tasks.writable, sharing=sharing(cost),
     )  # fmt: skip
-    given = list_scheduler.given(problem)
+    given = list_scheduler.given_order(problem)
     bound = int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes
     chosen = list_scheduler.list_schedule(problem, bound) if moves else given
     if chosen.peak_bytes > bound:
         _refuse(bound, list_scheduler.reachable_bytes(problem, bound) if moves else given.peak_bytes)
     if not moves:
         return program
-    for number, node in enumerate(found.nodes):
+    for number, node in enumerate(tasks.nodes):
         node_meta.set_position(node, number)
-    _move(program, [found.nodes[number] for number in chosen.tasks])
+    _move(program, [tasks.nodes[number] for number in chosen.tasks])
     return program.with_notes(
         f"order: {chosen.reason}; predicted {chosen.total_us:.0f} us a step, {chosen.exposed_us:.0f} us of them "
         f"exposed (before: {given.total_us:.0f} and {given.exposed_us:.0f})",
@@ -81,8 +81,7 @@ def _refuse(bound_bytes: int, reachable_bytes: int) -> NoReturn:
     raise ConfigError(
         f"bound_bytes={bound_bytes} wants at most {printer.bytes_text(bound_bytes)} besides the inputs of the step. No "
         f"order that was found needs less than {printer.bytes_text(reachable_bytes)} ({reachable_bytes} bytes). Give "
-        "as "
-        f"much, set memory_budget instead, with which values are computed again, or make the batch smaller."
+        f"as much, set memory_budget instead, with which values are computed again, or make the batch smaller."
     )
 
 
@@ -106,7 +105,7 @@ def _bring_together(program: Program, compiles: Callable[[fx.Node], bool]) -> No
     A decay is written before the gradient is asked for, and would so stand before the wait for it.
     """
     place = {node: number for number, node in enumerate(program.graph.nodes)}
-    for node in dict.fromkeys(first for first, _ in beginnings(program, compiles)):
+    for node in dict.fromkeys(first for first, _ in fused_update_ends(program, compiles)):
         items = [user for user in node.users if user.target is operator.getitem]
         readers = [user for one in (node, *items) for user in one.users if user not in items]
         first = min(readers, key=place.__getitem__)

@@ -38,7 +38,7 @@ def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Progr
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
-    early = known_at_the_start(graph)
+    early = known_at_start(graph)
     turns = _turns(graph, early)
     known = {False: early, True: early.union(turns)}
     needed: dict[_Group, dict[fx.Node, int]] = {}
@@ -73,16 +73,16 @@ _Group = tuple[int, torch.device]
 
 def _turns(graph: fx.Graph, early: set[fx.Node]) -> dict[fx.Node, int]:
     """The turns of the host behind the first one, with what it makes in each: calls with none of a GPU in between."""
-    found: dict[fx.Node, int] = {}
+    turns: dict[fx.Node, int] = {}
     turn, is_over = 0, True
     for node in graph.nodes:
         if node.op != "call_function" or node in early:
             continue
         if is_of_host(node):
             turn += is_over
-            found[node] = turn
+            turns[node] = turn
         is_over = not is_of_host(node)
-    return found
+    return turns
 
 
 def is_of_host(node: fx.Node) -> bool:
@@ -98,21 +98,21 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node_meta.value(node), (float, torch.SymFloat))
 
 
-def known_at_the_start(graph: fx.Graph) -> set[fx.Node]:
+def known_at_start(graph: fx.Graph) -> set[fx.Node]:
     """Nodes of the host that depend on inputs of the host alone: their numbers are there before anything runs."""
-    found: set[fx.Node] = set()
+    known: set[fx.Node] = set()
     for node in graph.nodes:
         on_host = all(one.device.type == "cpu" and one.ndim == 0 for one in node_meta.tensors(node))
         if node.op in ("placeholder", "get_attr"):
             if on_host:
-                found.add(node)
+                known.add(node)
         elif node.op == "call_function" and on_host and node_meta.value(node) is not None:
             fixed = (
                 op_info.needs_peers(node.target) or op_info.is_random(node.target) or op_info.has_effect(node.target)
             )
-            if not fixed and all(arg in found for arg in node.all_input_nodes):
-                found.add(node)
-    return found
+            if not fixed and all(arg in known for arg in node.all_input_nodes):
+                known.add(node)
+    return known
 
 
 def _hoist(graph: fx.Graph, numbers: set[fx.Node]) -> None:
@@ -132,14 +132,14 @@ def _front(graph: fx.Graph) -> fx.Node:
     """The last input or constant."""
     for node in graph.find_nodes(op="get_attr"):
         graph.find_nodes(op="placeholder")[-1].append(node)  # a constant is there from the start
-    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op in ("placeholder", "get_attr"))
-    return found
+    last: fx.Node = next(node for node in reversed(graph.nodes) if node.op in ("placeholder", "get_attr"))
+    return last
 
 
 def _pack(graph: fx.Graph, numbers: list[fx.Node], device: torch.device) -> fx.Node:
     order = graph_edit.positions(graph)
-    behind = max([*numbers, _front(graph)], key=order.__getitem__)
-    with graph.inserting_after(behind):
+    last = max([*numbers, _front(graph)], key=order.__getitem__)
+    with graph.inserting_after(last):
         node = graph.create_node("call_function", pack, (numbers, device), name="packed")
     with node_meta.fake_mode(graph):
         node_meta.set_value(node, torch.empty(len(numbers), dtype=torch.float64, device=device))

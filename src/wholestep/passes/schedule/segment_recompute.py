@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:
     networkx = lazy_import("networkx")  # it comes with torch, and takes a while to import
 
-Says = Callable[[fx.Node], bool]
+NodePredicate = Callable[[fx.Node], bool]
 
 LEAST_BYTES = 1 << 16
 """That have to be saved for the results of a segment to change."""
@@ -50,37 +50,42 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def recompute_in_segments(
-    graph: fx.Graph, runs: Sequence[list[fx.Node]], *, repeats: Says, by_library: Says, fixed: Says
+    graph: fx.Graph,
+    runs: Sequence[list[fx.Node]],
+    *,
+    is_pointwise: NodePredicate,
+    by_library: NodePredicate,
+    fixed: NodePredicate,
 ) -> tuple[list[list[fx.Node]], int]:
     """The runs with calls done again in those that read them, and the bytes that are not written or read for it.
 
     Args:
         graph: that of the runs, in topological order; the second calls stand in front of the run that they join.
         runs: nodes that are compiled together, without views, in the order of the graph.
-        repeats: whether a kernel that reads what a call gives can compute it on its way.
+        is_pointwise: whether a kernel that reads what a call gives can compute it on its way.
         by_library: whether a call reads and writes memory whatever stands beside it.
         fixed: whether the run of a node stays as it is.
     """
     runs = [list(run) for run in runs]
     free = [number for number, run in enumerate(runs) if not any(map(fixed, run))]
     place = {node: number for number in free for node in runs[number]}
-    late = {number: _Kernels(runs[number], by_library) for number in free if not any(map(_is_early, runs[number]))}
+    late = {number: _Kernels(runs[number], by_library) for number in free if not any(map(_is_forward, runs[number]))}
     saved_bytes = 0
     for number in reversed(free):  # what later ones ask of it is known then
-        early = _Early(runs[number], place, late, repeats=repeats, by_library=by_library)
-        cuts = early.cuts()
+        forward = _ForwardRun(runs[number], place, late, is_pointwise=is_pointwise, by_library=by_library)
+        cuts = forward.cuts()
         less_bytes = sum(cut.less_bytes for cut in cuts)
-        if less_bytes < LEAST_BYTES or early.keeps_more(cuts):
+        if less_bytes < LEAST_BYTES or forward.keeps_more(cuts):
             continue
         saved_bytes += less_bytes
         for cut in cuts:
             run, kernel = cut.reader
-            again = _Again(graph, cut.again, runs[run][0])
+            recomputed = _Recomputed(graph, cut.recomputed, runs[run][0])
             for node in [node for node in runs[run] if late[run].of[node] == kernel]:
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), again)
-            runs[run][:0] = again.calls
-            place.update(dict.fromkeys(again.calls, run))
-            late[run].of.update(dict.fromkeys(again.calls, kernel))
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), recomputed)
+            runs[run][:0] = recomputed.calls
+            place.update(dict.fromkeys(recomputed.calls, run))
+            late[run].of.update(dict.fromkeys(recomputed.calls, kernel))
     if saved_bytes:
         graph_edit.remove_dead_code(graph)  # what the backward alone read
         there = set(graph.nodes)
@@ -88,7 +93,7 @@ def recompute_in_segments(
     return runs, saved_bytes
 
 
-def _is_early(node: fx.Node) -> bool:
+def _is_forward(node: fx.Node) -> bool:
     return node_meta.origin(node).region is Region.FORWARD
 
 
@@ -103,7 +108,7 @@ Reader = tuple[int, int]
 class _Kernels:
     """What of a run is computed together: nodes with as many calls of libraries in front of them."""
 
-    def __init__(self, run: Sequence[fx.Node], by_library: Says) -> None:
+    def __init__(self, run: Sequence[fx.Node], by_library: NodePredicate) -> None:
         self.of: dict[fx.Node, int] = {}
         self.reads = {arg for node in run for arg in _args(node)}
         for node in run:
@@ -115,18 +120,18 @@ class _Cut:
     """What a kernel does again, and how many bytes less are written and read for it."""
 
     reader: Reader
-    again: Collection[fx.Node]
-    takes: Collection[fx.Node]
-    """What it takes, and computes the rest from."""
+    recomputed: Collection[fx.Node]
+    inputs: Collection[fx.Node]
+    """What it reads, and computes the rest from."""
     less_bytes: int
 
 
-class _Early:
+class _ForwardRun:
     """A run of the forward: what late runs want of it, and what of that should be kept for them."""
 
     def __init__(
-        self, run: Sequence[fx.Node], place: Mapping[fx.Node, int], late: Mapping[int, _Kernels], *, repeats: Says,
-        by_library: Says,
+        self, run: Sequence[fx.Node], place: Mapping[fx.Node, int], late: Mapping[int, _Kernels], *,
+        is_pointwise: NodePredicate, by_library: NodePredicate,
     ) -> None:  # fmt: skip
         self._calls, self._late = set(run), late
         self._wanted: dict[Reader, list[fx.Node]] = {}
@@ -150,12 +155,14 @@ class _Early:
                 )
                 for one in dict.fromkeys(wanting):
                     self._wanted.setdefault(one, []).append(node)
-        self._again = {node for node in run if _is_early(node) and node not in self._kept and repeats(node)}
+        self._recomputable = {
+            node for node in run if _is_forward(node) and node not in self._kept and is_pointwise(node)
+        }
 
     def cuts(self) -> list[_Cut]:
         """What each kernel does again, in order of the kernels. What is kept for one is there for those behind it."""
         wanted = sorted(self._wanted.items())
-        return [self._cut(reader, values) for reader, values in wanted if not self._again.isdisjoint(values)]
+        return [self._cut(reader, values) for reader, values in wanted if not self._recomputable.isdisjoint(values)]
 
     def keeps_more(self, cuts: Sequence[_Cut]) -> bool:
         """Whether these take more memory until the backward than there was."""
@@ -163,10 +170,10 @@ class _Early:
         changed = {cut.reader: cut for cut in cuts}
         after = set(self._kept)
         for reader, values in self._wanted.items():
-            after.update(changed[reader].takes if reader in changed else values)
+            after.update(changed[reader].inputs if reader in changed else values)
         return sum(map(node_meta.num_bytes, after & self._calls)) > sum(map(node_meta.num_bytes, before))
 
-    def _price(self, node: fx.Node, reader: Reader) -> float:
+    def _traffic_bytes(self, node: fx.Node, reader: Reader) -> float:
         """Bytes that are written and read if a kernel takes the value."""
         lives_longer = node not in self._calls and node not in self._late[reader[0]].reads
         if lives_longer or not isinstance(node_meta.value(node), torch.Tensor):
@@ -179,40 +186,43 @@ class _Early:
         flow.add_nodes_from((_SOURCE, _SINK))
         flow.add_edges_from((f"{node.name} out", _SINK) for node in wanted)
         prices: dict[fx.Node, float] = {}
-        left = list(wanted)
-        while left:
-            node = left.pop()
+        todo = list(wanted)
+        while todo:
+            node = todo.pop()
             if node in prices:
                 continue
-            prices[node] = self._price(node, reader)
+            prices[node] = self._traffic_bytes(node, reader)
             flow.add_edge(f"{node.name} in", f"{node.name} out", capacity=prices[node])
-            if node not in self._again:
+            if node not in self._recomputable:
                 flow.add_edge(_SOURCE, f"{node.name} in")
                 continue
             for arg in _args(node):
                 flow.add_edge(f"{arg.name} out", f"{node.name} in")
-                left.append(arg)
+                todo.append(arg)
         least, (reached, _) = networkx.minimum_cut(flow, _SOURCE, _SINK)
-        again = {node for node in prices if f"{node.name} in" not in reached}
-        takes = {node for node in prices if node not in again and f"{node.name} out" not in reached}
-        self._written |= takes
+        recomputed = {node for node in prices if f"{node.name} in" not in reached}
+        inputs = {node for node in prices if node not in recomputed and f"{node.name} out" not in reached}
+        self._written |= inputs
         return _Cut(
-            reader=reader, again=again, takes=takes, less_bytes=int(sum(prices[node] for node in wanted) - least)
+            reader=reader,
+            recomputed=recomputed,
+            inputs=inputs,
+            less_bytes=int(sum(prices[node] for node in wanted) - least),
         )
 
 
-class _Again:
+class _Recomputed:
     """Does calls again for the kernel that reads them: a function from what it reads to what it reads then."""
 
-    def __init__(self, graph: fx.Graph, again: Collection[fx.Node], first: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, recomputed: Collection[fx.Node], first: fx.Node) -> None:
         """`first`: what the new calls stand in front of."""
-        self._graph, self._again, self._first = graph, again, first
+        self._graph, self._recomputable, self._first = graph, recomputed, first
         self._twins: dict[fx.Node, fx.Node] = {}
         self.calls: list[fx.Node] = []
         """Those that are no views, in order."""
 
     def __call__(self, node: fx.Node) -> fx.Node:
-        if users.base(node) not in self._again:
+        if users.base(node) not in self._recomputable:
             return node
         if node not in self._twins:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self)

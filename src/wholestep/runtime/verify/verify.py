@@ -28,7 +28,7 @@ from wholestep.capture.scalars.hyperparameters import Hyperparameter
 from wholestep.config import DDP
 from wholestep.errors import ConfigError, VerificationError
 from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
-from wholestep.passes.comm.bucketing import Choose, choose_alone
+from wholestep.passes.comm.bucketing import Choose, choose_locally
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.place.strategies import place
 from wholestep.runtime.compression_state import CompressionState
@@ -203,7 +203,7 @@ class _VirtualRanks:
         args, kwargs = tree_util.unflatten(leaves, spec)
         captured = subject.capture(args, kwargs)
         placed = place(captured.program, subject.strategy, subject.axis)
-        plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_alone)), compresses)
+        plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_locally)), compresses)
         self._hypers |= {(id(one.group), one.key, one.position): one for _, one in captured.binding.hypers}
         self._plans.append(plan)
         return plan

@@ -54,7 +54,7 @@ from wholestep.passes.schedule.sink_waits import sink_waits
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
 FORM: list[Pass] = [
     partial(pack_scalars, reads=segment_compiler.reads_packed),
-    partial(form_segments, compiles=segment_compiler.compiles, apart=multi_tensor.apart),
+    partial(form_segments, compiles=segment_compiler.compiles, separate_nodes=multi_tensor.apart),
 ]
 
 
@@ -66,7 +66,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def counters_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments_pass, "known_at_the_start", lambda graph: set())
+    monkeypatch.setattr(segments_pass, "known_at_start", lambda graph: set())
 
 
 @pytest.fixture

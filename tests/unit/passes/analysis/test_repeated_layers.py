@@ -20,7 +20,14 @@ from wholestep.ir import op_info
 from wholestep.ir.program import Program
 from wholestep.ir.segment import Segment
 from wholestep.lower.inductor import compile_fx, segment_compiler
-from wholestep.passes.analysis.repeated_layers import Stretch, _ends, occurrences, stretch, unit, units_of
+from wholestep.passes.analysis.repeated_layers import (
+    Repetition,
+    _ends,
+    best_unit,
+    longest_repetition,
+    occurrences,
+    units_of,
+)
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.schedule.form_segments import form_segments
 
@@ -30,15 +37,17 @@ def anywhere(place: int) -> bool:
 
 
 def test_the_longest_stretch_is_found() -> None:
-    assert stretch([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8, 5, 5]) == Stretch(start=1, end=10, period=3)
-    assert stretch([1, 2, 3, 4]) is None
-    assert stretch([7, 7, 7, 7]) == Stretch(start=0, end=4, period=1)
-    assert stretch([1, 2, 1, 3, 1, 2, 1, 3]) == Stretch(start=0, end=8, period=4)  # and not by the 1 in the middle
+    assert longest_repetition([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8, 5, 5]) == Repetition(start=1, end=10, period=3)
+    assert longest_repetition([1, 2, 3, 4]) is None
+    assert longest_repetition([7, 7, 7, 7]) == Repetition(start=0, end=4, period=1)
+    assert longest_repetition([1, 2, 1, 3, 1, 2, 1, 3]) == Repetition(
+        start=0, end=8, period=4
+    )  # and not by the 1 in the middle
 
 
 @given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.integers(4, 9), min_size=1, max_size=6), st.integers(2, 6))
 def test_a_repeated_part_is_covered(before: list[int], part: list[int], times: int) -> None:
-    found = stretch([*before, *part * times, 99])
+    found = longest_repetition([*before, *part * times, 99])
     assert found is not None
     assert found.end - found.start >= len(part) * times - 1 or found.end <= len(before)
     assert found.end - found.start >= 2 * found.period
@@ -47,11 +56,11 @@ def test_a_repeated_part_is_covered(before: list[int], part: list[int], times: i
 def test_a_unit_begins_where_cuts_are_cheap_and_allowed() -> None:
     kinds = [0, *[1, 2, 3] * 4, 0]
     costs = [0, *[5, 1, 2] * 4, 0, 0]
-    assert unit(kinds, costs, anywhere, least=1) == (2, 3, 1)
-    assert unit(kinds, costs, lambda place: kinds[place] == 3, least=1) == (3, 1, 2)
-    assert unit(kinds, costs, lambda place: False, least=1) == ()
-    assert unit(kinds, costs, anywhere, least=4) == (1, 2, 3, 1, 2, 3)
-    assert unit([1, 2, 3], [0] * 4, anywhere, least=1) == ()
+    assert best_unit(kinds, costs, anywhere, least=1) == (2, 3, 1)
+    assert best_unit(kinds, costs, lambda place: kinds[place] == 3, least=1) == (3, 1, 2)
+    assert best_unit(kinds, costs, lambda place: False, least=1) == ()
+    assert best_unit(kinds, costs, anywhere, least=4) == (1, 2, 3, 1, 2, 3)
+    assert best_unit([1, 2, 3], [0] * 4, anywhere, least=1) == ()
 
 
 def test_occurrences_do_not_overlap_and_end_where_a_cut_may_be() -> None:

@@ -92,7 +92,7 @@ def test_what_only_reads_a_parameter_begins_no_update() -> None:
 
     program = program_of(train, torch.ones(4, 8))
     readers = beginnings(program)
-    begun = {first for first, _ in task_graph.beginnings(program, segment_compiler.may_compile)}
+    begun = {first for first, _ in task_graph.fused_update_ends(program, segment_compiler.may_compile)}
     assert [node in begun for node in readers] == [False, True, True]
 
 

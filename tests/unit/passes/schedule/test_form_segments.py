@@ -471,7 +471,7 @@ def test_calls_apart_are_among_themselves(optimizer, ranks):
     """Each segment is of one kind; the calls of a kind keep their order, communication its own, and all its bits."""
     program, inputs = training(OPTIMIZERS[optimizer], ranks=ranks)
     program = run_passes(program, [partial(pack_scalars, reads=segment_compiler.reads_packed)])
-    form = partial(form_segments, compiles=segment_compiler.compiles, apart=lists_of)
+    form = partial(form_segments, compiles=segment_compiler.compiles, separate_nodes=lists_of)
     after = run_passes(program, [form])
     assert_well_formed(after)
     found: list[str] = []
@@ -496,7 +496,9 @@ def test_the_clipping_of_gradients_is_in_the_segment_of_their_update():
     """Elsewhere what is outside of an optimizer and inside are two segments."""
     program, _ = training(OPTIMIZERS["sgd"], ranks=1)
     pack = partial(pack_scalars, reads=segment_compiler.reads_packed)
-    after = run_passes(program, [pack, partial(form_segments, compiles=segment_compiler.compiles, apart=lists_of)])
+    after = run_passes(
+        program, [pack, partial(form_segments, compiles=segment_compiler.compiles, separate_nodes=lists_of)]
+    )
     updating = [inside(node) for node in segments(after) if any(map(on_lists, node.target.calls))]
     assert [calls[0] for calls in updating] == ["_foreach_mul"]
     assert "_foreach_add" in updating[0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wholestep.cost.liveness import Make, Usage, peak_bytes
 from wholestep.cost.simulator import ALONE, Sharing, Task, simulate
 from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, Order, Problem, list_schedule, reachable_bytes
-from wholestep.passes.schedule.list_scheduler import given as given_order
+from wholestep.passes.schedule.list_scheduler import given_order as given_order
 
 NO_BOUND = 1 << 60
 

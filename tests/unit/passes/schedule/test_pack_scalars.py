@@ -23,7 +23,7 @@ from wholestep.lower.inductor import segment_compiler
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code
-from wholestep.passes.schedule.pack_scalars import is_number, known_at_the_start, pack_scalars
+from wholestep.passes.schedule.pack_scalars import is_number, known_at_start, pack_scalars
 
 PACK = partial(pack_scalars, reads=segment_compiler.reads_packed)
 
@@ -130,7 +130,7 @@ def test_moving_numbers_of_an_optimizer_travel_once_and_change_no_bit(name):
 
 def assert_in_front(program: Program, packed: fx.Node) -> None:
     """Nothing but arithmetic of the host runs before the numbers are on their way."""
-    early = known_at_the_start(program.graph)
+    early = known_at_start(program.graph)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     assert all(node in early for node in calls[: calls.index(packed)])
 
@@ -179,7 +179,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 def test_what_can_read_packed_numbers_reads_no_other():
     for make in OPTIMIZERS.values():
         after = run_passes(without_communication(training(make)[2].program), [PACK])
-        early = known_at_the_start(after.graph)
+        early = known_at_start(after.graph)
         for node in after.graph.nodes:
             if node.op == "call_function" and node not in early and segment_compiler.reads_packed(node):
                 assert all(arg.target is element for arg in node.all_input_nodes if is_number(arg))

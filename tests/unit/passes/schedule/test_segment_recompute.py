@@ -243,7 +243,7 @@ def in_two(fn: Callable[..., Any], *tensors: Tensor) -> tuple[list[str], list[st
         form_segments, by_library=segment_compiler.by_library,
         compiles=lambda node: segment_compiler.compiles(node) and node.target is not aten.ones_like.default,
     )  # fmt: skip
-    less = run_passes(program, [partial(form, goes_by_number=segment_compiler.goes_by_number)])
+    less = run_passes(program, [partial(form, is_pointwise=segment_compiler.goes_by_number)])
     assert builders.same(ran(run_passes(program, [form])), ran(less))
     early, late = segments(less)
     return calls(early), calls(late)
