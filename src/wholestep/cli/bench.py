@@ -26,7 +26,7 @@ from wholestep.api.report.prediction import Prediction
 from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, num_cores, threads_per_rank
 from wholestep.cli.suite.contenders import Kind
 from wholestep.cli.suite.results import as_json as suite_as_json
-from wholestep.cli.suite.runner import SuiteSettings, kinds_named, run_suite, trainings_named
+from wholestep.cli.suite.runner import SuiteSettings, parse_kinds, parse_trainings, run_suite
 from wholestep.cli.workloads.interleaved import (
     Batch,
     Contender,
@@ -36,8 +36,8 @@ from wholestep.cli.workloads.interleaved import (
     Timing,
     compiled_step,
     open_contender,
-    race,
     ratio,
+    run_interleaved,
     timing,
 )
 from wholestep.cli.workloads.small_models import WORKLOADS, WorkloadName
@@ -129,12 +129,15 @@ class BenchReport:
         table.add_column("contender")
         for column in ("median", "10%", "90%", "first call", "eager DDP / contender", "predicted"):
             table.add_column(column, justify="right")
-        for kind, one in self.contenders.items():
-            figures = (one.timing.median_ms, one.timing.p10_ms, one.timing.p90_ms, one.timing.first_ms)
-            compared = f"{one.ratio.median:.3f} ({one.ratio.p10:.2f} to {one.ratio.p90:.2f})"
-            told = f"{self.predicted_ms:.2f} ({self.predicted_over_measured:.2f} x)"
+        for kind, figures in self.contenders.items():
+            timing = figures.timing
+            times_ms = (timing.median_ms, timing.p10_ms, timing.p90_ms, timing.first_ms)
+            compared = f"{figures.ratio.median:.3f} ({figures.ratio.p10:.2f} to {figures.ratio.p90:.2f})"
+            predicted = f"{self.predicted_ms:.2f} ({self.predicted_over_measured:.2f} x)"
             is_ours = kind is ContenderKind.WHOLESTEP
-            table.add_row(kind.value, *(f"{figure:.2f}" for figure in figures), compared, told if is_ours else "")
+            table.add_row(
+                kind.value, *(f"{time_ms:.2f}" for time_ms in times_ms), compared, predicted if is_ours else ""
+            )
         return table
 
 
@@ -176,9 +179,9 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
     drawn = workload.batches(steps=most, rank=world.rank)
     batches: Iterator[Batch] = ((x.to(world.device), y.to(world.device)) for x, y in drawn)
     if settings.steps is None:
-        race(list(contenders.values()), islice(batches, FIRST_BLOCKS * BLOCK_STEPS), block_steps=BLOCK_STEPS)
-        batches = islice(batches, _steps_left(settings.seconds, contenders.values(), world))
-    race(list(contenders.values()), batches, block_steps=BLOCK_STEPS)
+        run_interleaved(list(contenders.values()), islice(batches, FIRST_BLOCKS * BLOCK_STEPS), block_steps=BLOCK_STEPS)
+        batches = islice(batches, _remaining_steps(settings.seconds, contenders.values(), world))
+    run_interleaved(list(contenders.values()), batches, block_steps=BLOCK_STEPS)
     return _RankResult(
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else str(world.device),
         predicted=compiled_step(contenders[ContenderKind.WHOLESTEP]).explain().predicted,
@@ -186,14 +189,14 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
     )
 
 
-def _steps_left(seconds: float, contenders: Iterable[Contender], world: ws.World) -> int:
+def _remaining_steps(seconds: float, contenders: Iterable[Contender], world: ws.World) -> int:
     """How many steps of each contender fill the rest of the time, in whole blocks; the same on every rank."""
     typical_ms = sum(statistics.median(contender.times_ms) for contender in contenders)
     blocks = min(MOST_STEPS, int(1e3 * seconds / typical_ms)) // BLOCK_STEPS - FIRST_BLOCKS
-    found = torch.tensor(max(0, blocks) * BLOCK_STEPS, device=world.device)
+    num_steps = torch.tensor(max(0, blocks) * BLOCK_STEPS, device=world.device)
     if world.size > 1:
-        dist.broadcast(found, 0)
-    return int(found)
+        dist.broadcast(num_steps, 0)
+    return int(num_steps)
 
 
 class Suite(StrEnum):
@@ -222,7 +225,7 @@ def _in_suite(settings: SuiteSettings, *, nproc: int, as_json: bool, with_breakd
         raise typer.Exit(1)
 
 
-def _race(names: Sequence[str], *, nproc: int, as_json: bool, **options: Any) -> None:
+def _run_small(names: Sequence[str], *, nproc: int, as_json: bool, **options: Any) -> None:
     """Races the small trainings one after another."""
     if unknown := [name for name in names if name not in list(WorkloadName)]:
         raise ConfigError(f"--workload wants some of {', '.join(WorkloadName)}, got {', '.join(unknown)}.")
@@ -236,9 +239,9 @@ def _race(names: Sequence[str], *, nproc: int, as_json: bool, **options: Any) ->
         print(json.dumps(reports, indent=2))
 
 
-def _listed(given: list[str] | None) -> list[str]:
+def _listed(values: list[str] | None) -> list[str]:
     """Names that may be separated by commas."""
-    return [name for one in given or () for name in one.split(",") if name]
+    return [name for value in values or () for name in value.split(",") if name]
 
 
 def command(
@@ -275,11 +278,11 @@ def command(
     names, processes = _listed(workload), choose_nproc(nproc)
     if suite is not None:
         settings = SuiteSettings(
-            suite=suite.value, trainings=trainings_named(suite.value, names), kinds=kinds_named(_listed(contenders)),
+            suite=suite.value, trainings=parse_trainings(suite.value, names), kinds=parse_kinds(_listed(contenders)),
             num_steps=steps or 60, budget_s=budget_s, path=out, command=shlex.join(["wholestep", *sys.argv[1:]]),
         )  # fmt: skip
         _in_suite(settings, nproc=processes, as_json=as_json, with_breakdown=breakdown)
         return
     if contenders or breakdown or out:
         raise ConfigError("--contenders, --breakdown and --out go with --suite.")
-    _race(names, nproc=processes, as_json=as_json, seconds=seconds, steps=steps)
+    _run_small(names, nproc=processes, as_json=as_json, seconds=seconds, steps=steps)

@@ -43,13 +43,13 @@ class CalibrationReport:
 
     def __rich__(self) -> Group:
         ranks = int(self.fingerprint["ranks"])
-        parts: list[Any] = [Text(self.model.source), self._device_table(), self._host_line()]
+        sections: list[Any] = [Text(self.model.source), self._device_table(), self._host_line()]
         if ranks > 1:
             links = {op: table[ranks] for op, table in self.model.links.tables.items()}
-            parts += [_link_table(links, ranks), self._overlap_line(), Text(plot(links))]
+            sections += [_link_table(links, ranks), self._overlap_line(), Text(plot(links))]
         else:
-            parts.append(Text("One rank: links were not measured, and are those of the defaults."))
-        return Group(*parts, Text(f"kept in {self.file}"))
+            sections.append(Text("One rank: links were not measured, and are those of the defaults."))
+        return Group(*sections, Text(f"kept in {self.file}"))
 
     def _device_table(self) -> Table:
         table = Table(title="Kernels: floor, and rate at the largest size measured", title_justify="left")

@@ -29,7 +29,7 @@ from wholestep.cli.workloads.interleaved import (
     compiled_step,
     largest_difference,
     open_contender,
-    race,
+    run_interleaved,
     timing,
 )
 from wholestep.cli.workloads.text_data import Text, standard_library
@@ -171,9 +171,9 @@ def train_on_rank(settings: DemoSettings, nproc: int) -> RankResult:
         (x.to(world.device), y.to(world.device))
         for x, y in demo_batches(text.train, settings, rank=world.rank, num_batches=settings.steps)
     )
-    race(contenders, islice(batches, 1), block_steps=1)  # compiles, which has a display of its own
+    run_interleaved(contenders, islice(batches, 1), block_steps=1)  # compiles, which has a display of its own
     with _progress(contenders, settings, world) as on_step:
-        race(contenders, batches, block_steps=settings.block_steps, on_step=on_step)
+        run_interleaved(contenders, batches, block_steps=settings.block_steps, on_step=on_step)
     results = {contender.kind: _contender_result(contender, text, settings, world) for contender in contenders}
     if world.rank != 0:
         return RankResult(contenders=results)

@@ -29,7 +29,7 @@ def test_ranks_and_seeds_see_different_text_and_a_rerun_the_same() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_both_lanes_end_at_the_same_place() -> None:
+def test_both_contenders_end_at_the_same_place() -> None:
     report = run_demo(TINY, nproc=2)
     assert report.traces == 1  # the schedule moves the rate at every step and costs no retrace
     assert report.wholestep.ranks_equal
@@ -47,7 +47,7 @@ def test_both_lanes_end_at_the_same_place() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_bench_prints_every_lane(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_prints_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["bench", "--workload", "conv", "--steps", "4", "--nproc", "2", "--json"])
     assert not left.value.code

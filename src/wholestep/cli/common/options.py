@@ -17,22 +17,22 @@ CPU_RANKS = 2
 """Ranks on a machine without GPUs: the smallest number that has something to reduce."""
 
 
-def choose_nproc(asked: int | None) -> int:
+def choose_nproc(requested: int | None) -> int:
     """The number asked for; by default one per local GPU, or two on the CPU.
 
     Raises ConfigError for less than one, and for more than there are GPUs.
     """
     num_gpus = torch.cuda.device_count()
-    if asked is None:
+    if requested is None:
         return num_gpus or CPU_RANKS
-    if asked < 1:
-        raise ConfigError(f"--nproc wants at least 1 process, got {asked}.")
-    if 0 < num_gpus < asked:
+    if requested < 1:
+        raise ConfigError(f"--nproc wants at least 1 process, got {requested}.")
+    if 0 < num_gpus < requested:
         raise ConfigError(
-            f"--nproc asks for {asked} processes, but this machine has {num_gpus} GPUs and each process needs its own. "
-            f"Ask for at most {num_gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU."
+            f"--nproc asks for {requested} processes, but this machine has {num_gpus} GPUs and each process needs its "
+            f"own. Ask for at most {num_gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU."
         )
-    return asked
+    return requested
 
 
 def num_cores() -> int:

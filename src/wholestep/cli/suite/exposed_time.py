@@ -23,17 +23,17 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def total(intervals: Iterable[Interval]) -> float:
+def total_us(intervals: Iterable[Interval]) -> float:
     """Microseconds in which at least one of `intervals` is."""
     return sum(stop - start for start, stop in union(intervals))
 
 
-def exposed(some: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Microseconds in which one of `some` is and none of `others`."""
-    return total([*some, *others]) - total(others)
+def exposed_us(communication: Sequence[Interval], rest: Sequence[Interval]) -> float:
+    """Microseconds in which one of `communication` is and none of `rest`."""
+    return total_us([*communication, *rest]) - total_us(rest)
 
 
-def idle(intervals: Sequence[Interval]) -> float:
+def idle_us(intervals: Sequence[Interval]) -> float:
     """Microseconds between the first start and the last stop in which nothing is; 0 for no intervals."""
     merged = union(intervals)
-    return merged[-1][1] - merged[0][0] - total(merged) if merged else 0.0
+    return merged[-1][1] - merged[0][0] - total_us(merged) if merged else 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from wholestep.cli.suite.exposed_time import Interval, exposed, idle, total
+from wholestep.cli.suite.exposed_time import Interval, exposed_us, idle_us, total_us
 
 
 class KernelClass(StrEnum):
@@ -118,10 +118,10 @@ def read_trace(path: str) -> list[KernelEvent]:
         return device_events(json.load(file))
 
 
-def behind_marker(events: Sequence[KernelEvent]) -> list[KernelEvent]:
+def after_marker(events: Sequence[KernelEvent]) -> list[KernelEvent]:
     """The events that start behind the last marker; all of them where there is none."""
-    start_us = max((one.stop_us for one in events if MARKER in one.name.lower()), default=-math.inf)
-    return [one for one in events if one.start_us >= start_us]
+    start_us = max((event.stop_us for event in events if MARKER in event.name.lower()), default=-math.inf)
+    return [event for event in events if event.start_us >= start_us]
 
 
 def breakdown(
@@ -136,21 +136,21 @@ def breakdown(
         return None
     everything, sent, rest = list[Interval](), list[Interval](), list[Interval]()
     by_class, by_name = dict.fromkeys(map(str, KernelClass), 0.0), dict[str, float]()
-    for one in events:
-        took_us = one.stop_us - one.start_us
-        travels = by_copies and one.name.startswith("Memcpy DtoD")
-        kind = KernelClass.NCCL if travels else class_of(one.name)
-        for found in (everything, sent if kind is KernelClass.NCCL else rest):
-            found.append((one.start_us, one.stop_us))
+    for event in events:
+        took_us = event.stop_us - event.start_us
+        travels = by_copies and event.name.startswith("Memcpy DtoD")
+        kind = KernelClass.NCCL if travels else class_of(event.name)
+        for intervals in (everything, sent if kind is KernelClass.NCCL else rest):
+            intervals.append((event.start_us, event.stop_us))
         by_class[kind] += took_us
-        by_name[one.name] = by_name.get(one.name, 0.0) + took_us
+        by_name[event.name] = by_name.get(event.name, 0.0) + took_us
     per_step_ms = 1e-3 / num_steps
     first = sorted(by_name.items(), key=lambda pair: (-pair[1], pair[0]))[:num_longest]
-    gaps_us = idle(everything)
+    gaps_us = idle_us(everything)
     return Breakdown(
-        step_ms=(total(everything) + gaps_us) * per_step_ms,
+        step_ms=(total_us(everything) + gaps_us) * per_step_ms,
         busy_ms={name: us * per_step_ms for name, us in by_class.items()},
-        exposed_ms=exposed(sent, rest) * per_step_ms,
+        exposed_ms=exposed_us(sent, rest) * per_step_ms,
         idle_ms=gaps_us * per_step_ms,
         kernels=len(events) / num_steps,
         longest=tuple((name, us * per_step_ms) for name, us in first),

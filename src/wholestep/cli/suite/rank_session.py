@@ -30,9 +30,9 @@ import wholestep as ws
 from wholestep.api.cache.warm_start import CACHE
 from wholestep.cli.common.options import threads_per_rank
 from wholestep.cli.suite.contenders import OWN, Contender, Kind, prepare
-from wholestep.cli.suite.kernel_profile import Breakdown, behind_marker, breakdown, read_trace
+from wholestep.cli.suite.kernel_profile import Breakdown, after_marker, breakdown, read_trace
 from wholestep.cli.suite.rank_messages import RankMessages
-from wholestep.cli.suite.results import LOSS_STEPS, ContenderResult, SuiteReport, breakdown_from, keep
+from wholestep.cli.suite.results import LOSS_STEPS, ContenderResult, SuiteReport, breakdown_from, save
 from wholestep.cli.suite.workloads import training
 from wholestep.lower.kernels import copy_all_reduce
 
@@ -43,13 +43,13 @@ ALONE_BLOCKS = 2
 PROFILED_STEPS = 5
 PROFILER = "profiler"
 """The stage whose failure leaves a contender as it is."""
-FIRST_LANE_S = 20.0
+FIRST_OPEN_S = 20.0
 """What a contender is expected to take to be opened on a GPU, before one has been."""
 
-_FINDS = {Kind.LIMIT: Kind.OURS, Kind.OURS_BF16: Kind.OURS, Kind.DDP_COMPILED: Kind.COMPILED_DDP}
+_REUSES_CODE_OF = {Kind.LIMIT: Kind.OURS, Kind.OURS_BF16: Kind.OURS, Kind.DDP_COMPILED: Kind.COMPILED_DDP}
 """Contenders that run code, or kernels in the cache, of another one that was opened before: their first call is
 shorter."""
-_SHARE = {Kind.COMPILED_DDP: 1.4, Kind.DDP_COMPILED: 1.4, Kind.FSDP: 0.7}
+_MEMORY_FACTOR = {Kind.COMPILED_DDP: 1.4, Kind.DDP_COMPILED: 1.4, Kind.FSDP: 0.7}
 """Memory that a contender may need, of what the largest so far did: buckets beside gradients, or state in shards."""
 
 
@@ -93,7 +93,7 @@ def on_rank(plan: Plan) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Open:
+class _Opened:
     contender: Contender
     times_ms: list[float]
     """Of blocks, per step."""
@@ -103,11 +103,11 @@ class _Session:
     def __init__(self, plan: Plan, world: ws.World) -> None:
         self.plan, self.world = plan, world
         self.training = training(plan.report.training)
-        self.talk = RankMessages(world, deadline=plan.deadline + 60)
+        self.messages = RankMessages(world, deadline=plan.deadline + 60)
         self.results: dict[str, ContenderResult] = {}
         self.on_gpu = world.device.type == "cuda"
         self.status = Console(stderr=True).status("")
-        first_s = FIRST_LANE_S if self.on_gpu else 1.0
+        first_s = FIRST_OPEN_S if self.on_gpu else 1.0
         self.longest_s = {True: first_s, False: first_s}
         """The longest that contenders of ours, and stock ones, took to be opened: their compilers have little in
         common."""
@@ -136,7 +136,7 @@ class _Session:
 
     def _group(self, waiting: list[Kind], number: int) -> None:
         """Opens contenders of `waiting`, which it takes from there, as long as they fit; times and profiles them."""
-        group: list[_Open] = []
+        group: list[_Opened] = []
         while waiting and self._has_room(group, waiting[0]):
             if not self._has_time(group, waiting[0]):
                 for kind in waiting:
@@ -146,28 +146,28 @@ class _Session:
                 group.append(opened)
         self._take_turns(group)
         alone, several = len(group) == 1, number > 1 or waiting
-        for one in group:
-            told = "timed alone" if alone else f"group {number}, in turn with {len(group) - 1}" if several else ""
-            self._tell_times(one, told)
-        for one in group:
-            self._profile(one)
+        for opened in group:
+            how = "timed alone" if alone else f"group {number}, in turn with {len(group) - 1}" if several else ""
+            self._note_times(opened, how)
+        for opened in group:
+            self._profile(opened)
 
     # ---- whether there is room and time for one more -------------------------------------------------------------
 
-    def _has_room(self, group: list[_Open], kind: Kind) -> bool:
+    def _has_room(self, group: list[_Opened], kind: Kind) -> bool:
         """Whether one more contender fits into the memory that is free on every rank, by the largest one so far."""
         if not self.on_gpu or not group:
             return True
         self._settle()
-        free = min(self.talk.all(torch.cuda.mem_get_info(self.world.device)[0]))
-        return bool(free > _SHARE.get(kind, 1.1) * self.largest_bytes + 2 * 2**30)
+        free = min(self.messages.all(torch.cuda.mem_get_info(self.world.device)[0]))
+        return bool(free > _MEMORY_FACTOR.get(kind, 1.1) * self.largest_bytes + 2 * 2**30)
 
-    def _has_time(self, group: list[_Open], kind: Kind) -> bool:
+    def _has_time(self, group: list[_Opened], kind: Kind) -> bool:
         """Whether one more contender and the turns of all would be done in time, by rank 0's clock."""
         turns_s = sum(1e-3 * statistics.median(one.times_ms) * (1.2 * self.plan.num_steps + 20) + 3 for one in group)
         left_s = self.plan.deadline - time.time()
-        opening_s = self.longest_s[kind in OWN] * (0.4 if kind in _FINDS else 1.2)
-        return bool(self.talk.first(left_s > opening_s + 1.3 * turns_s))
+        opening_s = self.longest_s[kind in OWN] * (0.4 if kind in _REUSES_CODE_OF else 1.2)
+        return bool(self.messages.first(left_s > opening_s + 1.3 * turns_s))
 
     # ---- stages of a contender
     # ----------------------------------------------------------------------------------------
@@ -176,35 +176,35 @@ class _Session:
         """What `work` gives here and, told by JSON, on all ranks. None where a rank failed, which is then told."""
         value, why, outcome = None, "", "ok" if stage == PROFILER else "failed"
         try:
-            value, told = work()
+            value, payload = work()
         except Exception as error:
-            told, why = None, f"{stage}: {type(error).__name__}: {str(error).strip()[:400]}"
-        heard = self.talk.all([why, told], failed=bool(why))
-        reasons = [f"rank {rank}: {one}" for rank, (one, _) in enumerate(heard) if one]
+            payload, why = None, f"{stage}: {type(error).__name__}: {str(error).strip()[:400]}"
+        replies = self.messages.all([why, payload], failed=bool(why))
+        reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(replies) if reason]
         if reasons:
             value = None
             self._settle()
             before = self.results.get(kind.name.lower(), ContenderResult())
             self._note(kind, replace(before, outcome=outcome, note=_joined(before.note, reasons[0])))
             return None
-        return value, [one for _, one in heard]
+        return value, [reason for _, reason in replies]
 
-    def _open(self, kind: Kind) -> _Open | None:
+    def _open(self, kind: Kind) -> _Opened | None:
         """Builds a contender, runs its first steps alone, and times a few."""
         self._begin(f"{kind.value}: the first call")
         self._use_cache(kind)
         self._settle()
         began = time.monotonic()
         done = self._attempt(kind, "first steps", lambda: self._first_steps(kind))
-        took_s = self.talk.first(time.monotonic() - began)
+        took_s = self.messages.first(time.monotonic() - began)
         self.longest_s[kind in OWN] = max(self.longest_s[kind in OWN], took_s)
         if done is None:
             return None
-        opened, told = done
-        first_s, losses, peaks, reserved = ([one[place] for one in told] for place in range(4))
+        opened, payloads = done
+        first_s, losses, peaks, reserved = ([payload[place] for payload in payloads] for place in range(4))
         self.largest_bytes = max(self.largest_bytes, *peaks, *reserved)
-        note = told[0][4]
-        if (other := _FINDS.get(kind)) is not None and other.name.lower() in self.results:
+        note = payloads[0][4]
+        if (other := _REUSES_CODE_OF.get(kind)) is not None and other.name.lower() in self.results:
             note = _joined(note, f"found what {other.value} had compiled")
         if kind is Kind.LIMIT:
             note = _joined(note, "its numbers are wrong")
@@ -212,14 +212,14 @@ class _Session:
             note=note, first_s=max(first_s), loss=statistics.fmean(losses),
             peak_bytes=max(peaks) if self.on_gpu else None, reserved_bytes=max(reserved) if self.on_gpu else None,
         ))  # fmt: skip
-        self._tell_times(opened, "timed alone")
-        found = self.results[kind.name.lower()]
+        self._note_times(opened, "timed alone")
+        result = self.results[kind.name.lower()]
         self._say(
-            f"{kind.value}: first call {found.first_s:.1f} s, {found.median_ms:.2f} ms alone, loss {found.loss:.4f}"
+            f"{kind.value}: first call {result.first_s:.1f} s, {result.median_ms:.2f} ms alone, loss {result.loss:.4f}"
         )
         return opened  # type: ignore[no-any-return]
 
-    def _first_steps(self, kind: Kind) -> tuple[_Open, list[Any]]:
+    def _first_steps(self, kind: Kind) -> tuple[_Opened, list[Any]]:
         before = self._memory()
         contender = prepare(kind, self.training, self.world)
         start = time.perf_counter()
@@ -230,24 +230,24 @@ class _Session:
         peak, reserved = (now - then for now, then in zip(self._memory(), before, strict=True))
         times_ms = [self._block(contender, BLOCK_STEPS) for _ in range(ALONE_BLOCKS)]
         note = "" if contender.step is None else contender.step.explain().backend
-        return _Open(contender=contender, times_ms=times_ms), [first_s, loss, peak, reserved, note]
+        return _Opened(contender=contender, times_ms=times_ms), [first_s, loss, peak, reserved, note]
 
-    def _take_turns(self, group: list[_Open]) -> None:
+    def _take_turns(self, group: list[_Opened]) -> None:
         """Times all contenders, a block of steps at a time, in an order that turns round."""
         if len(group) < 2 and self.plan.num_steps <= ALONE_BLOCKS * BLOCK_STEPS:
             return
         self._begin(f"{len(group)} contenders in turn")
-        for one in group:
-            one.times_ms = []
+        for opened in group:
+            opened.times_ms = []
         for number in range(max(2, self.plan.num_steps // BLOCK_STEPS)):
-            if number > 1 and not self.talk.first(time.time() < self.plan.deadline):
+            if number > 1 and not self.messages.first(time.time() < self.plan.deadline):
                 break
-            for one in list(group):
-                done = self._attempt(one.contender.kind, "in turn", partial(self._turn, one.contender))
+            for opened in list(group):
+                done = self._attempt(opened.contender.kind, "in turn", partial(self._turn, opened.contender))
                 if done is None:
-                    group.remove(one)
+                    group.remove(opened)
                 else:
-                    one.times_ms.append(done[0])
+                    opened.times_ms.append(done[0])
             group.reverse()
 
     def _turn(self, contender: Contender) -> tuple[float, None]:
@@ -255,27 +255,27 @@ class _Session:
         contender.call()
         return self._block(contender, BLOCK_STEPS), None
 
-    def _tell_times(self, one: _Open, told: str) -> None:
+    def _note_times(self, opened: _Opened, how: str) -> None:
         """Puts the times of all ranks into the result: a block takes as long as on its slowest rank."""
-        by_rank = self.talk.all(one.times_ms)
+        by_rank = self.messages.all(opened.times_ms)
         slowest = sorted(max(block) for block in zip(*by_rank, strict=True))
         median_ms = statistics.median(slowest)
-        before = self.results[one.contender.kind.name.lower()]
-        note = _joined(before.note.removesuffix("timed alone").removesuffix("; "), told)
-        self._note(one.contender.kind, replace(
+        before = self.results[opened.contender.kind.name.lower()]
+        note = _joined(before.note.removesuffix("timed alone").removesuffix("; "), how)
+        self._note(opened.contender.kind, replace(
             before, median_ms=median_ms, p10_ms=slowest[len(slowest) // 10], p90_ms=slowest[(9 * len(slowest)) // 10],
             tokens_per_s=1e3 * self.training.tokens * self.world.size / median_ms, note=note,
         ))  # fmt: skip
 
-    def _profile(self, one: _Open) -> None:
+    def _profile(self, opened: _Opened) -> None:
         if not self.on_gpu:
             return
-        kind = one.contender.kind
+        kind = opened.contender.kind
         self._begin(f"{kind.value}: {PROFILED_STEPS} steps under the profiler")
-        done = self._attempt(kind, PROFILER, lambda: self._profiled(one.contender))
+        done = self._attempt(kind, PROFILER, lambda: self._profiled(opened.contender))
         if done is None:
             return
-        by_rank = [breakdown_from(told) for told in done[1]]
+        by_rank = [breakdown_from(fields) for fields in done[1]]
         exposed = tuple(each.exposed_ms for each in by_rank if each is not None)
         before = self.results[kind.name.lower()]
         self._note(kind, replace(
@@ -283,7 +283,7 @@ class _Session:
         ))  # fmt: skip
 
     def _profiled(self, contender: Contender) -> tuple[None, dict[str, Any] | None]:
-        found: Breakdown | None = None
+        profile: Breakdown | None = None
         with TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -293,9 +293,9 @@ class _Session:
                     contender.call()
                 self._wait()
             profiler.export_chrome_trace(path)
-            events = behind_marker(read_trace(path))
-            found = breakdown(events, num_steps=PROFILED_STEPS, by_copies=_reduces_by_copies(contender))
-        return None, None if found is None else asdict(found)
+            events = after_marker(read_trace(path))
+            profile = breakdown(events, num_steps=PROFILED_STEPS, by_copies=_reduces_by_copies(contender))
+        return None, None if profile is None else asdict(profile)
 
     # ---- small things --------------------------------------------------------------------------------------------
 
@@ -341,14 +341,14 @@ class _Session:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.plan.caches / "first")
         torch.compile(lambda x: torch.sin(x) * 2 + 1)(torch.ones(64, device=self.world.device))
         torch.compiler.reset()
-        self.talk.all(None)
+        self.messages.all(None)
 
     def _note(self, kind: Kind, result: ContenderResult) -> None:
         """Takes a result down; rank 0 writes it to the file."""
         self.results[kind.name.lower()] = result
         self.report = replace(self.report, contenders=dict(self.results))
         if self.world.rank == 0:
-            keep(self.plan.path, [*self.plan.earlier, self.report])
+            save(self.plan.path, [*self.plan.earlier, self.report])
             if result.outcome != "ok":
                 self._say(f"{kind.value}: {result.outcome}, {result.note}")
 

@@ -106,55 +106,59 @@ class SuiteReport:
         ours = self.contender(Kind.OURS).median_ms
         for name, one in self.contenders.items():
             table.add_row(Kind[name.upper()].value, *_cells(one, ours))
-        notes = [f"{Kind[name.upper()].value}: {said}" for name, one in self.contenders.items() if (said := _said(one))]
+        notes = [
+            f"{Kind[name.upper()].value}: {said}" for name, one in self.contenders.items() if (said := _note_text(one))
+        ]
         lines = filter(None, (caption, *notes, self.floor, *map(str, self.checks)))
         return Group(table, *(Text(line) for line in lines))
 
     def breakdowns(self) -> Table | str:
         """Where the time of a step goes, by kernel class, a column per contender; ms of rank 0."""
-        found = {name: one.breakdown for name, one in self.contenders.items() if one.breakdown is not None}
+        by_contender = {name: one.breakdown for name, one in self.contenders.items() if one.breakdown is not None}
         title = (
             f"{self.training}: ms of a step by kernel class (rank 0, profiled; kernels beside each other count twice)"
         )
-        if not found:
+        if not by_contender:
             return f"{self.training}: no kernels of a device were seen."
         table = Table(title=title, title_justify="left")
         table.add_column("class", no_wrap=True)
-        for name in found:
+        for name in by_contender:
             table.add_column(Kind[name.upper()].value, justify="right")
-        for one in next(iter(found.values())).busy_ms:
-            table.add_row(one, *(f"{each.busy_ms[one]:.2f}" for each in found.values()))
+        for kernel_class in next(iter(by_contender.values())).busy_ms:
+            table.add_row(kernel_class, *(f"{profile.busy_ms[kernel_class]:.2f}" for profile in by_contender.values()))
         table.add_section()
         for label, attribute in (
             ("nothing but communication", "exposed_ms"), ("nothing", "idle_ms"), ("step", "step_ms"),
             ("kernels, number", "kernels"),
         ):  # fmt: skip
-            table.add_row(label, *(f"{getattr(each, attribute):.2f}" for each in found.values()))
+            table.add_row(label, *(f"{getattr(profile, attribute):.2f}" for profile in by_contender.values()))
         return table
 
 
-def _said(one: ContenderResult) -> str:
-    return "; ".join(filter(None, (one.outcome if one.outcome != "ok" else "", one.note)))
+def _note_text(result: ContenderResult) -> str:
+    return "; ".join(filter(None, (result.outcome if result.outcome != "ok" else "", result.note)))
 
 
-def _cells(one: ContenderResult, ours_ms: float | None) -> list[str]:
+def _cells(result: ContenderResult, ours_ms: float | None) -> list[str]:
     def shown(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:
         return "" if value is None else format(value / unit, form)
 
-    spread = f"{one.p10_ms:.2f} to {one.p90_ms:.2f}" if one.p10_ms is not None and one.p90_ms is not None else ""
-    compared = one.median_ms / ours_ms if one.median_ms is not None and ours_ms else None
+    spread = (
+        f"{result.p10_ms:.2f} to {result.p90_ms:.2f}" if result.p10_ms is not None and result.p90_ms is not None else ""
+    )
+    compared = result.median_ms / ours_ms if result.median_ms is not None and ours_ms else None
     return [
-        shown(one.median_ms), spread, shown(compared), shown(one.tokens_per_s, ",.0f"),
-        shown(one.peak_bytes, unit=2**30), shown(one.reserved_bytes, unit=2**30), shown(one.first_s, ".1f"),
-        shown(one.exposed_ms), shown(one.loss, ".4f"),
+        shown(result.median_ms), spread, shown(compared), shown(result.tokens_per_s, ",.0f"),
+        shown(result.peak_bytes, unit=2**30), shown(result.reserved_bytes, unit=2**30), shown(result.first_s, ".1f"),
+        shown(result.exposed_ms), shown(result.loss, ".4f"),
     ]  # fmt: skip
 
 
-def keep(path: Path, reports: Sequence[SuiteReport]) -> None:
+def save(path: Path, reports: Sequence[SuiteReport]) -> None:
     """Writes `reports` to `path` at once: whoever reads it, or ends this process, finds a whole file."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(as_json(reports) + "\n")
-    os.replace(beside, path)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(as_json(reports) + "\n")
+    os.replace(temporary, path)
 
 
 def as_json(reports: Sequence[SuiteReport]) -> str:
@@ -163,7 +167,7 @@ def as_json(reports: Sequence[SuiteReport]) -> str:
 
 
 def load(path: Path) -> list[SuiteReport]:
-    """What `keep` wrote."""
+    """What `save` wrote."""
     return [_report(one) for one in json.loads(path.read_text())]
 
 
@@ -174,8 +178,10 @@ def _report(fields: dict[str, Any]) -> SuiteReport:
 
 
 def _contender(fields: dict[str, Any]) -> ContenderResult:
-    told = breakdown_from(fields["breakdown"])
-    return ContenderResult(**{**fields, "breakdown": told, "exposed_ms_by_rank": tuple(fields["exposed_ms_by_rank"])})
+    profile = breakdown_from(fields["breakdown"])
+    return ContenderResult(
+        **{**fields, "breakdown": profile, "exposed_ms_by_rank": tuple(fields["exposed_ms_by_rank"])}
+    )
 
 
 def breakdown_from(fields: dict[str, Any] | None) -> Breakdown | None:

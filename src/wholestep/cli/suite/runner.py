@@ -20,9 +20,9 @@ from rich.console import Console
 import wholestep as ws
 from wholestep.cli.suite.contenders import DEFAULT, Kind
 from wholestep.cli.suite.rank_session import Plan, on_rank
-from wholestep.cli.suite.results import ContenderResult, SuiteReport, keep, load
+from wholestep.cli.suite.results import ContenderResult, SuiteReport, load, save
 from wholestep.cli.suite.roofline import floors
-from wholestep.cli.suite.targets import judged
+from wholestep.cli.suite.targets import judge
 from wholestep.cli.suite.workloads import SUITES, training
 from wholestep.errors import ConfigError
 
@@ -54,7 +54,7 @@ class SuiteSettings:
             raise ConfigError(f"--out wants a file in a folder that exists, got {str(self.path)!r}.")
 
 
-def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
+def parse_kinds(names: Sequence[str]) -> tuple[Kind, ...]:
     """The contenders called so; all that run by default for no names. Raises ConfigError for unknown ones."""
     known = {kind.name.lower(): kind for kind in Kind}
     if unknown := [name for name in names if name not in known]:
@@ -62,7 +62,7 @@ def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
     return tuple(kind for kind in Kind if kind.name.lower() in names) or DEFAULT
 
 
-def trainings_named(suite: str, names: Sequence[str]) -> tuple[str, ...]:
+def parse_trainings(suite: str, names: Sequence[str]) -> tuple[str, ...]:
     """The trainings called so; all of the suite for no names. Raises ConfigError for unknown ones."""
     known = [*SUITES["gpu"], *SUITES["cpu"]]
     if unknown := [name for name in names if name not in known]:
@@ -80,12 +80,14 @@ def run_suite(settings: SuiteSettings, *, nproc: int) -> list[SuiteReport]:
         path = settings.path or Path(folder) / "reports.json"
         for number, name in enumerate(settings.trainings):
             share_s = (end - time.time()) / (len(settings.trainings) - number)
-            reports.append(_one(settings, name, nproc=nproc, end=time.time() + share_s, kept=(path, tuple(reports))))
-            keep(path, reports)
+            reports.append(
+                _run_training(settings, name, nproc=nproc, end=time.time() + share_s, kept=(path, tuple(reports)))
+            )
+            save(path, reports)
     return reports
 
 
-def _one(
+def _run_training(
     settings: SuiteSettings, name: str, *, nproc: int, end: float, kept: tuple[Path, tuple[SuiteReport, ...]]
 ) -> SuiteReport:
     path, earlier = kept
@@ -95,7 +97,7 @@ def _one(
         date=datetime.now(UTC).date().isoformat(), loss_tolerance=chosen.loss_tolerance,
         floor=str(floors(chosen.size, nproc=nproc)) if chosen.size is not None else "",
     )  # fmt: skip
-    keep(path, [*earlier, report])
+    save(path, [*earlier, report])
     with_jax = Kind.JAX in settings.kinds
     kinds = tuple(kind for kind in settings.kinds if kind is not Kind.JAX)
     deadline = end - (JAX_RESERVE_S if with_jax and _has_jax() and torch.cuda.is_available() else 0)
@@ -109,7 +111,7 @@ def _one(
     if with_jax:
         contenders = {**report.contenders, Kind.JAX.name.lower(): _jax(settings, name, nproc=nproc, end=end)}
         report = replace(report, contenders=contenders)
-    return judged(report)
+    return judge(report)
 
 
 def _on_ranks(plan: Plan, nproc: int) -> SuiteReport:
@@ -147,12 +149,12 @@ def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> Conte
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if not torch.cuda.is_available():
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={nproc}"}
-    asked = [sys.executable, "-m", "wholestep.cli.suite.jax_baseline", name, str(nproc), str(settings.num_steps)]
+    command = [sys.executable, "-m", "wholestep.cli.suite.jax_baseline", name, str(nproc), str(settings.num_steps)]
     try:
-        done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:
         return ContenderResult(outcome="not run", note=f"not done within the {left_s:.0f} s that were left")
     if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return ContenderResult(outcome="failed", note=said[0][:400])
+        message = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return ContenderResult(outcome="failed", note=message[0][:400])
     return ContenderResult(**json.loads(done.stdout.strip().splitlines()[-1]))

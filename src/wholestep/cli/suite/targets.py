@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from wholestep.cli.suite.contenders import STOCK, Kind
 from wholestep.cli.suite.results import Check, ContenderResult, SuiteReport
 
-MOST_EXPOSED = 0.02
+MAX_EXPOSED = 0.02
 """Communication that nothing hides, of the step."""
-MOST_OVER_LIMIT = 1.05
+MAX_OVER_LIMIT = 1.05
 """The step over the same graph without communication."""
 
 
@@ -41,25 +41,25 @@ AIMS: Mapping[str, Aim] = {
 """By training: W1 to W3 on 4 H200s, the others on 2 CPU processes."""
 
 
-def judged(report: SuiteReport) -> SuiteReport:
+def judge(report: SuiteReport) -> SuiteReport:
     """The report with losses compared with eager DDP's, and with checks."""
-    wanted = report.contender(Kind.EAGER).loss
+    eager_loss = report.contender(Kind.EAGER).loss
     contenders = {
-        name: _compared(Kind[name.upper()], one, wanted, report.loss_tolerance)
-        for name, one in report.contenders.items()
+        name: _compare(Kind[name.upper()], result, eager_loss, report.loss_tolerance)
+        for name, result in report.contenders.items()
     }
     report = replace(report, contenders=contenders)
     return replace(report, checks=tuple(_checks(report, AIMS.get(report.training, Aim()))))
 
 
-def _compared(kind: Kind, one: ContenderResult, wanted: float | None, tolerance: float) -> ContenderResult:
+def _compare(kind: Kind, result: ContenderResult, eager_loss: float | None, tolerance: float) -> ContenderResult:
     # The limit trains every rank on its own; JAX draws other weights; bfloat16 on the wire rounds gradients besides.
-    if wanted is None or one.loss is None or kind in (Kind.LIMIT, Kind.JAX):
-        return one
-    difference = abs(one.loss - wanted) / abs(wanted)
+    if eager_loss is None or result.loss is None or kind in (Kind.LIMIT, Kind.JAX):
+        return result
+    difference = abs(result.loss - eager_loss) / abs(eager_loss)
     # Written so that a loss that is no number differs.
-    outcome = one.outcome if difference <= tolerance or one.outcome != "ok" else "differs"
-    return replace(one, loss_difference=difference, outcome=outcome)
+    outcome = result.outcome if difference <= tolerance or result.outcome != "ok" else "differs"
+    return replace(result, loss_difference=difference, outcome=outcome)
 
 
 def _checks(report: SuiteReport, aim: Aim) -> list[Check]:
@@ -78,10 +78,10 @@ def _checks(report: SuiteReport, aim: Aim) -> list[Check]:
             checks.append(_at_least(what, _ratio(other_ms, ours.median_ms), least))
     if aim.hides:
         checks.append(
-            _at_most("exposed communication, of the step", _ratio(ours.exposed_ms, ours.median_ms), MOST_EXPOSED)
+            _at_most("exposed communication, of the step", _ratio(ours.exposed_ms, ours.median_ms), MAX_EXPOSED)
         )
         over = _ratio(ours.median_ms, limit.median_ms)
-        checks.append(_at_most("the step over the same graph without communication", over, MOST_OVER_LIMIT))
+        checks.append(_at_most("the step over the same graph without communication", over, MAX_OVER_LIMIT))
     if aim.no_more_memory:
         checks.append(_at_most("peak GiB, at most torch.compile(DDP)'s", *_gib(ours, compiled)))
     if aim.no_longer_compile:

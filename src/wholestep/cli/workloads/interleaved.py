@@ -104,7 +104,7 @@ def warmup_cosine(done: int, *, num_steps: int, warmup: float = 0.08, floor: flo
     return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def race(
+def run_interleaved(
     contenders: Sequence[Contender],
     batches: Iterable[Batch],
     *,
@@ -118,13 +118,13 @@ def race(
     while block := list(islice(stream, block_steps)):
         for contender in order:
             for x, y in block:
-                _one_step(contender, x, y)
+                _run_step(contender, x, y)
                 if on_step is not None:
                     on_step(contender)
         order.reverse()
 
 
-def _one_step(contender: Contender, x: Tensor, y: Tensor) -> None:
+def _run_step(contender: Contender, x: Tensor, y: Tensor) -> None:
     _wait_for_device(x.device)
     start = time.perf_counter()
     loss = contender.step(contender.model, contender.optimizer, x, y)
@@ -171,14 +171,14 @@ class Ratio:
     p90: float
 
 
-def ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], *, block_steps: int) -> Ratio:
+def ratio(reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], *, block_steps: int) -> Ratio:
     """Compares times by rank of two contenders that raced in blocks of `block_steps`, at least two steps each.
 
     A block of one contender is compared with that of the other beside it, by their medians: what slows the machine down
     for longer than two blocks slows both. The first step of all, which compiles, is left out.
     """
     blocks = []
-    for times_by_rank in (one, other):
+    for times_by_rank in (reference, other):
         slowest = [max(step) for step in zip(*times_by_rank, strict=True)]
         starts = range(0, len(slowest), block_steps)
         kept = [slowest[max(1, start) : start + block_steps] for start in starts]

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wholestep.cli.suite.exposed_time import exposed, idle, total, union
+from wholestep.cli.suite.exposed_time import exposed_us, idle_us, total_us, union
 
 MOMENTS = st.integers(0, 30)
 INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS), max_size=8)
@@ -18,10 +18,10 @@ def units(intervals: list[tuple[int, int]]) -> set[int]:
 
 @given(INTERVALS, INTERVALS)
 def test_lengths_are_those_of_counting(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    assert total(some) == len(units(some))
-    assert exposed(some, others) == len(units(some) - units(others))
+    assert total_us(some) == len(units(some))
+    assert exposed_us(some, others) == len(units(some) - units(others))
     covered = units(some)
-    assert idle(some) == (max(covered) + 1 - min(covered) - len(covered) if covered else 0)
+    assert idle_us(some) == (max(covered) + 1 - min(covered) - len(covered) if covered else 0)
 
 
 @given(INTERVALS)

@@ -10,7 +10,7 @@ import torch
 from wholestep.cli.suite.kernel_profile import (
     KernelClass,
     KernelEvent,
-    behind_marker,
+    after_marker,
     breakdown,
     class_of,
     device_events,
@@ -116,7 +116,7 @@ def test_a_trace_of_two_steps_adds_up(tmp_path: Path) -> None:
         {"ph": "M", "name": "process_name", "pid": 0, "args": {}},
     ]
     path.write_text(json.dumps({"traceEvents": events}))
-    found = breakdown(behind_marker(read_trace(str(path))), num_steps=2, num_longest=1)
+    found = breakdown(after_marker(read_trace(str(path))), num_steps=2, num_longest=1)
     assert found is not None
     assert found.step_ms == pytest.approx(0.040)  # from 20 to 100
     assert found.exposed_ms == pytest.approx(0.015)  # 40 to 50 and 60 to 80
@@ -143,7 +143,7 @@ def test_copies_within_a_device_count_as_communication_where_gradients_travel_so
 
 def test_without_a_marker_everything_counts() -> None:
     events = [KernelEvent(name="a", start_us=1, stop_us=2)]
-    assert behind_marker(events) == events
+    assert after_marker(events) == events
     assert breakdown([], num_steps=3) is None
 
 

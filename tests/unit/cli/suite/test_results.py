@@ -11,9 +11,9 @@ from rich.console import Console
 
 from wholestep.cli.suite.contenders import Kind
 from wholestep.cli.suite.kernel_profile import KernelEvent, breakdown
-from wholestep.cli.suite.results import ContenderResult, SuiteReport, keep, load
+from wholestep.cli.suite.results import ContenderResult, SuiteReport, load, save
 from wholestep.cli.suite.roofline import floors
-from wholestep.cli.suite.targets import AIMS, judged
+from wholestep.cli.suite.targets import AIMS, judge
 from wholestep.cli.suite.workloads import SUITES, training
 from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModel
 
@@ -39,9 +39,9 @@ def test_reports_come_back_from_the_file(tmp_path: Path) -> None:
     full = replace(CONTENDER, exposed_ms=1.5, exposed_ms_by_rank=(1.5, 1.0), breakdown=told, note="n")
     kept = [
         report(eager=full, jax=ContenderResult(outcome="not run")),
-        judged(report("W1", eager=CONTENDER, ours=CONTENDER)),
+        judge(report("W1", eager=CONTENDER, ours=CONTENDER)),
     ]
-    keep(path, kept)
+    save(path, kept)
     assert load(path) == kept
     assert [one.name for one in tmp_path.iterdir()] == ["out.json"]
     assert json.loads(path.read_text())[0]["contenders"]["eager"]["breakdown"]["busy_ms"]["matrix products"] == 0.003
@@ -51,17 +51,17 @@ def test_reports_come_back_from_the_file(tmp_path: Path) -> None:
     ("loss", "outcome"), [(8.0 + 8.0 * 2**-8, "ok"), (8.0 - 8.1 * 2**-8, "differs"), (float("nan"), "differs")]
 )
 def test_a_loss_is_compared_with_eager_ddp(loss: float, outcome: str) -> None:
-    found = judged(report(eager=CONTENDER, ours=replace(CONTENDER, loss=loss), fsdp=CONTENDER))
+    found = judge(report(eager=CONTENDER, ours=replace(CONTENDER, loss=loss), fsdp=CONTENDER))
     assert outcomes(found) == {"eager": "ok", "ours": outcome, "fsdp": "ok"}
     assert found.is_sound is (outcome == "ok")
 
 
 def test_the_limit_and_jax_have_losses_of_their_own_and_what_failed_stays_so() -> None:
     away = replace(CONTENDER, loss=1.0)
-    found = judged(report(eager=CONTENDER, limit=away, jax=away, ours=replace(away, outcome="failed")))
+    found = judge(report(eager=CONTENDER, limit=away, jax=away, ours=replace(away, outcome="failed")))
     assert outcomes(found) == {"eager": "ok", "limit": "ok", "jax": "ok", "ours": "failed"}
     assert not found.is_sound
-    assert judged(report(ours=away)).is_sound  # nothing to compare it with
+    assert judge(report(ours=away)).is_sound  # nothing to compare it with
     assert report(fsdp=ContenderResult(outcome="not run")).is_sound
 
 
@@ -71,7 +71,7 @@ def test_aims_are_reached_or_not_with_both_figures() -> None:
         "eager": replace(CONTENDER, median_ms=33.0), "ours": ours, "limit": replace(CONTENDER, median_ms=14.0),
         "compiled_ddp": replace(CONTENDER, median_ms=27.0, first_s=40.0), "jax": replace(CONTENDER, median_ms=18.0),
     }  # fmt: skip
-    found = {check.what: check for check in judged(report(**contenders)).checks}
+    found = {check.what: check for check in judge(report(**contenders)).checks}
     reached = {what: check.reached for what, check in found.items()}
     assert reached == {
         "loss from eager DDP's, relative": True,
@@ -84,20 +84,20 @@ def test_aims_are_reached_or_not_with_both_figures() -> None:
     }
     assert str(found["JAX over ours"]) == "not reached: JAX over ours: wanted >= 1.250, found 1.200"
     contenders.pop("jax")
-    without = {check.what: check.reached for check in judged(report(**contenders)).checks}
+    without = {check.what: check.reached for check in judge(report(**contenders)).checks}
     assert without["JAX over ours"] is None
 
 
 def test_the_bound_of_memory_is_that_of_torch_compile() -> None:
     contenders = {"ours": CONTENDER, "compiled_ddp": replace(CONTENDER, peak_bytes=2**30 - 1)}
-    (memory,) = [check for check in judged(report("W3", **contenders)).checks if "GiB" in check.what]
+    (memory,) = [check for check in judge(report("W3", **contenders)).checks if "GiB" in check.what]
     assert memory.reached is False
 
 
-def test_tables_show_every_lane_and_every_class() -> None:
+def test_tables_show_every_contender_and_every_class() -> None:
     told = breakdown([KernelEvent(name="nvjet", start_us=0.0, stop_us=3000.0)], num_steps=1)
     full = replace(CONTENDER, exposed_ms=0.25, breakdown=told)
-    found = judged(report(eager=full, fsdp=ContenderResult(outcome="failed", note="rank 1: OutOfMemoryError: 3 [GiB]")))
+    found = judge(report(eager=full, fsdp=ContenderResult(outcome="failed", note="rank 1: OutOfMemoryError: 3 [GiB]")))
     console = Console(file=io.StringIO(), width=160)
     console.print(found)
     console.print(found.breakdowns())

@@ -13,7 +13,7 @@ from wholestep.cli import bench, main
 from wholestep.cli.suite import runner
 from wholestep.cli.suite.contenders import DEFAULT, Kind
 from wholestep.cli.suite.rank_session import Plan
-from wholestep.cli.suite.results import ContenderResult, SuiteReport, keep, load
+from wholestep.cli.suite.results import ContenderResult, SuiteReport, load, save
 from wholestep.cli.suite.runner import SuiteSettings, run_suite
 from wholestep.errors import RankMissingError
 
@@ -86,7 +86,7 @@ def ranks(error: Exception | None) -> Callable[..., None]:
         assert 0 < timeout_s < 200
         assert plan.caches.is_dir()
         contenders = {"eager": CONTENDER, "ours": replace(CONTENDER, loss=8.01)}
-        keep(plan.path, [*plan.earlier, replace(plan.report, device="d", contenders=contenders)])
+        save(plan.path, [*plan.earlier, replace(plan.report, device="d", contenders=contenders)])
         if error is not None:
             raise error
 
@@ -110,7 +110,7 @@ def test_what_was_done_is_kept_where_the_ranks_end_early(tmp_path: Path, monkeyp
     assert reports[1].contender(Kind.OURS).outcome == "differs"  # float32
 
 
-def jax_lane(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[ContenderResult, list[Any]]:
+def jax_contender(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[ContenderResult, list[Any]]:
     """The contender of JAX whose process ends so, and what was started."""
     started: list[Any] = []
 
@@ -129,7 +129,7 @@ def jax_lane(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[C
 
 def test_jax_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     out = 'a warning\n{"median_ms": 3.0, "loss": 1.5, "note": "jax 1"}\n'
-    contender, ((asked, options),) = jax_lane(monkeypatch, "tiny", status=0, out=out)
+    contender, ((asked, options),) = jax_contender(monkeypatch, "tiny", status=0, out=out)
     assert contender == ContenderResult(median_ms=3.0, loss=1.5, note="jax 1")
     assert asked[1:] == ["-m", "wholestep.cli.suite.jax_baseline", "tiny", "2", "60"]
     assert options["env"]["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
@@ -137,11 +137,11 @@ def test_jax_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_why_there_is_no_jax_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender, _ = jax_lane(monkeypatch, "tiny", status=1, err="Traceback\nRuntimeError: no cuDNN")
+    contender, _ = jax_contender(monkeypatch, "tiny", status=1, err="Traceback\nRuntimeError: no cuDNN")
     assert (contender.outcome, contender.note) == ("failed", "RuntimeError: no cuDNN")
-    contender, _ = jax_lane(monkeypatch, "tiny", error=subprocess.TimeoutExpired("jax", 9.0))
+    contender, _ = jax_contender(monkeypatch, "tiny", error=subprocess.TimeoutExpired("jax", 9.0))
     assert contender.outcome == "not run"
-    contender, started = jax_lane(monkeypatch, "mlp", status=0)
+    contender, started = jax_contender(monkeypatch, "mlp", status=0)
     assert (contender.outcome, started) == ("not run", [])
     monkeypatch.undo()
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)

@@ -15,15 +15,15 @@ from wholestep.cli.workloads.interleaved import (
     ContenderKind,
     compiled_step,
     largest_difference,
-    race,
     ratio,
+    run_interleaved,
     timing,
     warmup_cosine,
 )
 from wholestep.errors import InternalError
 
 
-def make_lane(kind: ContenderKind, seen: list[tuple[ContenderKind, int]]) -> Contender:
+def make_contender(kind: ContenderKind, seen: list[tuple[ContenderKind, int]]) -> Contender:
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
 
@@ -40,10 +40,10 @@ def make_batches(number: int) -> list[Batch]:
     return [(torch.tensor(float(i)), torch.tensor(0.5)) for i in range(number)]
 
 
-def test_lanes_take_turns_that_reverse_and_see_the_same_batches() -> None:
+def test_contenders_take_turns_that_reverse_and_see_the_same_batches() -> None:
     seen: list[tuple[ContenderKind, int]] = []
-    one, other = make_lane(ContenderKind.WHOLESTEP, seen), make_lane(ContenderKind.EAGER_DDP, seen)
-    race([one, other], make_batches(5), block_steps=2)
+    one, other = make_contender(ContenderKind.WHOLESTEP, seen), make_contender(ContenderKind.EAGER_DDP, seen)
+    run_interleaved([one, other], make_batches(5), block_steps=2)
     groups = itertools.groupby(seen, key=lambda pair: pair[0])
     turns = [(kind, [number for _, number in group]) for kind, group in groups]
     assert turns == [
@@ -58,11 +58,11 @@ def test_lanes_take_turns_that_reverse_and_see_the_same_batches() -> None:
 def test_every_step_is_timed_and_the_schedule_moves_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(interleaved.time, "perf_counter", lambda: float(next(clock)))
-    contender = make_lane(ContenderKind.EAGER_DDP, [])
+    contender = make_contender(ContenderKind.EAGER_DDP, [])
     called: list[int] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        race(
+        run_interleaved(
             [contender],
             make_batches(3),
             block_steps=10,
@@ -108,6 +108,6 @@ def test_the_largest_difference_counts_buffers_too() -> None:
     assert largest_difference(one, other) == 2.0
 
 
-def test_an_eager_lane_has_no_compiled_step() -> None:
+def test_an_eager_contender_has_no_compiled_step() -> None:
     with pytest.raises(InternalError, match="eager DDP"):
-        compiled_step(make_lane(ContenderKind.EAGER_DDP, []))
+        compiled_step(make_contender(ContenderKind.EAGER_DDP, []))
