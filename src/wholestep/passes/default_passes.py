@@ -46,8 +46,8 @@ def default_passes(
         bound_bytes: bound of the bytes that live besides the inputs, within which the order of the step is chosen;
             None: what the step needs as written, plus 2 %. It is about the order alone: what `memory_budget` computes
             again does not help to keep it.
-        extra: functions ``Program -> Program``. They see the functional graph in its order, before anything runs in
-            place, behind all other passes.
+        extra: functions ``Program -> Program``. They see the functional graph in its order, after all passes but the
+            backend's own and before anything runs in place.
 
     Raises:
         ConfigError: for values that are none of that. Bytes that cannot be kept are one at the first call, which names
@@ -83,50 +83,54 @@ def passes_of(
     choose_wire_format: ChooseWireFormat = unchanged,
     lowering: Sequence[Pass] = (),
 ) -> list[Pass]:
-    """The passes from a placed program to a scheduled one.
+    """The passes that make a scheduled program of a placed one, in the order in which they run.
 
     Args:
         options: what the user has set.
         cost: predicted times of nodes and collectives; the same on every rank.
-        bucket_bytes: a bucket of gradients is closed once it holds as many bytes; None: buckets with the shortest
+        bucket_bytes: a bucket of gradients is closed once it holds as many bytes; None: the buckets with the shortest
             predicted step.
-        compress: lets other tensors travel in the place of the gradients of a bucket.
-        hold_updates: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
-        choose: how ranks whose batches differ come by the same buckets.
-        choose_wire_format: how a gradient goes to who adds it, where nothing travels in its place.
+        compress: replaces the gradients of each bucket by smaller tensors for the reduction.
+        hold_updates: inputs are written after the last collective, so that a failing peer leaves them as they were.
+        choose: makes ranks whose batches differ agree on the same buckets.
+        choose_wire_format: the type and layout in which a gradient is sent; not asked where `compress` is given.
         lowering: passes of the backend.
     """
-    budget, way = options.memory_budget, choose_wire_format if compress is None else unchanged
+    budget, wire_format = options.memory_budget, choose_wire_format if compress is None else unchanged
     return [
-        # First: whatever follows looks at fewer nodes, and two names of one value have become one.
+        # First, so that all others see fewer nodes, and one node for each value: views of all of a tensor, copies that
+        # nothing needs and results that nothing reads are gone.
         eliminate_dead_code,
-        # On the functional graph, whose order is that of the step; before anything asks what may be moved.
+        # Before any pass moves nodes: that a generator is set to the state it is in shows only in the step's own order.
         clean_up_rng,
-        # Before buckets are filled, so that no gradient is in two of them; behind cleanup, which makes
-        # equal arguments the same node.
+        # After dead code elimination, which makes equal arguments the same node. Before bucketing, so that no gradient
+        # is reduced in two buckets.
         eliminate_common_subexpressions,
-        # On the functional graph: readers of gradients can still be moved freely.
+        # Before anything is compressed, split or scheduled by bucket; while the graph is functional, since the readers
+        # of a gradient have to move after the last gradient of its bucket.
         partial(
             bucket_gradients,
             cost=cost,
             bucket_bytes=bucket_bytes,
             choose=choose,
-            choose_wire_format=way,
+            choose_wire_format=wire_format,
             aligned=compress is None,
         ),
-        # Behind bucket, since it is buckets that are compressed; whatever follows sees what really travels.
+        # After bucketing: it is buckets that are compressed. Before scheduling, which has to know what is really sent.
         *([compress] if compress is not None else []),
-        # Behind bucket, whose buckets it splits by; before schedule, which moves the parts.
+        # After bucketing: one optimizer call on all parameters becomes one per bucket. Before scheduling, which starts
+        # each of them as soon as its bucket has arrived.
         split_optimizer,
-        # Behind whatever adds nodes: it orders all of them.
+        # After every pass that adds or splits nodes, since it gives all of them their place.
         partial(overlap_communication, cost=cost, hold_updates=hold_updates, bound_bytes=options.bound_bytes),
-        # Behind schedule, in whose order it weighs what is alive; nothing moves what it computes again.
+        # After scheduling: which values are alive together, and so what has to be recomputed, follows from the order.
         *([partial(rematerialize, cost=cost, budget=budget)] if budget is not None else []),
+        # The user's own: the last ones that see single operators, in their order, with no call in place yet.
         *options.extra,
-        # The backend's own: what it compiles is one call from here on.
+        # The backend's own: from here on what it compiles is one call.
         *lowering,
-        # From here on the order of the nodes is fixed, and values that are dead are overwritten.
+        # After the last pass that moves nodes: a value may be overwritten only where all its readers stand before.
         partial(reinplace, hold_updates=hold_updates),
-        # Last: a slice of a bucket is memory that several nodes write to.
+        # Last, since it is not functional: several nodes write to slices of one bucket.
         grads_as_bucket_views,
     ]
