@@ -1,4 +1,4 @@
-"""`wholestep bench`: step times of a small reference training, compiled and eager, in alternating blocks."""
+"""`wholestep bench`: step times of small trainings, compiled against eager."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
 
 
 def _remaining_steps(seconds: float, contenders: Iterable[Contender], world: ws.World) -> int:
-    """How many steps of each contender fill the rest of the time, in whole blocks; the same on every rank."""
+    """Steps of each contender that fill the rest of the time; the same on every rank."""
     typical_ms = sum(statistics.median(contender.times_ms) for contender in contenders)
     blocks = min(MOST_STEPS, int(1e3 * seconds / typical_ms)) // BLOCK_STEPS - FIRST_BLOCKS
     num_steps = torch.tensor(max(0, blocks) * BLOCK_STEPS, device=world.device)
@@ -209,7 +209,8 @@ class Suite(StrEnum):
 
 
 def _in_suite(settings: SuiteSettings, *, nproc: int, as_json: bool, with_breakdown: bool) -> None:
-    """Runs a suite and prints what came of it. Leaves with status 1 for a wrong loss or a contender that failed."""
+    """Runs a suite and prints its reports."""
+    # Leaves with status 1 for a wrong loss or a contender that failed.
     reports = run_suite(settings, nproc=nproc)
     if as_json:
         print(suite_as_json(reports))

@@ -1,4 +1,4 @@
-"""`wholestep calibrate`: measures what this host computes and how its ranks talk, for the plans of steps."""
+"""`wholestep calibrate`: measures this host and its links, for the cost model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _link_table(links: dict[str, Curve], ranks: int) -> Table:
 
 
 def plot(curves: dict[str, Curve], size: tuple[int, int] = PLOT_SIZE) -> str:
-    """Curves of us against bytes as text, both axes logarithmic; each curve has the last letter of its own."""
+    """Curves of us against bytes as text, with logarithmic axes."""
     columns, rows = size
     points = [point for curve in curves.values() for point in curve.points]
     (left, right), (low, high) = ((min(axis), max(axis)) for axis in zip(*points, strict=True))
@@ -110,7 +110,10 @@ def plot(curves: dict[str, Curve], size: tuple[int, int] = PLOT_SIZE) -> str:
 
 
 def run_calibration(*, nproc: int, quiet: bool = False, sizes: Sizes | None = None) -> CalibrationReport:
-    """Measures on `nproc` new processes, and keeps what rank 0 found. Raises ConfigError where it cannot be written."""
+    """Measures on `nproc` new processes, and saves what rank 0 found.
+
+    Raises ConfigError where it cannot be written.
+    """
     reports: Sequence[CalibrationReport | None] = ws.run(_calibrate_on_rank, nproc, nproc, quiet, sizes)
     if (report := reports[0]) is None:
         raise ConfigError("Rank 0 brought no calibration.")

@@ -1,4 +1,4 @@
-"""`wholestep demo`: a small GPT on real text, compiled and eager side by side, from the same seed on the same data."""
+"""`wholestep demo`: a small GPT on real text, compiled and eager, side by side."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _draw(module: nn.Module, settings: DemoSettings) -> str:
 def _progress(
     contenders: Sequence[Contender], settings: DemoSettings, world: ws.World
 ) -> Iterator[Callable[[Contender], None] | None]:
-    """On rank 0, a bar per contender on stderr with its loss and speed; yields what to call after every step."""
+    """On rank 0, a progress bar per contender; yields what to call after every step."""
     if world.rank != 0 or settings.quiet:
         yield None
         return

@@ -1,4 +1,4 @@
-"""`wholestep explain`: what a compiled step does: its collectives, what hides them, its memory, what it takes."""
+"""`wholestep explain`: prints what a compiled step does and what it takes."""
 
 from __future__ import annotations
 

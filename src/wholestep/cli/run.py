@@ -1,4 +1,4 @@
-"""`wholestep run script.py ...`: torchrun with defaults that suit one machine, and the plain way to several."""
+"""`wholestep run script.py ...`: torchrun with defaults for one machine or several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def plan_launch(
     nnodes: int = 1,
     rendezvous: str | None = None,
 ) -> Launch:
-    """The torchrun command for `target`. Raises ConfigError where the script is missing or the nodes cannot meet."""
+    """The torchrun command for `target`.
+
+    Raises ConfigError where the script is missing or the nodes cannot meet.
+    """
     if not is_module and not Path(target).is_file():
         raise ConfigError(f"`wholestep run` wants a Python script, and {target!r} is no file. For a module, add -m.")
     if nnodes < 1:

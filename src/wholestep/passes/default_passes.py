@@ -24,7 +24,7 @@ from wholestep.passes.schedule.overlap import overlap_communication
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultPasses:
-    """The default passes with options of the user's: what `default_passes` gives and ``compile(passes=...)`` takes."""
+    """The user's options of the default passes, as `default_passes` gives them."""
 
     memory_budget: Budget | None = None
     bound_bytes: int | None = None
@@ -34,7 +34,7 @@ class DefaultPasses:
 def default_passes(
     *, memory_budget: Budget | None = None, bound_bytes: int | None = None, extra: Pass | Sequence[Pass] = ()
 ) -> DefaultPasses:
-    """Options of the default passes, for ``ws.compile(passes=ws.default_passes(memory_budget=0.6))``.
+    """Options of the default passes, to be given as ``ws.compile(passes=...)``.
 
     What the strategy says (size of buckets, compression, when updates are written) stays with the strategy.
 
@@ -62,7 +62,10 @@ def default_passes(
 
 
 def as_passes(value: Any, option: str) -> tuple[Pass, ...]:
-    """One pass or several as a tuple. Raises ConfigError, which names the option, for what is none."""
+    """One pass or several as a tuple.
+
+    Raises ConfigError, which names the option, for anything else.
+    """
     passes = (value,) if callable(value) else tuple(value) if isinstance(value, Sequence) else None
     if passes is None or not all(map(callable, passes)):
         raise ConfigError(

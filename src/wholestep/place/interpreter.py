@@ -1,4 +1,4 @@
-"""The one interpreter of placement: writes a captured graph anew, node by node, as a strategy's rules say.
+"""The interpreter of placement: rewrites a captured graph by a strategy's rules.
 
 [Note: writing, not tracing]
 Every node of the new graph is either a copy of an old one or emitted by a rule, which computes its value on
@@ -38,12 +38,15 @@ class Strategy(Protocol):
         ...
 
     def reduce_gradient(self, placer: Placer, grad: fx.Node, name: str) -> fx.Node:
-        """Emits what makes the local gradient of the parameter `name` the gradient of the whole batch."""
+        """Emits the reduction of a parameter's local gradient over the whole batch."""
         ...
 
 
 class Rule(Protocol):
-    """Writes the counterpart of one node. Arguments are those of the old node, in terms of the new graph."""
+    """Emits the counterpart of one node.
+
+    Arguments are those of the old node, in terms of the new graph.
+    """
 
     def __call__(self, placer: Placer, node: fx.Node, args: Any, kwargs: Any) -> Any: ...
 

@@ -1,4 +1,7 @@
-"""Operator -> rule of placement. Data parallel needs one row; sharded strategies add theirs here."""
+"""Table of placement rules by operator.
+
+Data parallel needs one row; sharded strategies add theirs here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ _PASS_THROUGH = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.d
 
 
 def place_gradient(placer: Placer, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """A marker becomes the strategy's reduction, once per gradient that anything but accumulation reads.
+    """Replaces a marker by the strategy's reduction, once per gradient.
+
+    A gradient that only accumulation reads is not reduced.
 
     When a step calls backward several times, the earlier markers of a parameter feed only the sum that the
     last one marks. Reducing the last reduces all: the mean of sums is the sum of means.

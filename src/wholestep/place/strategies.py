@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """Replicated parameters; gradients reduced over the axis; buffers taken from rank 0 before they are used.
+    """Replicated parameters; gradients reduced over the axis; buffers broadcast from rank 0.
 
     The arithmetic is that of DistributedDataParallel: a gradient is multiplied by 1/size, then summed.
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
@@ -35,7 +35,10 @@ class DataParallel:
     axis: MeshAxis
 
     def begin(self, placer: Placer) -> None:
-        """Broadcasts the buffers that the step writes; those that it only reads are the executable's to keep equal."""
+        """Broadcasts the buffers that the step writes.
+
+        Those that it only reads are the executable's to keep equal.
+        """
         if not self.config.broadcast_buffers:
             return
         program = placer.program

@@ -44,7 +44,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _intersect(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors whose spans meet have an element in common: even and odd columns have none."""
+    """Whether two tensors whose spans meet share an element; even and odd columns do not."""
     if a.element_size() != b.element_size() or all(map(torch.ops.aten.is_non_overlapping_and_dense, (a, b))):
         return True
     last = max(_span(a)[1], _span(b)[1]) // a.element_size()
@@ -105,10 +105,8 @@ class _Use(NamedTuple):
 
 
 def _written_and_used(node: fx.Node) -> tuple[_Use, _Use] | None:
-    """A tensor that a call writes to, and another item or argument of the same call that has memory in common with it.
-
-    What stands at the same place in another list is read before the write, as in `torch._foreach_add_(a, a)`.
-    """
+    """A tensor that a call writes to, and another argument of it that shares memory with that."""
+    # What stands at the same place in another list is read before the write, as in `torch._foreach_add_(a, a)`.
     written = op_info.written_by(node.target, node.kwargs) if op_info.is_op(node) else ()
     if not written:
         return None
@@ -133,7 +131,8 @@ def _reached(roots: Mapping[fx.Node, set[int]], nodes: Iterable[fx.Node]) -> set
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose values a call looks at. An input that is returned is returned as it is."""
+    """The arguments whose values a call reads."""
+    # An input that is returned is returned as it is.
     if node.op == "output":
         return [one for one in node.all_input_nodes if one.op != "placeholder"]
     return [] if op_info.reads_no_values(node.target) else node.all_input_nodes

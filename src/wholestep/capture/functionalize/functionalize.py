@@ -37,7 +37,7 @@ _known_twins: dict[Any, Any] = {}
 
 @dataclass(slots=True)
 class Functional:
-    """A functional graph: `results` of the original, and the new value per placeholder that was written to."""
+    """A functional graph: the original's results, and new values of inputs written to."""
 
     module: fx.GraphModule
     results: list[Any]
@@ -166,7 +166,7 @@ torch.library.register_fake("wholestep::bernoulli_like", lambda like, p: torch.e
 
 
 def keep_random_layout(graph: fx.Graph) -> None:
-    """``bernoulli_`` fills a tensor in the order of its memory; its functional form would always be contiguous."""
+    """Rewrites ``bernoulli_`` on tensors that are not contiguous, which keeps their layout."""
     for node in graph.find_nodes(op="call_function", target=_aten.bernoulli_.float):
         if not node_meta.tensor(node).is_contiguous() and not node.kwargs:
             with graph.inserting_before(node):
@@ -193,7 +193,7 @@ def _written(node: fx.Node) -> tuple[int, ...]:
 
 
 def replace_custom_writes(graph: fx.Graph) -> None:
-    """Replaces operators whose writes torch does not make functional by functional twins and ATen copies."""
+    """Replaces writing operators that torch does not functionalize by functional twins."""
     for node in list(graph.nodes):
         mutated = _written(node)
         if not mutated and node.target not in _NEEDS_GRAD_MODE | _REPLACED_BY_FUNCTORCH:
@@ -232,7 +232,7 @@ _COPYABLE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor", "List[Tensor]": "
 
 
 def functional_twin(op: Any, written: tuple[int, ...]) -> Any:
-    """An operator that does what `op` does to copies of its written arguments and returns those copies last.
+    """The operator that applies `op` to copies of written arguments, and returns those last.
 
     Raises CaptureError for signatures that cannot be rewritten (results that alias arguments).
     """

@@ -1,4 +1,4 @@
-"""The part of a traced graph that has to be made functional, and how its functional form goes back into the whole.
+"""The subgraph of a trace that writes concern, and how its functional form is spliced back.
 
 [Note: what is written to, and what is not]
 Making a graph functional changes calls that write and calls that see what was written, and no others. So only those are
@@ -114,7 +114,10 @@ def _drop_writes(graph: fx.Graph, entering: set[fx.Node]) -> None:
 
 
 def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """The node at the end of a graph, of which `new` gives its arguments, named as a trace names it."""
+    """A copy of the node at the end of a graph, named as a trace names it.
+
+    `new` gives its arguments.
+    """
     if node.op == "get_attr":
         copy = graph.node_copy(node, new)
     else:
@@ -127,7 +130,7 @@ def named_copy(graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node]
 
 
 def _explicit_args(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call without what is there by default. Autograd hands on tensors that are none."""
+    """The arguments of a call without trailing and keyword None that are defaults."""
     if not op_info.is_op(node):
         return node.args, node.kwargs
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
@@ -142,7 +145,7 @@ class AliasGroups:
     """Which nodes of a graph may share memory, and which memory is written to."""
 
     def __init__(self, graph: fx.Graph, *, separate_items: bool = False) -> None:
-        """`separate_items`: whether tensors that a call gives in a list, each in memory of its own, are groups each."""
+        """`separate_items`: whether tensors of a list, each in its own memory, are groups each."""
         self._parent: dict[fx.Node, fx.Node] = {}
         self.written: dict[fx.Node, int] = {}
         """Group -> place of the first write."""
@@ -228,7 +231,7 @@ class _TouchedCalls:
         return group in self._included or (group in self._written and place >= self._written[group])
 
     def _split_groups(self) -> Iterable[fx.Node]:
-        """Groups that are written to, and of which more than the base would have to cross the border of the part."""
+        """Written groups of which more than the base would cross the subgraph's border."""
         read = [one for node in self.calls for one in node.all_input_nodes]
         for one in (*read, *self._returned):
             group = self._group(one)
@@ -261,7 +264,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def is_new(node: fx.Node) -> bool:
-    """Whether the call was put into the graph behind the trace: its value is not known, or that of another call."""
+    """Whether the call was put into the graph after the trace."""
     if node.op != "call_function" or not op_info.is_op(node):
         return node.op == "call_function" and node_meta.value(node) is None
     schema = node.target._schema  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Makes a graph functional without a second trace, where all that is written to is written to as a whole.
+"""Makes a graph functional without a second trace, where tensors are written as a whole.
 
 What an optimizer does to parameters and state is of this kind, and in most steps nothing else writes::
 
@@ -74,7 +74,7 @@ Rewritten = tuple[fx.GraphModule, list[Any], dict[int, fx.Node]]
 
 
 def to_out_of_place(traced: fx.GraphModule, inputs: list[Any]) -> Rewritten | None:
-    """A graph as its functional form, the nodes of its results, and the new value per placeholder that was written to.
+    """The functional form of a graph, its results, and new values by placeholder written to.
 
     Args:
         whole: a graph whose calls may write to its inputs; it stays as it is.
@@ -146,7 +146,7 @@ def _rewritten(traced: fx.GraphModule, inputs: list[Any], groups: AliasGroups) -
 
 
 def _make_functional(call: fx.Node) -> None:
-    """Gives a call in place its functional form, with its value and the name that a trace would give it."""
+    """Replaces a call in place by its functional form, with its value and usual name."""
     call.target = _functional_form(call.target)
     call.name = call.graph._graph_namespace.create_name(call.target._schema.name.removeprefix("aten::"), None)  # type: ignore[union-attr]
     graph_edit.evaluate(call)

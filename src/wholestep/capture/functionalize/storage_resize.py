@@ -1,4 +1,4 @@
-"""Storage that a step frees and allocates itself: written down while tracing, checked, and made part of the program.
+"""Storage that a step frees and allocates itself, recorded and made part of the program.
 
 [Note: storage effects]
 ``t.untyped_storage().resize_(n)`` is no operator, so a trace would lose it. While tracing it leaves a node of its own.
@@ -139,7 +139,7 @@ class StorageRecorder:
         return [(index, self.entry[index]) for index in sorted(looked | self.freed | self.resized)]
 
     def settle(self, graph: fx.Graph, names: Sequence[str]) -> None:
-        """Checks every resize of the trace and what is read behind it, and rewrites resizes for functionalization.
+        """Checks resizes and reads after them, and rewrites resizes for functionalization.
 
         Raises CaptureError with the user's line.
         """
@@ -169,7 +169,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def check_places(tensors: Sequence[torch.Tensor], before: Sequence[tuple[Any, ...]], names: Sequence[str]) -> None:
-    """Raises CaptureError where the step, which is still being traced, gave an input other storage or another shape."""
+    """Raises CaptureError where the step gave an input other storage or another shape."""
     for name, tensor, then in zip(names, tensors, before, strict=True):
         if place_of(tensor) == then:
             continue
@@ -256,7 +256,7 @@ class _Check:
         self.resized: set[int] = set()
 
     def run(self) -> None:
-        """Raises CaptureError at the first operation that reads what is not there, or at a resize that is refused."""
+        """Raises CaptureError at the first read of freed memory, or at a refused resize."""
         for node in self._graph.nodes:
             if node.target is op_info.RESIZE_STORAGE_:
                 self._resize(node)

@@ -51,7 +51,10 @@ class Contender:
 
 
 def prepare(kind: Kind, training: Training, world: ws.World) -> Contender:
-    """Builds a contender on the device of `world`; every rank has to. All start from the same weights."""
+    """Builds a contender on this rank; all start from the same weights.
+
+    Every rank has to.
+    """
     torch.manual_seed(0)
     x, y = (one.to(world.device) for one in training.draw(world.rank))
     model = training.build(world.device)
@@ -89,7 +92,8 @@ def _replicated(kind: Kind, model: nn.Module, world: ws.World) -> nn.Module:
 
 
 def _sharded(model: nn.Module, training: Training) -> nn.Module:
-    """FSDP2: gathered in the type of the training, reduced in float32; the blocks compiled one by one."""
+    """The model under FSDP2, with its blocks compiled one by one."""
+    # Gathered in the type of the training, reduced in float32.
     low = training.dtype if training.dtype is not torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     blocks: Iterable[nn.Module] | None = getattr(model, "blocks", None)

@@ -1,4 +1,4 @@
-"""What of the device's time is communication that nothing hides: arithmetic on intervals, known to nobody else.
+"""Exposed communication and idle time of a device: arithmetic on intervals.
 
 An interval is ``(start, stop)`` in microseconds; those that overlap count once.
 """
@@ -34,6 +34,6 @@ def exposed_us(communication: Sequence[Interval], rest: Sequence[Interval]) -> f
 
 
 def idle_us(intervals: Sequence[Interval]) -> float:
-    """Microseconds between the first start and the last stop in which nothing is; 0 for no intervals."""
+    """Microseconds between the first start and the last stop in which nothing runs."""
     merged = union(intervals)
     return merged[-1][1] - merged[0][0] - total_us(merged) if merged else 0.0

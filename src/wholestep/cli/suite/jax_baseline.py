@@ -1,4 +1,4 @@
-"""The same language model, step and batch under JAX: one process, all devices, jit over a mesh, data parallel.
+"""The same language model, step and batch under JAX: data parallel, jit over a mesh.
 
 ``python -m wholestep.cli.suite.jax_baseline W1 4 60`` trains on four devices and prints one line of JSON. It is a
 process of its own because JAX and torch want the same GPUs for themselves, and is run where JAX is installed.

@@ -1,4 +1,4 @@
-"""Kernels of the device by class, read from their names, and what a few steps spend on each class.
+"""Kernels by class, read from their names, and the time that steps spend on each class.
 
 Names are those of torch 2.11 and 2.13 on CUDA: libraries (nvjet, cutlass, cuDNN, NCCL), ATen templates, and kernels of
 Inductor, whose names list the operators that are fused into them.

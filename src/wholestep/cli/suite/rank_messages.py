@@ -1,4 +1,4 @@
-"""What ranks tell each other about contenders: through the store, which cannot hang where a collective would."""
+"""Messages between ranks about contenders, through the store, which cannot hang."""
 
 from __future__ import annotations
 

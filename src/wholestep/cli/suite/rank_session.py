@@ -1,4 +1,4 @@
-"""One training in many contenders on this rank: opened one by one, timed by turns, looked at by a profiler.
+"""The contenders of one training on this rank: opened, timed in turn, profiled.
 
 Note: what breaks a contender
     An error of a contender is its result, and the others go on: after every stage the ranks tell each other through the
@@ -135,7 +135,7 @@ class _Session:
             self._settle()
 
     def _group(self, waiting: list[Kind], number: int) -> None:
-        """Opens contenders of `waiting`, which it takes from there, as long as they fit; times and profiles them."""
+        """Opens, times and profiles as many contenders of `waiting` as fit together."""
         group: list[_Opened] = []
         while waiting and self._has_room(group, waiting[0]):
             if not self._has_time(group, waiting[0]):
@@ -155,7 +155,7 @@ class _Session:
     # ---- whether there is room and time for one more -------------------------------------------------------------
 
     def _has_room(self, group: list[_Opened], kind: Kind) -> bool:
-        """Whether one more contender fits into the memory that is free on every rank, by the largest one so far."""
+        """Whether one more contender fits into the free memory of every rank."""
         if not self.on_gpu or not group:
             return True
         self._settle()
@@ -173,7 +173,8 @@ class _Session:
     # ----------------------------------------------------------------------------------------
 
     def _attempt(self, kind: Kind, stage: str, work: Callable[[], Any]) -> tuple[Any, list[Any]] | None:
-        """What `work` gives here and, told by JSON, on all ranks. None where a rank failed, which is then told."""
+        """The result of `work` here and its payloads of all ranks; None where a rank failed."""
+        # `work` gives both; a failure becomes the contender's result.
         value, why, outcome = None, "", "ok" if stage == PROFILER else "failed"
         try:
             value, payload = work()
@@ -251,7 +252,7 @@ class _Session:
             group.reverse()
 
     def _turn(self, contender: Contender) -> tuple[float, None]:
-        """ms of a step, over a block behind one that lets all ranks begin at the same time, by its collectives."""
+        """ms of a step, over a block after one call that lets all ranks begin together."""
         contender.call()
         return self._block(contender, BLOCK_STEPS), None
 
@@ -328,7 +329,7 @@ class _Session:
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
     def _use_cache(self, kind: Kind) -> None:
-        """An empty cache for every compiler; contenders of ours share one, as they have the same kernels."""
+        """Gives compilers an empty cache; contenders of ours share one, as they share kernels."""
         folder = self.plan.caches / ("ours" if kind in OWN else kind.name.lower())
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         os.environ.pop("TRITON_CACHE_DIR", None)  # Inductor puts it there, a folder per device

@@ -1,4 +1,4 @@
-"""What became of each contender, as plain values: kept in a file from the first contender on, and shown as tables."""
+"""Results of contenders as plain values, saved to a file and shown as tables."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _cells(result: ContenderResult, ours_ms: float | None) -> list[str]:
 
 
 def save(path: Path, reports: Sequence[SuiteReport]) -> None:
-    """Writes `reports` to `path` at once: whoever reads it, or ends this process, finds a whole file."""
+    """Writes `reports` to `path` atomically."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(as_json(reports) + "\n")
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""What a step of a language model costs at least: arithmetic, memory and messages, counted from its size alone."""
+"""Lower bounds of a language model's step, counted from its size alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite from outside: starts the ranks, then JAX, keeps what is done in a file, and judges it."""
+"""Runs a suite: starts the ranks, then JAX, saves results and judges them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class SuiteSettings:
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[Kind, ...]:
-    """The contenders called so; all that run by default for no names. Raises ConfigError for unknown ones."""
+    """The contenders of these names; the default ones for no names.
+
+    Raises ConfigError for unknown ones.
+    """
     known = {kind.name.lower(): kind for kind in Kind}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--contenders wants some of {', '.join(known)}, got {', '.join(unknown)}.")
@@ -63,7 +66,10 @@ def parse_kinds(names: Sequence[str]) -> tuple[Kind, ...]:
 
 
 def parse_trainings(suite: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The trainings called so; all of the suite for no names. Raises ConfigError for unknown ones."""
+    """The trainings of these names; all of the suite for no names.
+
+    Raises ConfigError for unknown ones.
+    """
     known = [*SUITES["gpu"], *SUITES["cpu"]]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--workload wants some of {', '.join(known)} with --suite, got {', '.join(unknown)}.")
@@ -71,7 +77,10 @@ def parse_trainings(suite: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_suite(settings: SuiteSettings, *, nproc: int) -> list[SuiteReport]:
-    """All trainings of `settings`, each on `nproc` new processes. Raises ConfigError for GPUs that are not there."""
+    """Runs all trainings of `settings`, each on `nproc` new processes.
+
+    Raises ConfigError for GPUs that are not there.
+    """
     if settings.suite == "gpu" and not torch.cuda.is_available():
         raise ConfigError("--suite gpu wants a GPU that torch sees, and there is none. Use --suite cpu.")
     end = time.time() + settings.budget_s

@@ -1,4 +1,4 @@
-"""The same training in several contenders, in alternating blocks of steps, so that a machine that slows down slows all.
+"""Trains contenders in alternating blocks of steps, so that a slow machine slows all.
 
 A contender owns its model, optimizer and schedule; all contenders start from the same seed and see the same batches.
 """
@@ -67,7 +67,7 @@ class Contender:
 
 
 def open_contender(kind: ContenderKind, recipe: Recipe, world: ws.World) -> Contender:
-    """Build a contender on the device of `world`: the same weights in every contender and on every rank."""
+    """Builds a contender on this rank, with the same weights as all others."""
     torch.manual_seed(recipe.seed)
     module = recipe.build().to(world.device)
     step, model = recipe.step, module
@@ -87,7 +87,10 @@ def open_contender(kind: ContenderKind, recipe: Recipe, world: ws.World) -> Cont
 
 
 def compiled_step(contender: Contender) -> ws.CompiledStep:
-    """The compiled step of a contender that has one. Raises InternalError for an eager contender."""
+    """The compiled step of a contender.
+
+    Raises InternalError for an eager contender.
+    """
     if not isinstance(contender.step, ws.CompiledStep):
         raise InternalError(
             f"The contender {contender.kind.value!r} was asked for a compiled step, but runs a plain function."
@@ -96,7 +99,10 @@ def compiled_step(contender: Contender) -> ws.CompiledStep:
 
 
 def warmup_cosine(done: int, *, num_steps: int, warmup: float = 0.08, floor: float = 0.1) -> float:
-    """Factor on the peak rate after `done` steps: a line up over the share `warmup`, then a cosine down to `floor`."""
+    """Factor on the peak rate after `done` steps: linear warm-up, then a cosine to `floor`.
+
+    `warmup`: share of the steps.
+    """
     num_warmup = max(1, round(warmup * num_steps))
     if done < num_warmup:
         return (done + 1) / num_warmup
@@ -164,7 +170,7 @@ def timing(times_ms_by_rank: Sequence[Sequence[float]]) -> Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Times of one contender over those of another, block by block: above one, the other is faster."""
+    """Times of one contender over another's, block by block: above one, the other is faster."""
 
     median: float
     p10: float
@@ -172,7 +178,9 @@ class Ratio:
 
 
 def ratio(reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], *, block_steps: int) -> Ratio:
-    """Compares times by rank of two contenders that raced in blocks of `block_steps`, at least two steps each.
+    """Compares times by rank of two contenders, at least two steps each.
+
+    They raced in blocks of `block_steps`.
 
     A block of one contender is compared with that of the other beside it, by their medians: what slows the machine down
     for longer than two blocks slows both. The first step of all, which compiles, is left out.

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the source of the Python that runs, split by file into train and held-out."""
+"""Real text that is on every machine: Python's source, split into train and held-out."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(slots=True)
 class Block:
-    """Memory that one or more storages make up: the values in it, and the graph inputs among them."""
+    """Memory of one or more storages: the values in it, and the graph inputs among them."""
 
     values: list[fx.Node] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
@@ -50,7 +50,10 @@ class Block:
 
 
 class Memory:
-    """The memory of a graph while a pass walks over it in order. `enter` each node, then ask about it."""
+    """The memory of a graph's values, while a pass walks over the graph in order.
+
+    `enter` each node, then ask about it.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -72,7 +75,10 @@ class Memory:
             block.constant |= node.op == "get_attr"
 
     def insert(self, new: fx.Node, *, at: fx.Node, onto: fx.Node | Sequence[fx.Node] | None = None) -> None:
-        """`new` stands where `at` stands and is read as long; it lives in the memory of `onto`, or in its own."""
+        """Gives `new` the place and the readers of `at`.
+
+        It lives in the memory of `onto`, or in its own.
+        """
         self.position[new], self.last_read[new] = self.position[at], self.last_read[at]
         if onto is not None:
             node_meta.set_value(
@@ -105,7 +111,7 @@ class Memory:
         return one.start < other.stop and other.start < one.stop
 
     def read_later(self, node: fx.Node, position: int) -> fx.Node | None:
-        """A value that overlaps with the node's and is read behind `position`; None if there is none."""
+        """A value that overlaps with the node's and is read after `position`; None if none is."""
         tensor = node_meta.tensor(node)
         for value in self.block(node).values:
             if self.last_read[value] > position and any(self.overlap(one, tensor) for one in node_meta.tensors(value)):
@@ -179,12 +185,16 @@ class Memory:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The name of the storage that the tensor lives in; one without strides (sparse) has its own."""
+    """The identity of a tensor's storage."""
+    # A tensor without strides (sparse) has its own.
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """Where the tensor lives. A tensor without strides (sparse) or of unknown size fills its storage."""
+    """The bytes of its storage that a tensor takes.
+
+    A tensor without strides (sparse) or of unknown size fills its storage.
+    """
     storage = storage_of(tensor)
     if tensor.layout is not torch.strided:
         return Span(storage, 0, FOREVER)
@@ -199,7 +209,10 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 def same_numbers(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether sizes or strides are known to be equal. Sizes that are data are if they are the same expression."""
+    """Whether sizes or strides are known to be equal.
+
+    Sizes that depend on data are equal if they are the same expression.
+    """
     known = all(isinstance(number, int) for number in (*a, *b))
     return tuple(a) == tuple(b) if known else list(map(str, a)) == list(map(str, b))
 

@@ -1,4 +1,4 @@
-"""What each tensor in the lists of a graph belongs to: followed index by index through foreach and fused operators."""
+"""Which sources each item of a list comes from, through foreach and fused operators."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def length(node: fx.Node) -> int:
 
 
 def items(node: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
-    """What is read out of the lists that a call gives: the number of the list, the index in it, and the node."""
+    """The items that are read out of a call's lists: (number of the list, index in it, node)."""
     for user in list(node.users):
         if not several(node):
             yield 0, _index(user), user

@@ -1,4 +1,4 @@
-"""Where a run of nodes repeats itself, as the layers of a model do, so that equal pieces are compiled once.
+"""Finds the layers that a run of nodes repeats, so that equal segments are compiled once.
 
 A compiler takes as long as there are nodes, however often they are the same::
 
@@ -37,7 +37,7 @@ _LOOKS_BACK = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Part of a sequence that repeats itself: entries from `start` to `end`, in steps of `period`."""
+    """Entries from `start` to `end` of a sequence, which repeat in steps of `period`."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class Repetition:
 
 
 def longest_repetition(kinds: Sequence[int]) -> Repetition | None:
-    """The longest part of a sequence in which every entry equals the one a period before; at least two periods.
+    """The longest part of a sequence that repeats itself at least once; None if there is none.
 
     Of periods that reach equally far the shortest is taken.
     """
@@ -138,7 +138,10 @@ def split_at_repeats(
 
 
 def units_of(sequences: Sequence[tuple[Sequence[int], _CutPoints]]) -> list[tuple[int, ...]]:
-    """What the sequences repeat, with where each may be cut; what one unit leaves is searched for more."""
+    """The units that the sequences repeat.
+
+    Each sequence comes with where it may be cut; what one unit leaves is searched for more.
+    """
     units: list[tuple[int, ...]] = []
     for kinds, cuts in sequences:
         gaps = _gaps(kinds, cuts, units)
@@ -177,7 +180,10 @@ def _holds_nodes(arg: Any) -> bool:
 
 
 class _CutPoints:
-    """Where a run may be cut: before a call of a library, and not where an update would come before a refusal."""
+    """Where a run may be cut: before calls of libraries.
+
+    Not where an update of an input would stand before a call that may fail.
+    """
 
     def __init__(
         self, run: Sequence[fx.Node], by_library: Callable[[fx.Node], bool], updates: Collection[fx.Node]

@@ -1,4 +1,4 @@
-"""A graph as numbers: what each node costs, what must stand before it, which memory it makes and reads.
+"""A graph as numbers: costs of nodes, dependencies, and memory that they make and read.
 
 Note: what must stand before what
     Arguments before what reads them. Random operators among each other, as they share a generator; an effect, and
@@ -48,7 +48,10 @@ class Tasks:
 
 
 def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -> Tasks:
-    """Describes every call of `program`. `hold_updates`: inputs are written behind all collectives."""
+    """The calls of a program as numbers.
+
+    `hold_updates`: inputs are written behind all collectives.
+    """
     nodes = tuple(node for node in program.graph.nodes if node.op not in ("placeholder", "output"))
     number_of = {node: number for number, node in enumerate(nodes)}
     ranks = {axis.group: axis.size for axis in program.mesh}
@@ -115,7 +118,8 @@ def comm_us(node: fx.Node, cost: CostModel, ranks: dict[str, int]) -> float:
 
 
 def _us(node: fx.Node, cost: CostModel, us: float) -> float:
-    """Time on the device, microseconds. Where the host is the device, it also pays for starting a collective."""
+    """Time on the device, microseconds."""
+    # Where the host is the device, it also pays for starting a collective.
     return cost.launch_us if cost.device.host_is_device and op_info.is_collective(node) else us
 
 
@@ -146,7 +150,7 @@ def _kept_orders(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
 
 
 def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: bool) -> Iterator[tuple[int, int]]:
-    """What must come before a node that will write to an input in place: the readers of the input, and fences."""
+    """Orders that writes in place need: readers of an input, and fences, before its update."""
     fences = [number_of[node] for node in write_order.fences(program.graph, peers=hold_updates)]
     readers = write_order.readers(program)
     for node, bases in write_order.updates(program).items():
@@ -156,7 +160,7 @@ def _hazards(program: Program, number_of: dict[fx.Node, int], *, hold_updates: b
 
 
 def fused_update_ends(program: Program, compiles: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Calls that begin to compute what an input becomes, each with the one that ends it, if a compiler has both."""
+    """Pairs of the first and the last call of each update that a compiler fuses."""
     ends = {
         program.placeholders[end.target]: value.args[0] if value.target is operator.getitem else value
         for end, value in zip(program.outputs, program.results, strict=True)
@@ -239,7 +243,7 @@ def _memory(
 
 
 def _onto(node: fx.Node, memory: Memory, named: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """For each buffer that the node makes, the one in whose memory an in-place variant would make it."""
+    """Pairs of a buffer that the node makes and the one that an in-place variant would reuse."""
     twin = op_info.in_place_variant(node.target) if node.op == "call_function" else None
     if twin is None:
         return

@@ -13,7 +13,7 @@ IsView = Callable[[fx.Node], bool]
 
 
 def readers_through_views(node: fx.Node, is_view: IsView = op_info.is_view) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each reader of a value or of a view of it, with the node that it reads: the value or the view."""
+    """Readers of a value or of views of it, each with the node that it reads."""
     for user in node.users:
         if is_view(user):
             yield from readers_through_views(user, is_view)

@@ -1,4 +1,4 @@
-"""Which calls may fail, which write to an input, and which read what is written: what decides where a write may stand.
+"""Calls that may fail, that write to an input and that read one: what orders the writes.
 
 A call that may fail is a *fence*: an input must not be written before the last one, since an error leaves all inputs as
 they were. See `passes/schedule/sink_updates.py`.
@@ -16,7 +16,10 @@ from wholestep.ir.program import InputKind, OutputKind, Program
 
 
 def fences(graph: fx.Graph, *, peers: bool) -> list[fx.Node]:
-    """Calls that may fail, in order: what may refuse values and, if `peers`, starts and waits of collectives."""
+    """Calls that may fail, in order.
+
+    Those are calls that may refuse values and, if `peers`, starts and waits of collectives.
+    """
     calls = (node for node in graph.nodes if node.op == "call_function" and op_info.may_fail(node.target))
     return [node for node in calls if peers or not op_info.needs_peers(node.target)]
 
@@ -51,7 +54,7 @@ def frees(value: Any, tensors: set[fx.Node]) -> bool:
 
 
 def updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Calls that could overwrite an input that has a WRITE output, or a view of one; the inputs of each."""
+    """Calls that could write to an input with a WRITE output, each with those inputs."""
     own = arguments(program)
     ends = zip(program.outputs, program.results, strict=True)
     targets = {end.target for end, value in ends if end.kind is OutputKind.WRITE and not frees(value, own)}

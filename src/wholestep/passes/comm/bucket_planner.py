@@ -45,7 +45,7 @@ MAX_LOOKS = 500_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Items that share a bucket, by index in rising order, their bytes, and why no more of them do."""
+    """Items that share a bucket, by index in rising order, and why there are no more."""
 
     items: tuple[int, ...]
     num_bytes: int
@@ -67,7 +67,9 @@ def pack(
     *,
     needs: Sequence[frozenset[int]] = (),
 ) -> list[Group]:
-    """Puts items into groups, in order; an item joins the open group of its key or opens the next one.
+    """Puts items into groups, in order.
+
+    An item joins the open group of its key or opens the next one.
 
     A group has items of one key and ends behind an item in `cuts`. `needs[i]` are the items that must be done before
     item i can start. Nothing in a group needs the group itself, also not by way of other groups, so the groups can be
@@ -180,7 +182,9 @@ def planned_cuts(
     baselines: Sequence[Cuts] = (),
     needs: Sequence[frozenset[int]] = (),
 ) -> Cuts:
-    """The cuts with the shortest predicted step that expose no more than others do; on a tie those with fewer buckets.
+    """The cuts with the shortest predicted step that expose no more than the baselines do.
+
+    On a tie those with fewer buckets.
 
     Args:
         cap_bytes: bound of the bytes of a bucket of several gradients, since a bucket is memory on top of them.
@@ -218,10 +222,8 @@ def planned_cuts(
 def _local_search(
     start: frozenset[int], places: Sequence[Sequence[int]], rated: Callable[[frozenset[int]], _Rating], trials: int
 ) -> frozenset[int]:
-    """Takes the first change of a single cut that is better, until there is none or all trials are used up.
-
-    `places`: where cuts may be, a line per key.
-    """
+    """Takes the first better change of a single cut, until there is none or trials run out."""
+    # `places`: where cuts may be, a line per key.
     best, tried = start, {start: rated(start)}
     better: frozenset[int] | None = start
     while better is not None:
@@ -295,7 +297,7 @@ def predict(groups: Sequence[Group], costs: Costs) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A way to cut the first items: when the link is free, when the step could end at the earliest, and the way."""
+    """A way to cut the first items: when the link is free, and when the step could end."""
 
     free_us: float
     end_us: float
@@ -306,7 +308,8 @@ class _State:
 
 
 def _search(items: Sequence[int], sizes_bytes: Sequence[int], costs: Costs, cap_bytes: int, price: float) -> list[int]:
-    """Items behind which to cut, of one key; `price`: what a microsecond of communication costs, hidden or not."""
+    """Items of one key behind which to cut, by dynamic programming."""
+    # `price`: what a microsecond of communication costs, hidden or not.
     units = _units(items, sizes_bytes)
     ends = [unit[-1] for unit in units]
     total_bytes = [0, *accumulate(sum(sizes_bytes[item] for item in unit) for unit in units)]
@@ -350,7 +353,7 @@ def _starts(state: _State) -> Iterator[int]:
 
 
 def _units(items: Sequence[int], sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Runs of items, at most MAX_UNITS of them and of about the same bytes; single items where there are few."""
+    """Runs of items of about equal bytes, at most MAX_UNITS of them."""
     if len(items) <= MAX_UNITS:
         return [[item] for item in items]
     share = sum(sizes_bytes[item] for item in items) / (MAX_UNITS // 2)

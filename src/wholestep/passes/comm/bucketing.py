@@ -1,4 +1,4 @@
-"""Merges reductions of gradients into buckets: fewer, larger all-reduces, started while the backward runs.
+"""Merges reductions of gradients into buckets: fewer, larger all-reduces.
 
 Before and after, for gradients of one type that become ready in the order a, b::
 
@@ -97,7 +97,7 @@ def bucket_gradients(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gradients:
-    """The reductions of a step and what decides which of them share a bucket; one entry per reduction."""
+    """The reductions of a step and what decides which share a bucket; an entry per reduction."""
 
     reductions: Sequence[_Reduction]
     sizes_bytes: Sequence[int]
@@ -132,7 +132,7 @@ def _describe(program: Program, *, choose: Choose, choose_wire_format: ChooseWir
 
 
 def _row_reasons(reductions: Sequence[_Reduction], formats: Sequence[WireFormat], choose: Choose) -> Cuts:
-    """The gradients that travel as rows, each with the reason: as it pays for rank 0 and its first batch."""
+    """The gradients that travel as rows, with the reason: it pays for rank 0's first batch."""
 
     def plan() -> Cuts:
         counts = {number: wire_format.num_rows(one.grad) for number, one in enumerate(reductions)}
@@ -167,7 +167,7 @@ def _fastest_cuts(gradients: _Gradients, costs: Costs) -> Cuts:
 
 
 def _text(reductions: Sequence[_Reduction]) -> str:
-    """The gradients in the order in which they are ready: what the cuts number. The same on every rank."""
+    """The gradients in the order in which they are ready; the same text on every rank."""
     lines = (
         f"{', '.join(_bucket_of(one).members)} "
         f"{node_meta.tensor(one.grad).dtype}{list(node_meta.tensor(one.grad).shape)}"
@@ -218,7 +218,7 @@ def _costs(program: Program, gradients: _Gradients, cost: CostModel) -> Costs:
 
 
 def _reductions(program: Program) -> Iterator[_Reduction]:
-    """The marked reductions, in the order in which they start, which is that of the gradients' readiness."""
+    """The marked reductions in the order in which they start, as gradients become ready."""
     scales = {axis.group: 1 / axis.size for axis in program.mesh}
     for node in program.graph.find_nodes(op="call_function", target=op_info.c10d.all_reduce.default):
         record = node_meta.bucket(node)
@@ -245,7 +245,7 @@ def _orders(reduction: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
 
 
 def _share(reduction: _Reduction, dtype: torch.dtype) -> float:
-    """Bytes that go there in a type and come back in the gradient's own, of those that go both ways in this one."""
+    """Share of the bytes that travel if gradients are sent in `dtype` and return in their own."""
     return (1 + dtype.itemsize / node_meta.tensor(reduction.grad).dtype.itemsize) / 2
 
 
@@ -288,7 +288,9 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _granularity_bytes(reduction: _Reduction) -> int:
-    """The power of two that divides the gradient's size; no more than alignment asks for in a type a quarter as wide.
+    """The largest power of two that divides the gradient's size, within reason.
+
+    No more than alignment asks for in a type a quarter as wide.
 
     In falling order of it, every gradient of a bucket begins as aligned as the sizes allow.
     """
@@ -313,7 +315,7 @@ def _merge(graph: fx.Graph, gradients: _Gradients, group: Group, index: int, *, 
 
 
 def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Bucket, *, last: fx.Node) -> None:
-    """Makes one reduction of `members`, which lie so in the bucket, in the place of the one that starts last."""
+    """Makes one reduction of `members`, in this order, at the place of the last to start."""
     if len(members) == 1 and node_meta.tensor(members[0].grad).is_contiguous():
         node_meta.set_bucket(last, record)
         _delay_waits(graph, members[0])
@@ -346,7 +348,8 @@ def _delay_waits(graph: fx.Graph, reduction: _Reduction) -> None:
 
 
 def _first_reader(graph: fx.Graph, members: Sequence[_Reduction], *, after: fx.Node) -> fx.Node:
-    """The first node behind `after` that reads a result; readers before it will be moved behind it."""
+    """The first node after `after` that reads a result."""
+    # Readers before it will be moved behind it.
     readers = {user for one in members for wait in one.waits for user in wait.users}
     node = after.next
     early = not readers or any(_before(reader, after) for reader in readers)
@@ -360,10 +363,8 @@ def _before(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _flatten(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    """The gradient as one dimension in the order of its memory: no copy where it is dense.
-
-    ``reshape`` and not ``view``: should a kernel give other strides than its fake one, a copy is made.
-    """
+    """The gradient as one dimension in the order of its memory: no copy where it is dense."""
+    # ``reshape`` and not ``view``: should a kernel give other strides than its fake one, a copy is made.
     order = _memory_order(node_meta.tensor(grad))
     if order is not None:
         grad = graph_edit.emit(graph, _aten.permute.default, grad, order, like=grad)
@@ -381,7 +382,7 @@ def _unflatten(graph: fx.Graph, flat: fx.Node, grad: fx.Node) -> fx.Node:
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """The order of dimensions in which the tensor is contiguous; None if it is so already, or in no order."""
+    """The order of dimensions in which a tensor is contiguous; None if it is already, or never."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else None

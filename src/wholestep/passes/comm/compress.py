@@ -183,7 +183,7 @@ class _Compress:
         *memory: Sequence[str],
         kept: Sequence[str] = (),
     ) -> list[fx.Node]:
-        """Puts the traced algorithm in the place of a bucket's reduction. Gives the collectives that it starts.
+        """Puts the traced algorithm in the place of a bucket's reduction; gives its collectives.
 
         Args:
             one: the bucket.
@@ -245,7 +245,7 @@ class _Compress:
 def _traced(
     algorithm: Algorithm, sources: Sequence[fx.Node], lengths: Sequence[int], group: str
 ) -> tuple[fx.GraphModule, list[str]]:
-    """The algorithm as a graph of ATen operators and collectives, and what each collective carries, in order."""
+    """The algorithm as a graph of ATen operators, and what each of its collectives carries."""
     sent: list[str] = []
 
     def run(flat: Tensor, *memory: Tensor) -> list[Tensor]:
@@ -326,7 +326,7 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def _unjoin(flat: fx.Node) -> None:
-    """``split(cat(members))`` -> `members`: what reads a bucket by its gradients needs no copy of it."""
+    """``split(cat(members))`` -> `members`: readers of single gradients need no copy."""
     if flat.target is not _aten.cat.default:
         return
     members: Any = flat.args[0]

@@ -1,4 +1,4 @@
-"""Gradients are averaged by their reduction, where the backend of the group can: a pass over them less.
+"""Lets the reduction average gradients, where the backend of the group can.
 
 Before and after, for two ranks::
 
@@ -48,7 +48,7 @@ def fold_mean(program: Program, *, averages: Callable[[str, torch.device], bool]
 
 
 def _is_mean(scaled: fx.Node, size: int) -> bool:
-    """Whether the node divides a tensor of its own type by the number of ranks, for the reduction alone."""
+    """Whether the node divides a tensor by the number of ranks, for the reduction alone."""
     if size < 2 or len(scaled.users) != 1 or scaled.kwargs or len(scaled.args) != 2:
         return False
     flat, factor = scaled.args

@@ -68,7 +68,7 @@ class _Slot:
 
 
 def grads_as_bucket_views(program: Program) -> Program:
-    """The scheduled program with gradients written into the slices of their buckets where that is possible."""
+    """The scheduled program with gradients written into slices of their buckets."""
     graph = program.graph
     direct = total = 0
     buckets = [node for node in graph.find_nodes(op="call_function", target=_aten.cat.default) if _is_bucket(node)]
@@ -145,7 +145,9 @@ def _maker(flat: fx.Node, cat: fx.Node, memory: Memory) -> fx.Node | None:
 
 
 def _within(live: dict[fx.Node, int], cat: fx.Node, slots: list[_Slot]) -> list[_Slot]:
-    """The parts, of which as many as must are copied, the first ones to be ready first, so that the peak stays.
+    """The slots, with as many copied as the peak of memory asks for, the earliest first.
+
+    The bucket is alive from the first gradient that is made in it, all of it.
 
     The bucket is alive from the first gradient that is made in it, all of it.
     """
@@ -159,7 +161,7 @@ def _within(live: dict[fx.Node, int], cat: fx.Node, slots: list[_Slot]) -> list[
 
 
 def _account(live: dict[fx.Node, int], cat: fx.Node, slots: Sequence[_Slot]) -> None:
-    """Adds what the bucket takes before it is full; once it is, there are no gradients beside it."""
+    """Adds the bucket's bytes before it is full; then there are no gradients beside it."""
     direct = [slot for slot in slots if slot.maker is not None]
     for node, more in list(_more_bytes(live, cat, direct)):
         live[node] += more
@@ -167,7 +169,7 @@ def _account(live: dict[fx.Node, int], cat: fx.Node, slots: Sequence[_Slot]) -> 
 
 
 def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Slot]) -> Iterator[tuple[fx.Node, int]]:
-    """From the first gradient made in the bucket to its ``cat``: bytes that are alive beyond those of the gradients."""
+    """Bytes alive beyond those of the gradients, from the first slot to the ``cat``."""
     sizes = {slot.maker: slot.num_bytes for slot in direct}
     more = node_meta.num_bytes(cat)
     for node in live:
@@ -179,7 +181,7 @@ def _more_bytes(live: dict[fx.Node, int], cat: fx.Node, direct: Sequence[_Slot])
 
 
 def _fill(graph: fx.Graph, cat: fx.Node, slots: Sequence[_Slot]) -> None:
-    """Makes the bucket before the first gradient that is written into it, and lets the parts follow."""
+    """Makes the bucket before the first gradient that is written into it, then the slots."""
     whole = node_meta.tensor(cat)
     makers = {slot.maker for slot in slots if slot.maker is not None}
     first = next(node for node in graph.nodes if node in makers or node is cat)

@@ -1,4 +1,4 @@
-"""PowerSGD on tensors: gradients as products of two thin matrices, of which only the factors travel.
+"""PowerSGD on tensors: gradients as products of two thin matrices, which are reduced.
 
 A gradient M (rows x cols) is approximated by P Q^T with P (rows x rank) and Q (cols x rank). One power iteration per
 step: P = sum over ranks of M Q, made orthonormal; Q = mean over ranks of M^T P. What the approximation misses is
@@ -28,7 +28,7 @@ Messages = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One gradient that is worth compressing: its place among the gradients, and the matrix it is seen as."""
+    """A gradient that is compressed: its index, and the matrix it is seen as."""
 
     index: int
     rows: int
@@ -42,7 +42,7 @@ class Factor:
 
 
 def find_factors(shapes: Sequence[Sequence[int]], config: PowerSGD) -> list[Factor]:
-    """The gradients that are compressed: those that shrink by more than ``config.min_compression_rate``.
+    """The gradients that shrink by more than ``config.min_compression_rate``.
 
     A gradient is a matrix of its first dimension and all others. Matrices of one shape follow each other.
     """
@@ -77,7 +77,7 @@ def exchange(
     config: PowerSGD,
     num_ranks: int,
 ) -> Generator[Messages, Messages, Reduced]:
-    """One step for the gradients of a bucket: yields what to sum over the ranks, is sent the sums, gives the result.
+    """One step of PowerSGD for a bucket: a generator of tensors to sum, which is sent the sums.
 
     Args:
         grads: contiguous gradients of this rank, of any shapes.

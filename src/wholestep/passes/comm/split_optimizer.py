@@ -1,4 +1,4 @@
-"""Splits what an optimizer does to all parameters at once into one call per bucket, so that it can follow the bucket.
+"""Splits optimizer calls on all parameters into one per bucket.
 
 Before and after, for parameters a, b in bucket 0 and c in bucket 1::
 
@@ -30,7 +30,7 @@ from wholestep.passes.analysis.foreach_items import Masks
 
 
 def split_optimizer(program: Program) -> Program:
-    """The program with every foreach or fused call over parameters of several buckets in a part per bucket."""
+    """The program with foreach and fused optimizer calls split by bucket."""
     starts = [
         node for node in program.graph.nodes if op_info.is_collective(node) and node_meta.bucket(node) is not None
     ]
@@ -47,7 +47,9 @@ def split_optimizer(program: Program) -> Program:
 
 
 def _owners(graph: fx.Graph, sources: dict[fx.Node, int]) -> dict[fx.Node, list[int]]:
-    """For each indexwise call, the number of the bucket that each index belongs to: the last one it needs.
+    """By indexwise call, the bucket that each index belongs to: the last one it needs.
+
+    What needs none (weight decay, counters) belongs to the bucket of what reads it.
 
     What needs none (weight decay, counters) belongs to the bucket of what reads it.
     """

@@ -1,4 +1,4 @@
-"""Large reductions go through the copy engines, where the ranks of a group see each other's memory.
+"""Sends large reductions through the copy engines, where ranks can map peers' memory.
 
 A reduction by NCCL holds multiprocessors for as long as it runs, and a product of matrices that is cut for all of them
 takes up to twice as long beside it. What runs instead is in `lower/kernels/copy_all_reduce.py`, and for tables of

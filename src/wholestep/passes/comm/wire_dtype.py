@@ -1,4 +1,4 @@
-"""Gradients that are products in half precision travel to who adds them as they are, and come back in float32.
+"""Sends gradients that are half-precision products in half precision.
 
 A weight that autocast has cast has a gradient of the small type, which is cast and reduced in float32. What is added is
 the same if the cast comes behind the journey, and half as many bytes go there. Before and after, of a bucket that holds
@@ -32,13 +32,13 @@ SupportsOutDtype = Callable[[fx.Node], bool]
 
 
 def narrow_dtype(grad: fx.Node, *, supports: SupportsOutDtype) -> torch.dtype | None:
-    """The type of the product that a gradient is, where it has been cast to float32 and nothing else reads it."""
+    """The half precision of the product that a gradient is a cast of; None if it is none."""
     found = _cast(grad, supports)
     return None if found is None else node_meta.tensor(found.product).dtype
 
 
 def narrow_wire_dtype(program: Program, *, supports: SupportsOutDtype) -> Program:
-    """The program with buckets by copies that hold such gradients of one type alone in that type.
+    """The program with buckets of such gradients sent in their half precision.
 
     The note says how many buckets those are, and how many bytes travel to be added.
     """

@@ -1,4 +1,4 @@
-"""Gradients of embeddings travel as the rows that a batch has looked up, where those are few of the table's.
+"""Sends gradients of embeddings as the rows that a batch has looked up, where those are few.
 
 Before and after, for a table that its group reduces by copies::
 
@@ -51,7 +51,7 @@ def unchanged(grad: fx.Node, group: str) -> WireFormat:
 
 
 def lookup_indices(grad: fx.Node) -> fx.Node | None:
-    """The indices of the rows of a gradient that are not zero, where it is that of one look-up, scaled or not."""
+    """The indices of the rows that are not zero, where a gradient is that of one embedding."""
     while grad.target is _aten.mul.Tensor and isinstance(grad.args[1], (int, float)) and math.isfinite(grad.args[1]):
         (grad,) = grad.all_input_nodes
     if grad.target is not _aten.embedding_dense_backward.default:

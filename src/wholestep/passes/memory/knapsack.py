@@ -1,4 +1,4 @@
-"""The cheapest items that weigh enough: a 0/1 knapsack seen from the other side. Plain numbers."""
+"""A 0/1 knapsack: the cheapest items that free enough bytes. Plain numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Choice:
 
 
 def cheapest(items: Sequence[Item], need_bytes: int) -> tuple[int, ...]:
-    """The indices of the items that free at least `need_bytes` in the least time; all of them if that is not enough.
+    """The items that free `need_bytes` in the least time; all if that is not enough.
 
     A choice that frees no more than another one and costs no less is dropped; what is left grows item by item
     (Nemhauser, Ullmann, "Discrete Dynamic Programming and Capital Allocation", 1969). Should more than `LIMIT` be left,

@@ -1,4 +1,4 @@
-"""The last pass: values whose memory is free are overwritten, and writes to inputs become real.
+"""Makes calls write in place where that is safe, and writes to inputs real.
 
 Before it the program is functional: an AdamW update reads a parameter and gives a new one. After it::
 
@@ -51,7 +51,7 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """A tensor that a call is given: the position of the argument, and its place in that argument."""
+    """A tensor among the arguments of a call, and where it stands there."""
 
     node: fx.Node
     group: int
@@ -60,7 +60,7 @@ class _Argument:
 
 
 def reinplace(program: Program, *, hold_updates: bool = True) -> Program:
-    """The scheduled program: in-place calls, writes done, a WRITE's result None where nothing is left to do.
+    """The scheduled program: calls in place, inputs written, None for writes that are done.
 
     `hold_updates`: inputs are written behind the last collective, so that a peer that dies leaves them as they were.
     Notes say how many calls run in place and how many bytes of inputs are copied at the end.
@@ -118,7 +118,7 @@ class _Reinplace:
                 self.num_kept += 1
 
     def _store(self, node: fx.Node) -> None:
-        """Lets a segment write what it gives to the inputs it is meant for, where nobody can see the difference."""
+        """Lets a segment write its results to the inputs they are for, where nobody sees it early."""
         arguments, stored, segment = self._by_block(node), [], node.target
         replaced: dict[fx.Node, fx.Node] = {}
         assert isinstance(segment, Segment)
@@ -171,7 +171,7 @@ class _Reinplace:
         return len(inputs) == 1 and inputs[0] in self.writable and late
 
     def _arguments_allow(self, node: fx.Node, change: _Change, sharing: Sequence[_Argument]) -> bool:
-        """Whether no other argument overlaps with the value, other than as itself in an elementwise call."""
+        """Whether no other argument overlaps, but as itself in an elementwise call."""
         value = node_meta.tensor(change.old)
         for argument in sharing:
             if (argument.group, argument.index) == (change.group, change.index):
@@ -225,7 +225,7 @@ class _Reinplace:
             graph_edit.replace_node(node, new)
 
     def _read_elements(self, node: fx.Node, into: dict[tuple[int, int], fx.Node]) -> None:
-        """Readers of the lists that `node` gives read the tensors that were written to; `node` is erased."""
+        """Lets readers of the node's lists read the tensors written to; erases the node."""
         items_at: dict[tuple[int, int], list[fx.Node]] = {}
         for group, index, item in foreach_items.items(node):
             items_at.setdefault((group, index), []).append(item)
@@ -294,7 +294,8 @@ class _Reinplace:
             results[index] = clones[value] if shared else value
 
     def _copy(self, pending: dict[fx.Node, fx.Node]) -> None:
-        """``copy_`` into inputs, one call for those of one type. A value that a copy would change is cloned first."""
+        """``copy_`` into inputs, one call for those of one type."""
+        # A value that a copy would change is cloned first.
         sources = dict(pending)
         for target, value in pending.items():
             if not pending.keys().isdisjoint(self.memory.block(value).inputs):
@@ -312,7 +313,7 @@ class _Reinplace:
 
 
 def _changes(node: fx.Node, twin: Any) -> list[_Change]:
-    """What the in-place variant of the call would overwrite; nothing where the call is used in an unknown way."""
+    """What the in-place variant of the call would overwrite; empty for unknown uses."""
     value = node_meta.value(node)
     if isinstance(value, torch.Tensor):
         old = node.args[0]

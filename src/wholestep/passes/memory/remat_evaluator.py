@@ -1,4 +1,4 @@
-"""Which calls a plan does again, when, in what time, and how many bytes are alive around each call. Plain numbers.
+"""What a plan of recomputation does and needs: repeated calls, time, live bytes.
 
 Calls run in the order given. A *late* call (of the backward) reads a value that an early one (of the forward) made, so
 the memory of that value, a buffer, is alive in between. To *drop* the buffer is to do the calls that made it again,
@@ -74,7 +74,10 @@ Access = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """A call may make a buffer in the memory of another one, which it reads as the value of an early call, or of -1."""
+    """A call that may make a buffer in the memory of another one.
+
+    `value`: the early call as whose value it reads that, or -1.
+    """
 
     call: int
     new: int
@@ -135,7 +138,7 @@ def liveness(problem: Problem) -> Liveness:
 
 
 def _reads(calls: Sequence[Call], makers: dict[int, int]) -> dict[int, list[Read]]:
-    """By buffer, the reads of it: those by way of arguments, and those of the call's own usage besides."""
+    """By buffer, its reads: by way of arguments, and otherwise."""
     reads: dict[int, list[Read]] = {}
     for number, call in enumerate(calls):
         others = dict.fromkeys(call.usage.reads)
@@ -195,7 +198,8 @@ def _accesses(calls: Sequence[Call], makers: dict[int, int]) -> dict[int, list[A
 
 
 def _early_value(calls: Sequence[Call], makers: dict[int, int], number: int, buffer: int) -> int:
-    """The early call whose value `number` is, itself or through late views that live in `buffer`; else -1."""
+    """The early call whose value `number` gives, perhaps through late views; else -1."""
+    # The views live in `buffer`.
     while number >= 0 and calls[number].late:
         number = _value_of(calls, number, buffer) if _is_made_early(calls, makers, buffer) else -1
     return number
@@ -211,7 +215,7 @@ def _is_made_early(calls: Sequence[Call], makers: dict[int, int], buffer: int) -
 
 
 def candidates(live: Liveness, kept: Collection[int]) -> list[int]:
-    """The buffers that may be dropped: early ones that late calls read, of calls that may be done again."""
+    """The buffers that may be dropped: late calls read them, and their calls may be repeated."""
     fixed = {*kept, *live.pinned}
     fixed.update(
         buffer for call in live.calls if call.recompute_us is None and not call.late for buffer in call.buffers
@@ -282,7 +286,10 @@ def first_late_reads(live: Liveness, plan: Plan) -> dict[int, int]:
 
 
 class _LiveBytes:
-    """Bytes alive over time, where some calls are done again. Time counts all calls, those done again among them.
+    """Bytes alive over time, where some calls are done again.
+
+    Time counts all calls, those done again among them. What the second call makes in the place of a buffer is
+    `~buffer`.
 
     What the second call makes in the place of a buffer is called ``~buffer``.
     """
@@ -319,7 +326,7 @@ class _LiveBytes:
         return found
 
     def _memory(self, buffer: int, value: int) -> int:
-        """The memory that is read where a call which is done again, or a late one, reads `buffer` as `value`."""
+        """The memory that late and repeated calls read where they read `buffer` as `value`."""
         return ~buffer if value in self.again and self.live.makers.get(buffer, -1) in self.again else buffer
 
     def _last_reads(self) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The same collective of the same value is done once, and so is the same arithmetic on host scalars.
+"""Merges equal collectives, and equal arithmetic on numbers of the host.
 
 An optimizer that goes parameter by parameter computes ``1 - lr * weight_decay`` for each of them. Only plain
 Python arithmetic is merged: merging tensor operations would undo activation checkpointing.
@@ -16,7 +16,7 @@ from wholestep.ir.program import Program
 
 
 def eliminate_common_subexpressions(program: Program) -> Program:
-    """The program with one collective, or one host scalar, in the place of several that have the same arguments.
+    """The program with equal collectives, and equal host arithmetic, done once.
 
     Placement asks for a value where it is needed, so two readers of one value may both ask. Gradients that
     two parameters share become members of one reduction. Only collectives to which every rank gives a value that

@@ -36,7 +36,7 @@ _PLACES = {
 
 
 def decompose_batch_norm(program: Program) -> Program:
-    """The program with batch norms of ATen's functional form, and a note of how many were rewritten."""
+    """The program with batch norms in ATen's functional form, for a compiler."""
     if program.stage is Stage.SCHEDULED:
         return program
     graph, count = program.graph, 0

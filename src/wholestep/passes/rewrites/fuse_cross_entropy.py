@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary without the logarithms of all probabilities, for a compiler of kernels.
+"""Cross-entropy without keeping the logarithms of all probabilities.
 
 A step keeps ``log_softmax`` of all logits for the backward, in float32: for a language model the largest tensor of all.
 Before and after, per row with logits x and target t::
@@ -76,7 +76,9 @@ class _Loss:
 
 
 def fuse_cross_entropy(program: Program, *, fuses: Callable[[fx.Node], bool] = lambda product: False) -> Program:
-    """The program with its cross-entropies rewritten. Those with weights or without a reduction stay as they are.
+    """The program with its cross-entropies rewritten.
+
+    Those with weights or without a reduction stay as they are.
 
     `fuses` says of the operator that gives the logits, before views and a cast to float32, whether `CROSS_ENTROPY` is
     to read its result. The gradient is computed with the loss then, so it must not depend on the value of the loss.
@@ -173,7 +175,7 @@ class _Path:
 
 
 def _path(loss: _Loss) -> _Path | None:
-    """None where a kernel cannot read the logits as they were given, or what it writes is not what is read."""
+    """How a kernel reads the logits and writes their gradient; None where it cannot."""
     if loss.gradient is None or not node_meta.tensor(loss.gradient).is_contiguous():
         return None
     views: list[fx.Node] = []
@@ -189,7 +191,7 @@ def _path(loss: _Loss) -> _Path | None:
 
 
 def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]] | None:
-    """The casts to a type that all readers are, with the views before each; None if there are others."""
+    """The casts to a type that read a gradient, and the views before; None for other readers."""
     casts: dict[fx.Node, list[fx.Node]] = {}
     todo: list[tuple[fx.Node, list[fx.Node]]] = [(user, []) for user in gradient.users]
     while todo:
@@ -204,7 +206,7 @@ def _casts(gradient: fx.Node, dtype: torch.dtype) -> dict[fx.Node, list[fx.Node]
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether the node gives its argument in another type, and nothing else about it is different."""
+    """Whether the node changes the type of its argument and nothing else."""
     if node.target is not _aten._to_copy.default:
         return False
     old, new = node_meta.tensor(node.all_input_nodes[0]), node_meta.tensor(node)

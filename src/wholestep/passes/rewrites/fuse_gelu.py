@@ -1,4 +1,4 @@
-"""GELU with the product beside it, for a device whose library of products computes it on the way.
+"""Fuses GELU into the matrix product before it, for devices whose library does both.
 
 A linear layer, GELU in its tanh form, and the way back. Before and after::
 
@@ -132,7 +132,7 @@ def _is_linear(product: fx.Node) -> bool:
 
 
 def _is_only_activated(product: fx.Node) -> bool:
-    """Whether one activation and gradients of activations are all that reads the result, in whatever shape.
+    """Whether one activation, and gradients of activations, are all that read the result.
 
     Anybody else, a second activation in the backward that saves memory included, would see that the first one was not
     computed from the numbers that were kept.
@@ -146,7 +146,7 @@ def _is_only_activated(product: fx.Node) -> bool:
 
 
 def _matrix(activated: fx.Node, product: fx.Node) -> fx.Node | None:
-    """What was activated, as a contiguous matrix like that of a product; None where it is no reshape of one."""
+    """What was activated, as a contiguous matrix like the product; None if it is not one."""
     wanted = node_meta.tensor(product)
     for node in view_chain(activated, _is_reshape):
         found = node_meta.tensor(node)

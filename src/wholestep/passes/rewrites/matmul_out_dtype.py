@@ -1,4 +1,4 @@
-"""Products in half precision whose result is a gradient in float32 are written in float32, straight into their bucket.
+"""Writes float32 gradients that are half-precision products in float32 at once.
 
 A weight that autocast has cast has a gradient of the small type, which is cast back and put into its bucket. The
 product adds up in float32 anyway. Before and after::
@@ -102,7 +102,7 @@ def product_chain(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_cast_product(cast: fx.Node, product: fx.Node) -> bool:
-    """Whether the cast takes all of a product in half precision to float32, in the layout that it has."""
+    """Whether the cast takes a whole half-precision product to float32 in its layout."""
     if product.target is not _aten.mm.default or cast.kwargs.get("memory_format") is not None:
         return False
     made, taken, given = node_meta.tensor(product), node_meta.tensor(cast.all_input_nodes[0]), node_meta.tensor(cast)
@@ -123,7 +123,7 @@ def _bucket(grad: fx.Node) -> fx.Node | None:
 
 
 def is_mostly_wide(cat: fx.Node) -> bool:
-    """Whether at least half of the bytes that are put together are products that can write them there."""
+    """Whether at least half the bytes of a ``cat`` are products that can write them there."""
     if cat.target is not _aten.cat.default:
         return False
     parts = list(graph_edit.nodes_of(cat.args[0]))

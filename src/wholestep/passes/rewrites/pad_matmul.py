@@ -189,7 +189,10 @@ class _Padding:
         return len(self._made)
 
     def pad(self, product: _Product, *, keeps_size: bool) -> bool:
-        """Pads a product, where it pays. With `keeps_size`, only if its result has the same size then."""
+        """Pads a product, where it pays.
+
+        With `keeps_size`, only if its result has the same size then.
+        """
         node, (m, _, n) = product.node, product.padding()
         fit = {} if keeps_size and (m or n) else self._fit(product)
         self._decided[node.name] = bool(fit)
@@ -204,7 +207,7 @@ class _Padding:
         return True
 
     def _fit(self, product: _Product) -> dict[fx.Node, bool]:
-        """The readers of a product, and which of them may read a part; none if it is to stay as it is."""
+        """The readers of a product, and which may read a slice; empty if it is not padded."""
         node = product.node
         repeated = self._decided.get(node_meta.repeats(node) or "")
         if not (self._pays(product, copies=False) if repeated is None else repeated):
@@ -255,7 +258,7 @@ class _Padding:
 
 
 def _product(node: fx.Node) -> _Product | None:
-    """The node as a product in half precision whose sizes are known; None if it is none, or a factor has no rows."""
+    """The node as a half-precision product of known sizes; None for anything else."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or node_meta.tensor(node).dtype not in _HALF:
         return None
     tensors = [one for one in node.args if isinstance(one, fx.Node)]

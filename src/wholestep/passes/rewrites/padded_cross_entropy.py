@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def pad_cross_entropy(program: Program) -> Program:
-    """The program with cross-entropies that give their gradient with zeros behind it, where it is padded.
+    """The program with cross-entropies that write the padding of their gradients.
 
     The note says how many do.
     """
@@ -39,7 +39,7 @@ def pad_cross_entropy(program: Program) -> Program:
 
 
 def writes_zeros(tensor: fx.Node) -> bool:
-    """Whether zeros behind a tensor are written with it: it is the gradient of a part of wide logits."""
+    """Whether a tensor is written with its zeros: the gradient of a slice of logits."""
     if tensor.target is not operator.getitem:
         return False
     loss, item = tensor.args

@@ -38,7 +38,7 @@ _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.res
 
 
 def readers_that_fit(node: fx.Node, sliced: torch.Tensor) -> dict[fx.Node, bool]:
-    """Which readers of a node, views among them, may be given `sliced` in the place of its value."""
+    """By reader of a node, whether it may be given `sliced` in the place of its value."""
     views: dict[fx.Node, dict[fx.Node, Any]] = {}
     for user in node.users:
         try:
@@ -57,7 +57,7 @@ def readers_that_fit(node: fx.Node, sliced: torch.Tensor) -> dict[fx.Node, bool]
 
 
 def replace_readers(node: fx.Node, sliced: fx.Node, fit: Mapping[fx.Node, bool]) -> None:
-    """Lets readers of `node` read `sliced`, a view of it, or where they do not fit a contiguous copy of that."""
+    """Lets readers read `sliced` where they fit, and else a contiguous copy of it."""
     for user, fits in fit.items():
         if fits:
             user.replace_input_with(node, sliced)
@@ -92,7 +92,7 @@ def through_reshapes(matrix: fx.Node) -> fx.Node:
 
 
 def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """What a view and views of it give where other nodes give `values`; nothing for what is no view."""
+    """The values of a view, and views of it, where other nodes give `values`; empty for no view."""
     if not op_info.is_view(user):
         return {}
     if user.target in _BY_PLACES:
@@ -104,7 +104,7 @@ def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
 
 
 def _stays(reader: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Whether a call may read such values, and what it gives has the layout that is recorded then."""
+    """Whether a call may read such values and keeps the layout of its result."""
     if not op_info.is_op(reader) or op_info.has_effect(reader.target):
         return False
     by_number = torch.Tag.pointwise in reader.target.tags or op_info.reads_no_values(reader.target)  # type: ignore[union-attr]

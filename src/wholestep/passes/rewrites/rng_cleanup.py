@@ -49,7 +49,7 @@ def _unused_states(calls: list[fx.Node]) -> list[fx.Node]:
 
 
 def _may_draw(node: fx.Node) -> bool:
-    """Whether a call draws, or has to do with a generator. Operators of others may without saying so."""
+    """Whether a call draws or sets a generator; unknown operators may."""
     if not op_info.is_op(node):
         return False
     space, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
@@ -58,7 +58,8 @@ def _may_draw(node: fx.Node) -> bool:
 
 
 def _redundant_sets(calls: list[fx.Node]) -> list[fx.Node]:
-    """Settings of a generator to the state that it is in. `calls` are all that may draw, in order."""
+    """Calls that set a generator to the state that it is in."""
+    # `calls` are all that may draw, in order.
     redundant = []
     states: dict[fx.Node, object] = {}
     current: dict[str, object] = {}
@@ -77,7 +78,7 @@ def _redundant_sets(calls: list[fx.Node]) -> list[fx.Node]:
 
 
 def _overwritten_sets(calls: list[fx.Node]) -> list[fx.Node]:
-    """Settings of a generator in front of another one, without a draw or a look at the state in between."""
+    """Calls that set a generator which is set again before anything draws or reads it."""
     unused = []
     overwritten: set[str] = set()
     for call in reversed(calls):

@@ -1,4 +1,4 @@
-"""Numbers that the host reads of the GPU in the middle of a step are read all at once, not one by one.
+"""Numbers of the GPU that the host reads in the middle of a step are read together.
 
 Adafactor asks for the norm of every gradient, computes a rate of it and updates the parameter by that: two parameters
 have nothing to do with each other, and yet the host waits for the GPU at each. Before and after::
@@ -32,7 +32,7 @@ Place = tuple[int, bool]
 
 
 def batch_host_reads(program: Program) -> Program:
-    """The program with as few turns of GPU and host as its numbers need. The note says how many there were.
+    """The program with as few turns of GPU and host as its numbers need.
 
     Calls with effects, draws and collectives keep their order among each other.
     """

@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 20
 
 
 def defer_host_reads(program: Program) -> Program:
-    """The program with such reads behind all other calls. The note says how many of them have others to pass."""
+    """The program with host reads after all other calls, where nothing needs them."""
     if program.stage is Stage.SCHEDULED:
         return program
     moving = _moving(program)

@@ -1,4 +1,4 @@
-"""Runs of nodes between collectives become segments, so that a compiler gets as much at once as the plan allows.
+"""Makes segments of the nodes between collectives, which a compiler gets as a whole.
 
 What a compiler must not move stays a node of its own, in its place: collectives and waits, random numbers, arithmetic
 of the host, operators the compiler has no kernel for. So the order of the plan holds whatever the compiler does inside
@@ -145,7 +145,8 @@ def _runs(
     separate: Collection[fx.Node],
     may_postpone: NodePredicate,
 ) -> list[list[fx.Node]]:
-    """Nodes to be compiled together. Between the first and the last of a run nothing depends on it but itself."""
+    """Nodes to be compiled together."""
+    # Between the first and the last of a run nothing depends on it but itself.
     _hoist_getitems(program.graph)
     on_host = known_at_start(program.graph)
     done: list[list[fx.Node]] = []
@@ -188,7 +189,8 @@ def _runs(
 
 
 def _reads_packed(node: fx.Node) -> bool:
-    """Whether the node reads a packed number, for which the host would wait if the node were no part of a segment."""
+    """Whether the node reads a packed number."""
+    # The host would wait for the number if the node were no part of a segment.
     return any(arg.target is element for arg in node.all_input_nodes)
 
 

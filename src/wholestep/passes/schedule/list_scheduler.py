@@ -36,7 +36,10 @@ MAX_RESERVES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is to be ordered. The order given is 0, 1, 2, ...; dependencies point backwards in it."""
+    """Tasks to be ordered.
+
+    The order given is 0, 1, 2, ...; dependencies point backwards in it.
+    """
 
     tasks: Sequence[Task]
     late: Sequence[bool]
@@ -62,7 +65,7 @@ class Order:
 
 
 def list_schedule(problem: Problem, bound_bytes: int) -> Order:
-    """The fastest of several orders whose live bytes stay within `bound_bytes`; of about equal ones the smallest.
+    """The fastest of several orders within `bound_bytes`; of about equal ones the smallest.
 
     Of those that are about equal in both, the one that exposes least, and if possible one with updates beside the
     communication: what is predicted to be hidden either way is hidden more safely by more work. The order given is
@@ -91,7 +94,7 @@ def reachable_bytes(problem: Problem, bound_bytes: int) -> int:
 
 
 def _with_reserves(problem: Problem, bound_bytes: int) -> list[Order]:
-    """Orders that keep ever more work for the end: what one exposes there, the next one has work for."""
+    """Orders that keep ever more work to hide the last collectives."""
     orders = [_schedule(problem, bound_bytes, 0.0)]
     reserve_us = 0.0
     while orders[-1].exposed_us > 0 and len(orders) < MAX_RESERVES:
@@ -257,7 +260,7 @@ def _starts(tasks: Sequence[Task]) -> list[int]:
 
 
 def _inner(joins: Sequence[bool], users: Sequence[Sequence[int]], awaits: Sequence[int]) -> set[int]:
-    """Parts of updates that run with what reads them: other parts, that wait for the same collectives."""
+    """Parts of updates that run with what reads them, since they wait for the same collectives."""
     return {
         number
         for number, joins_update in enumerate(joins)
@@ -268,7 +271,7 @@ def _inner(joins: Sequence[bool], users: Sequence[Sequence[int]], awaits: Sequen
 
 
 def _awaited(tasks: Sequence[Task]) -> list[int]:
-    """For each task, the collectives that must be over before it can run, as bits in the order of their numbers."""
+    """By task, the collectives that must be over before it can run, as bits."""
     bit = {number: index for index, number in enumerate(_starts(tasks))}
     masks = [0] * len(tasks)
     for number, task in enumerate(tasks):

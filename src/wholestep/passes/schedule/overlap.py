@@ -1,4 +1,4 @@
-"""Puts the whole graph in the order that hides communication: starts early, waits late, updates as buckets arrive.
+"""Orders the whole graph so that computation hides communication.
 
 Before and after, with two buckets::
 
@@ -34,7 +34,7 @@ SLACK = 0.02
 def overlap_communication(
     program: Program, *, cost: CostModel, bound_bytes: int | None = None, hold_updates: bool = False
 ) -> Program:
-    """The program in the order with the shortest predicted step whose live bytes stay within the bound.
+    """The program in the fastest predicted order whose live bytes stay within a bound.
 
     Args:
         cost: predicted times; the same on every rank, so that all find the same order.
@@ -86,7 +86,7 @@ def _refuse(bound_bytes: int, reachable_bytes: int) -> NoReturn:
 
 
 def _as_written(program: Program) -> None:
-    """Takes an earlier schedule back; nodes that are new since stay behind the one they stand behind."""
+    """Undoes an earlier schedule; nodes added since stay after the one they follow."""
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     if all(node_meta.position(node) is None for node in nodes):
         return
@@ -100,10 +100,8 @@ def _as_written(program: Program) -> None:
 
 
 def _bring_together(program: Program, compiles: Callable[[fx.Node], bool]) -> None:
-    """Puts calls that begin an update right before what reads them, so that a compiler makes one kernel of them.
-
-    A decay is written before the gradient is asked for, and would so stand before the wait for it.
-    """
+    """Moves the first calls of fused updates right before what reads them."""
+    # A decay is written before the gradient is asked for, and would so stand before the wait for it.
     place = {node: number for number, node in enumerate(program.graph.nodes)}
     for node in dict.fromkeys(first for first, _ in fused_update_ends(program, compiles)):
         items = [user for user in node.users if user.target is operator.getitem]

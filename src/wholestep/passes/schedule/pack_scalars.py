@@ -1,4 +1,4 @@
-"""Arithmetic of the host moves to the front, and what kernels need of it travels in one packed tensor.
+"""Hoists arithmetic of the host, and sends its results to the device in one tensor.
 
 Rates, bias corrections and step counters are Python numbers in the graph. A compiler of kernels would freeze them, and
 so would a CUDA graph. Before and after::
@@ -29,7 +29,7 @@ from wholestep.ir.program import Program, Stage
 
 
 def pack_scalars(program: Program, *, reads: Callable[[fx.Node], bool]) -> Program:
-    """The program with the numbers that some calls need in one packed tensor, made before everything else.
+    """The program with numbers of the host in one packed tensor, made before all else.
 
     `reads` says of a call with numbers among its arguments whether it can take them from there; others keep them. What
     the host makes of numbers of a GPU travels back to it in the same way, behind the host's turn. A number that depends
@@ -72,7 +72,7 @@ _Group = tuple[int, torch.device]
 
 
 def _turns(graph: fx.Graph, early: set[fx.Node]) -> dict[fx.Node, int]:
-    """The turns of the host behind the first one, with what it makes in each: calls with none of a GPU in between."""
+    """By call of the host after the first turn, its turn: no call of a GPU stands within one."""
     turns: dict[fx.Node, int] = {}
     turn, is_over = 0, True
     for node in graph.nodes:
@@ -86,7 +86,7 @@ def _turns(graph: fx.Graph, early: set[fx.Node]) -> dict[fx.Node, int]:
 
 
 def is_of_host(node: fx.Node) -> bool:
-    """Whether a call gives something to the host, numbers or tensors on the CPU, and has no effect."""
+    """Whether a call computes something for the host and has no effect."""
     if op_info.has_effect(node.target) or op_info.needs_peers(node.target) or node.target is op_info.VERSION:
         return False
     on_gpu = any(one.is_cuda for one in node_meta.tensors(node))
@@ -99,7 +99,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def known_at_start(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of the host that depend on inputs of the host alone: their numbers are there before anything runs."""
+    """Nodes that depend on inputs of the host alone, so that they are known at the start."""
     known: set[fx.Node] = set()
     for node in graph.nodes:
         on_host = all(one.device.type == "cpu" and one.ndim == 0 for one in node_meta.tensors(node))

@@ -1,4 +1,4 @@
-"""What segments hand each other: values that take longer to write and to read than to compute again are not kept.
+"""Recomputes cheap values inside of backward segments instead of reading them.
 
 What a forward segment gives a backward one is written to memory and read from it. Where calls that go number by number
 lead to it from something that is there anyway, the reader does them again on its way::
@@ -57,7 +57,7 @@ def recompute_in_segments(
     by_library: NodePredicate,
     fixed: NodePredicate,
 ) -> tuple[list[list[fx.Node]], int]:
-    """The runs with calls done again in those that read them, and the bytes that are not written or read for it.
+    """The runs with calls repeated where they are read, and the bytes that are saved.
 
     Args:
         graph: that of the runs, in topological order; the second calls stand in front of the run that they join.
@@ -106,7 +106,7 @@ Reader = tuple[int, int]
 
 
 class _Kernels:
-    """What of a run is computed together: nodes with as many calls of libraries in front of them."""
+    """The kernels of a run: nodes with equally many library calls before them share one."""
 
     def __init__(self, run: Sequence[fx.Node], by_library: NodePredicate) -> None:
         self.of: dict[fx.Node, int] = {}
@@ -127,7 +127,7 @@ class _Cut:
 
 
 class _ForwardRun:
-    """A run of the forward: what late runs want of it, and what of that should be kept for them."""
+    """A run of the forward: which values late runs read, and which should be kept for them."""
 
     def __init__(
         self, run: Sequence[fx.Node], place: Mapping[fx.Node, int], late: Mapping[int, _Kernels], *,
@@ -160,7 +160,10 @@ class _ForwardRun:
         }
 
     def cuts(self) -> list[_Cut]:
-        """What each kernel does again, in order of the kernels. What is kept for one is there for those behind it."""
+        """What each kernel recomputes, in order.
+
+        What is kept for one is there for those behind it.
+        """
         wanted = sorted(self._wanted.items())
         return [self._cut(reader, values) for reader, values in wanted if not self._recomputable.isdisjoint(values)]
 
@@ -212,7 +215,7 @@ class _ForwardRun:
 
 
 class _Recomputed:
-    """Does calls again for the kernel that reads them: a function from what it reads to what it reads then."""
+    """Repeats calls for the kernel that reads them; maps each node to its copy."""
 
     def __init__(self, graph: fx.Graph, recomputed: Collection[fx.Node], first: fx.Node) -> None:
         """`first`: what the new calls stand in front of."""

@@ -1,4 +1,4 @@
-"""Moves updates of inputs behind the last call that may fail, so that they may write in place.
+"""Moves updates of inputs after the last call that may fail, so that they run in place.
 
 An input must not be written before the last look-up that may find an index out of range: an error leaves all inputs
 as they were. An update that stands before the last such call, a *fence* (a metric is looked up after the optimizer),
@@ -42,7 +42,7 @@ def sink_updates(program: Program, *, peers: bool) -> int:
 
 
 def _pinned(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that a call which may fail, a random number or an effect depends on, and those themselves."""
+    """Calls that may fail, draw or have effects, and what those depend on."""
     pinned: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         fixed = node.op == "call_function" and (op_info.may_fail(node.target) or op_info.has_effect(node.target))

@@ -1,4 +1,4 @@
-"""Waits stand right before what reads the data, so that nothing that could run waits with it.
+"""Moves each wait right before the first call that reads the data.
 
 A wait and the views of what has arrived are placed when buckets are made, before the first of their readers at that
 time. Updates that were moved since, and do not need them, would wait, too. Before and after::
@@ -18,7 +18,7 @@ from wholestep.ir.program import Program, Stage
 
 
 def sink_waits(program: Program) -> Program:
-    """The program with every wait, and the views behind it, right before the first call that reads them.
+    """The program with every wait, and views of it, right before its first reader.
 
     The note says how many waits have others to pass.
     """
