@@ -36,14 +36,14 @@ COST = CostModel.default("cpu+gloo")
 PACK: Pass = partial(pack_scalars, reads=segment_compiler.reads_packed)
 SEGMENTS: Pass = partial(form_segments, compiles=segment_compiler.compiles)
 PASSES: dict[str, list[Pass]] = {
-    "cleanup": [eliminate_dead_code],
-    "generators": [clean_up_rng],
-    "dedupe": [eliminate_common_subexpressions],
-    "bucket": [partial(bucket_gradients, cost=COST, bucket_bytes=CAP_BYTES)],
-    "split_updates": [split_optimizer],
-    "schedule": [partial(overlap_communication, cost=COST)],
-    "lean_cross_entropy": [fuse_cross_entropy],
-    "pad_products": [partial(pad_matmul, pads=lambda product: True), pad_cross_entropy],
+    "dead_code": [eliminate_dead_code],
+    "rng_cleanup": [clean_up_rng],
+    "cse": [eliminate_common_subexpressions],
+    "bucketing": [partial(bucket_gradients, cost=COST, bucket_bytes=CAP_BYTES)],
+    "split_optimizer": [split_optimizer],
+    "overlap": [partial(overlap_communication, cost=COST)],
+    "fuse_cross_entropy": [fuse_cross_entropy],
+    "pad_matmul": [partial(pad_matmul, pads=lambda product: True), pad_cross_entropy],
     "pack_scalars": [PACK],
     "form_segments": [SEGMENTS],
     "reinplace": [reinplace],
@@ -52,9 +52,9 @@ PASSES: dict[str, list[Pass]] = {
 }
 WHOLE_LISTS = {"default", "segments"}
 NUM_COLLECTIVES = {
-    "foreach": {"placed": 3, "bucket": 2, "default": 2, "segments": 2},
-    "single": {"placed": 3, "bucket": 2, "default": 2, "segments": 2},
-    "statistics": {"placed": 3, "dedupe": 2, "default": 2, "segments": 2},
+    "foreach": {"placed": 3, "bucketing": 2, "default": 2, "segments": 2},
+    "single": {"placed": 3, "bucketing": 2, "default": 2, "segments": 2},
+    "statistics": {"placed": 3, "cse": 2, "default": 2, "segments": 2},
 }
 """Collectives of a step as it is placed, and behind the passes that declare to leave fewer."""
 
@@ -179,14 +179,7 @@ def test_the_same_program_gives_the_same_text(name, placed):
 def test_the_default_list_ends_scheduled(placed):
     after = run_passes(placed[0], passes_of(cost=COST, bucket_bytes=CAP_BYTES))
     assert after.stage is Stage.SCHEDULED
-    names = [
-        "cleanup",
-        "settle_generators",
-        "dedupe",
-        "bucket",
-        "split_updates",
-        "schedule",
-        "reinplace",
-        "fill_buckets",
-    ]
-    assert [record.name for record in after.history] == names
+    assert [record.name for record in after.history] == [
+        "eliminate_dead_code", "clean_up_rng", "eliminate_common_subexpressions", "bucket_gradients", "split_optimizer",
+        "overlap_communication", "reinplace", "grads_as_bucket_views",
+    ]  # fmt: skip

@@ -5,7 +5,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.harness.rank_pools import Pool
-from wholestep.cli.bench import BLOCK_STEPS, FIRST_BLOCKS, MOST_STEPS, _steps_left
+from wholestep.cli.bench import BLOCK_STEPS, FIRST_BLOCKS, MOST_STEPS, _remaining_steps
 from wholestep.cli.workloads.interleaved import Contender, ContenderKind
 from wholestep.runtime.distributed import world
 
@@ -19,7 +19,7 @@ def steps_left(seconds: float, times_ms: list[float]) -> int:
         kind=ContenderKind.EAGER_DDP, step=module, module=module, model=module, optimizer=optimizer,
         scheduler=LambdaLR(optimizer, lambda done: 1.0), times_ms=[(1 + 9 * here.rank) * ms for ms in times_ms],
     )  # fmt: skip
-    return _steps_left(seconds, [contender, contender], here)
+    return _remaining_steps(seconds, [contender, contender], here)
 
 
 def test_the_time_that_is_left_is_filled_with_the_same_steps_on_every_rank(ranks2: Pool) -> None:

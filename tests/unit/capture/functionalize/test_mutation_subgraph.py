@@ -177,12 +177,12 @@ def test_the_graph_is_the_one_that_a_trace_of_everything_gives(
 ) -> None:
     ours = made_functional(step)
 
-    class Everything(mutation_subgraph._Touched):
+    class Everything(mutation_subgraph._TouchedCalls):
         def __init__(self, graph: fx.Graph) -> None:
             super().__init__(graph)
             self.calls = {node for node in graph.nodes if node.op not in ("placeholder", "output")}
 
-    monkeypatch.setattr(mutation_subgraph, "_Touched", Everything)
+    monkeypatch.setattr(mutation_subgraph, "_TouchedCalls", Everything)
     assert described(ours) == described(made_functional(step))
 
 

@@ -87,13 +87,13 @@ TAKEN = {
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """What is traced a second time."""
     seen: list[fx.GraphModule] = []
-    original = functionalize._traced_again
+    original = functionalize._retrace
 
     def noted(traced: fx.GraphModule, *rest: Any) -> functionalize.Functional:
         seen.append(traced)
         return original(traced, *rest)
 
-    monkeypatch.setattr(functionalize, "_traced_again", noted)
+    monkeypatch.setattr(functionalize, "_retrace", noted)
     return seen
 
 

@@ -119,6 +119,6 @@ def test_a_compiled_update_writes_in_place(where: str, foreach: bool, clip: bool
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
 def test_in_parts_it_does_not(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of calls that fill the time are for others to read."""
-    monkeypatch.setattr(task_graph, "_whole_updates", lambda *_: iter(()))
+    monkeypatch.setattr(task_graph, "_fused_updates_wait", lambda *_: iter(()))
     monkeypatch.setattr(overlap, "_bring_together", lambda *_: None)
     assert "MiB of inputs are copied" in copied(training(foreach=True, clip=clip))
