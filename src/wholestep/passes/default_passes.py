@@ -112,11 +112,7 @@ def passes_of(
         # Before anything is compressed, split or scheduled by bucket; while the graph is functional, since the readers
         # of a gradient have to move after the last gradient of its bucket.
         partial(
-            bucket_gradients,
-            cost=cost,
-            bucket_bytes=bucket_bytes,
-            choose=choose,
-            choose_wire_format=wire_format,
+            bucket_gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose, choose_wire_format=wire_format,
             aligned=compress is None,
         ),
         # After bucketing: it is buckets that are compressed. Before scheduling, which has to know what is really sent.
@@ -136,4 +132,4 @@ def passes_of(
         partial(reinplace, hold_updates=hold_updates),
         # Last, since it is not functional: several nodes write to slices of one bucket.
         grads_as_bucket_views,
-    ]
+    ]  # fmt: skip
