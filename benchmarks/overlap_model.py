@@ -103,7 +103,7 @@ def lowering(*, by_copies: bool) -> list[Pass]:
         partial(fuse_gelu, fuses=can),
         partial(fold_mean, averages=lambda group, device: True),
         partial(use_copy_engine, why_not=lambda group, device: why_not),
-        partial(narrow_wire_dtype, makes=can),
+        partial(narrow_wire_dtype, supports=can),
         partial(widen_matmul_out_dtype, widens=can),
         partial(pack_scalars, reads=segment_compiler.reads_packed),
         sink_waits,
@@ -114,12 +114,12 @@ def lowering(*, by_copies: bool) -> list[Pass]:
 def compiled(cost: CostModel, ranks: int, *, by_copies: bool) -> tuple[CostModel, list[Pass]]:
     """Costs and passes of a step that a GPU runs."""
 
-    def travels_as(grad: fx.Node, group: str) -> WireFormat:
-        return copy_engine_wire_format(grad, ranks, makes=can) if by_copies else unchanged(grad, group)
+    def choose_wire_format(grad: fx.Node, group: str) -> WireFormat:
+        return copy_engine_wire_format(grad, ranks, supports=can) if by_copies else unchanged(grad, group)
 
     links = with_copies(cost.links, ranks=ranks, least_bytes=MIN_BYTES) if by_copies else cost.links
     cost = replace(cost, compiles=segment_compiler.may_compile, links=links)
-    return cost, passes_of(cost=cost, travels_as=travels_as, lowering=lowering(by_copies=by_copies))
+    return cost, passes_of(cost=cost, choose_wire_format=choose_wire_format, lowering=lowering(by_copies=by_copies))
 
 
 def variants(placed: Program, cost: CostModel, *, by_copies: bool) -> dict[str, tuple[CostModel, list[Pass]]]:

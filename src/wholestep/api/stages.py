@@ -151,8 +151,8 @@ class Stages:
         strategy = self.options.strategy or DDP()
         return passes_of(
             self.options.passes, cost=self.backend.costs(self.cost()), bucket_bytes=strategy.limit_bytes,
-            hold_updates=strategy.hold_updates, choose=choose, travels_as=self.backend.wire_format, lowering=lowering,
-            compress=compression.as_pass() if compression is not None else None,
+            hold_updates=strategy.hold_updates, choose=choose, choose_wire_format=self.backend.wire_format,
+            lowering=lowering, compress=compression.as_pass() if compression is not None else None,
         )  # fmt: skip
 
     def compile_and_share(self, scheduled: Program) -> Runner | None:

@@ -98,7 +98,7 @@ class InductorBackend(Backend):
     def wire_format(self, grad: fx.Node, group: str) -> WireFormat:
         # Copies leave gradients in the type of their products, and take rows of tables.
         size = self._copy_group_sizes.get(group, 0)
-        return copy_engine_wire_format(grad, size, makes=segment_compiler.widens) if size else unchanged(grad, group)
+        return copy_engine_wire_format(grad, size, supports=segment_compiler.widens) if size else unchanged(grad, group)
 
     def fingerprint(self) -> list[tuple[str, str]]:
         return segment_compiler.fingerprint(self._device)

@@ -14,7 +14,7 @@ from wholestep.lower.gemm import matmul_autotune
 from wholestep.lower.kernels import copy_all_reduce, cross_entropy, sparse_all_reduce
 from wholestep.passes.comm.fold_mean import fold_mean
 from wholestep.passes.comm.use_copy_engine import use_copy_engine
-from wholestep.passes.comm.wire_dtype import Makes, narrow_type, narrow_wire_dtype
+from wholestep.passes.comm.wire_dtype import SupportsOutDtype, narrow_dtype, narrow_wire_dtype
 from wholestep.passes.comm.wire_format import WireFormat
 from wholestep.passes.pass_manager import Pass
 from wholestep.passes.rewrites.decompose_batch_norm import decompose_batch_norm
@@ -58,7 +58,7 @@ def inductor_passes(
         # Before products are widened: the path from a gradient to its reduction is shorter then.
         partial(fold_mean, averages=averages),
         *([partial(use_copy_engine, why_not=copy_all_reduce.why_not)] if uses_copy_engines else []),
-        partial(narrow_wire_dtype, makes=segment_compiler.widens),
+        partial(narrow_wire_dtype, supports=segment_compiler.widens),
         partial(widen_matmul_out_dtype, widens=segment_compiler.widens),
         *([batch_host_reads] if on_gpu else []),
         # Before segments are formed, whose calls read packed numbers.
@@ -77,23 +77,23 @@ def form_inductor_segments(device_type: str) -> Pass:
     return partial(
         form_segments,
         compiles=partial(segment_compiler.only_on, device_type, segment_compiler.compiles),
-        apart=multi_tensor.apart,
-        postpones=segment_compiler.follows,
-        pays_alone=segment_compiler.pays_alone,
+        separate_nodes=multi_tensor.apart,
+        may_postpone=segment_compiler.follows,
+        pays_single=segment_compiler.pays_alone,
         by_library=segment_compiler.by_library,
         # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a segment
         # once anyway, and its different ones side by side.
         cuts_repeats=on_gpu,
         # A core takes longer for a tanh than for reading one.
-        goes_by_number=segment_compiler.goes_by_number if on_gpu else None,
+        is_pointwise=segment_compiler.goes_by_number if on_gpu else None,
     )
 
 
-def copy_engine_wire_format(grad: fx.Node, ranks: int, *, makes: Makes) -> WireFormat:
-    """How copies send a placed gradient among so many ranks; `makes` as for `narrow_type`."""
+def copy_engine_wire_format(grad: fx.Node, ranks: int, *, supports: SupportsOutDtype) -> WireFormat:
+    """How copies send a placed gradient among so many ranks; `supports` as for `narrow_dtype`."""
     own = node_meta.tensor(grad)
-    dtype = narrow_type(grad, makes=makes) or own.dtype
-    return WireFormat(dtype=dtype, most_rows=sparse_all_reduce.most_rows(own.shape, own.dtype, ranks))
+    dtype = narrow_dtype(grad, supports=supports) or own.dtype
+    return WireFormat(dtype=dtype, max_rows=sparse_all_reduce.most_rows(own.shape, own.dtype, ranks))
 
 
 def _fuses_cross_entropy(product: fx.Node) -> bool:

@@ -27,7 +27,7 @@ from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.passes.analysis import task_graph
 from wholestep.passes.analysis.alias_analysis import Memory
 from wholestep.passes.comm.use_copy_engine import use_copy_engine
-from wholestep.passes.comm.wire_dtype import narrow_type, narrow_wire_dtype
+from wholestep.passes.comm.wire_dtype import narrow_dtype, narrow_wire_dtype
 from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, pass_name, run_passes
@@ -42,12 +42,12 @@ def yes(node: fx.Node) -> bool:
     return True
 
 
-def travels_as(grad: fx.Node, group: str) -> WireFormat:
-    return WireFormat(dtype=narrow_type(grad, makes=yes) or torch.float32)
+def choose_wire_format(grad: fx.Node, group: str) -> WireFormat:
+    return WireFormat(dtype=narrow_dtype(grad, supports=yes) or torch.float32)
 
 
 COPIES: Pass = partial(use_copy_engine, why_not=lambda group, device: "")
-NARROW: Pass = partial(narrow_wire_dtype, makes=yes)
+NARROW: Pass = partial(narrow_wire_dtype, supports=yes)
 WIDEN: Pass = partial(widen_matmul_out_dtype, widens=yes)
 
 
@@ -76,7 +76,7 @@ def training(monkeypatch) -> tuple[Any, ...]:
 
 def planned(training: tuple[Any, ...], *lowering: Pass, until: int = 0, **options: Any) -> Program:
     placed = place(captured(step, *training).program, DDP(), AXIS)
-    options = {"cost": COST, "bucket_bytes": 1 << 20, "travels_as": travels_as} | options
+    options = {"cost": COST, "bucket_bytes": 1 << 20, "choose_wire_format": choose_wire_format} | options
     passes = passes_of(lowering=lowering, **options)
     return run_passes(placed, passes[: len(passes) - until])
 
@@ -134,11 +134,11 @@ def test_ranks_add_in_float32():
 def test_other_buckets_stay_in_float32(training, change: str):
     """Those that hold other gradients, too, go by another way, or come from products that cannot be asked for."""
     if change == "one type":
-        program = planned(training, AVERAGE, COPIES, NARROW, travels_as=unchanged)
+        program = planned(training, AVERAGE, COPIES, NARROW, choose_wire_format=unchanged)
     elif change == "no copies":
         program = planned(training, AVERAGE, NARROW)
     else:
-        program = planned(training, AVERAGE, COPIES, partial(narrow_wire_dtype, makes=segment_compiler.widens))
+        program = planned(training, AVERAGE, COPIES, partial(narrow_wire_dtype, supports=segment_compiler.widens))
     assert not calls(program, ALL_REDUCE_WIDE)
     starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
     assert starts
@@ -149,12 +149,12 @@ def test_a_gradient_that_somebody_reads_is_of_no_type(training):
     """Before it is reduced, that is: behind, it is in float32 like all."""
     placed = place(captured(step, *training).program, DDP(), AXIS)
     starts = calls(placed, op_info.c10d.all_reduce.default)
-    types = [narrow_type(start.args[0].args[0], makes=yes) for start in starts]
+    types = [narrow_dtype(start.args[0].args[0], supports=yes) for start in starts]
     assert sorted(map(str, types)) == ["None"] * 5 + ["torch.bfloat16"] * 2
     grads = [start.args[0].args[0] for start, one in zip(starts, types, strict=True) if one is not None]
     with placed.graph.inserting_after(grads[0]):
         placed.graph.call_function(aten.neg.default, (grads[0],))
-    assert narrow_type(grads[0], makes=yes) is None
+    assert narrow_dtype(grads[0], supports=yes) is None
 
 
 def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):

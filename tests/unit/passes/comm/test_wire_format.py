@@ -26,7 +26,7 @@ from wholestep.passes.analysis import task_graph
 from wholestep.passes.comm import wire_format
 from wholestep.passes.comm.compress import compress
 from wholestep.passes.comm.use_copy_engine import use_copy_engine
-from wholestep.passes.comm.wire_format import WireFormat, looked_up
+from wholestep.passes.comm.wire_format import WireFormat, lookup_indices
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code
@@ -71,9 +71,9 @@ def training(count: int = 12, net: Callable[[], nn.Module] = Net) -> tuple[Any, 
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(count) % WORDS
 
 
-def tables(grad: fx.Node, group: str, most_rows: int = 20) -> WireFormat:
+def tables(grad: fx.Node, group: str, max_rows: int = 20) -> WireFormat:
     """Gradients of two dimensions of which the first is long may go as rows."""
-    return WireFormat(dtype=torch.float32, most_rows=most_rows if node_meta.tensor(grad).shape[0] >= WORDS else 0)
+    return WireFormat(dtype=torch.float32, max_rows=max_rows if node_meta.tensor(grad).shape[0] >= WORDS else 0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def placed(*training: Any) -> Program:
 
 
 def planned(*training: Any, lowering: tuple[Pass, ...] = (AVERAGE, COPIES), until: int = 0, **options: Any) -> Program:
-    options = {"cost": COST, "bucket_bytes": 1 << 20, "travels_as": tables} | options
+    options = {"cost": COST, "bucket_bytes": 1 << 20, "choose_wire_format": tables} | options
     passes = passes_of(lowering=lowering, **options)
     return run_passes(placed(*training), passes[: len(passes) - until])
 
@@ -101,12 +101,12 @@ def test_indices_of_a_look_up_are_found():
     program = placed(*training())
     grad = table_grad(program)
     assert grad.target is aten.mul.Tensor
-    indices = looked_up(grad)
+    indices = lookup_indices(grad)
     assert node_meta.tensor(indices).shape == (12,)
-    assert looked_up(grad.args[0]) is indices
+    assert lookup_indices(grad.args[0]) is indices
     grad.args = (grad.args[0], float("inf"))  # of which the product with zero is none
-    assert looked_up(grad) is None
-    assert looked_up(table_grad(placed(*training(net=Twice)))) is None
+    assert lookup_indices(grad) is None
+    assert lookup_indices(table_grad(placed(*training(net=Twice)))) is None
 
 
 def test_a_table_has_a_bucket_of_its_own_and_goes_with_its_indices():
@@ -125,7 +125,7 @@ def test_a_table_has_a_bucket_of_its_own_and_goes_with_its_indices():
 
 
 def test_numbers_are_those_of_the_table_as_a_whole():
-    whole = planned(*training(), until=2, travels_as=wire_format.unchanged)
+    whole = planned(*training(), until=2, choose_wire_format=wire_format.unchanged)
     as_rows = planned(*training(), until=2)
     assert all(map(torch.equal, run(whole, training()), run(as_rows, training())))
     values = [torch.randn(8, 3) for _ in range(3)]
@@ -171,7 +171,7 @@ def test_ranks_with_other_batches_do_as_rank_0_said(other: tuple[Any, ...]):
 
 def test_nothing_is_asked_where_no_table_can_go_as_rows():
     asked: list[str] = []
-    planned(*training(), choose=choose_as_rank_0(asked, True), travels_as=partial(tables, most_rows=0))
+    planned(*training(), choose=choose_as_rank_0(asked, True), choose_wire_format=partial(tables, max_rows=0))
     assert asked == []
 
 
@@ -216,9 +216,9 @@ def test_backends_say_how_many_rows_where_copies_reduce(monkeypatch):
     grads = [start.args[0] for start in calls(program, op_info.c10d.all_reduce.default)]
     backend = InductorBackend(InductorOptions(), torch.device("cpu"))
     backend.passes(program)
-    assert {backend.wire_format(grad, "0").most_rows for grad in grads} == {0}
+    assert {backend.wire_format(grad, "0").max_rows for grad in grads} == {0}
     backend._uses_copy_engines = True  # as on a GPU
     backend.passes(program)
-    found = {node_meta.tensor(grad).shape[0]: backend.wire_format(grad, "0").most_rows for grad in grads}
+    found = {node_meta.tensor(grad).shape[0]: backend.wire_format(grad, "0").max_rows for grad in grads}
     assert found == {WORDS: WORDS // 2, 5: 0}
-    assert {backend.wire_format(grad, "1").most_rows for grad in grads} == {0}
+    assert {backend.wire_format(grad, "1").max_rows for grad in grads} == {0}
