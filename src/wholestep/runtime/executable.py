@@ -9,7 +9,7 @@ from wholestep.capture.bind.binding import Binding
 from wholestep.capture.guards import fast_guards
 from wholestep.errors import RankMissingError
 from wholestep.ir.program import InputKind, Program
-from wholestep.passes.analysis.write_order import writes_beside_communication
+from wholestep.passes.analysis.write_order import writes_during_communication
 from wholestep.runtime.buffer_sync import BufferSync
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
@@ -39,7 +39,7 @@ class Executable:
         self.program, self.binding = program, binding
         self.runner, self._world, self._buffer_sync, self._call_name = runner, world, buffer_sync, call
         self._inputs: fast_guards.InputFiller = binding.source()
-        self._writes_early = writes_beside_communication(program)
+        self._writes_early = writes_during_communication(program)
         self._timer: StepTimer | None = None
         self.measured: StepTimes | None = None
         """What `measure` has seen; None until it has seen enough."""
