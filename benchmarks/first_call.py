@@ -230,7 +230,7 @@ def main() -> int:
     os.environ["WHOLESTEP_CACHE"] = "0"
     torch.set_num_threads(1)
     world, progress = init(), Console(stderr=True)
-    with progress.status("building the native look, or waiting for it"):
+    with progress.status("building the native guards, or waiting for it"):
         native.wait()
     measure(1, options.backend)
     found: dict[int, list[Row]] = {layers: [] for layers in options.layers}

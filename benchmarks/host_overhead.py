@@ -8,8 +8,8 @@ What is timed: one process, one thread, a stack of Linear(4, 4) layers on two ro
 Compiled calls, the generated code alone, and eager calls take turns in blocks of ten, so that a machine that slows
 down slows all of them, and each runs with the caches that its own last call left.
 
-The native look is built first if need be (it takes some twenty seconds, once per machine); the title says which look
-was timed. WHOLESTEP_NATIVE=0 in the environment gives the comparisons in Python.
+The native guards are built first if need be (it takes some twenty seconds, once per machine); the title says which
+guards were timed. WHOLESTEP_NATIVE=0 in the environment gives the comparisons in Python.
 
 Columns, microseconds per call, medians:
   tensors        parameters and optimizer state, each looked at in every call
@@ -20,7 +20,7 @@ Columns, microseconds per call, medians:
   whole - code   the compiled call less the generated code called alone, block by block: what a call really costs
                  more. A small difference of large numbers, so it wanders by some percent of `code`
   state          of `beyond`: torch's modes, attributes, containers, hooks, groups of the optimizer; and dtype, shape,
-                 strides, device, requires_grad and .grad of every tensor. The native look is timed where a call would
+                 strides, device, requires_grad and .grad of every tensor. The native guard is timed where a call would
                  begin, with the caches that the last one left: a call from Python and a clock are in it
   branches       of `beyond`: conditions of the optimizer over its numbers
   other          what is left of `beyond`: arguments compared with the signature of the trace, the list of inputs filled
@@ -49,6 +49,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.api.compiled_step import CompiledStep
+from wholestep.capture.guards.state_guards import LayoutGuard
+from wholestep.capture.guards.value_guards import BranchGuard
 from wholestep.capture.native import build as native
 
 TARGET_US = 100.0
@@ -176,13 +178,14 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
             whole.append(seconds(lambda: eager(x)))
             zero_grad.append(seconds(eager_opt.zero_grad))
 
-    undo = [clock.wrap(guards, "_branches", "branches")]
-    if guards._look is None:
-        undo.append(clock.wrap(guards, "_compare", "state"))
+    native_guard = guards.fast.state
+    undo = [clock.wrap(BranchGuard, "why_not", "branches")]
+    if native_guard is None:
+        undo += [clock.wrap(kind, "why_not", "state") for kind in {type(guard) for guard in guards.state}]
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(calls):
-        if guards._look is not None:
-            clock.spent_s["state"] = seconds(guards._look.moved)
+        if native_guard is not None:
+            clock.spent_s["state"] = seconds(native_guard.changed)
         step(x)
         spent = clock.read()
         for part in PARTS:
@@ -197,7 +200,7 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     beyond_us = 1e6 * statistics.median(beyond) - clocks_us
     return Row(
         parameters=num_parameters,
-        tensors=len(guards.state),
+        tensors=sum(len(guard.layouts) for guard in guards.state if isinstance(guard, LayoutGuard)),
         beyond_us=beyond_us,
         clocks_us=clocks_us,
         difference_us=1e6 * statistics.median(difference),
@@ -209,16 +212,16 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
     )
 
 
-def look() -> str:
-    """Which look is timed."""
-    return f"comparisons in Python ({native.why_not()})" if native.why_not() else "native look"
+def guards_timed() -> str:
+    """Which guards are timed."""
+    return f"comparisons in Python ({native.why_not()})" if native.why_not() else "native guards"
 
 
 def table(rows: list[Row], options: argparse.Namespace) -> Table:
     """The rows for people."""
     made = Table(
         title=f"host microseconds per call, {options.optimizer}, {options.calls} calls, torch {torch.__version__}, "
-        f"{look()}",
+        f"{guards_timed()}",
         caption="whole - code: compiled calls less the generated code alone; beyond: the same by clocks inside a call, "
         "less what they show with nothing between them (clocks); state, branches, other: parts of beyond; code: the "
         "generated code; eager: the whole step, not compiled; zero_grad: part of eager. See --help.",
@@ -248,13 +251,13 @@ def main() -> int:
     torch.set_num_threads(1)
     console, rows = Console(width=None if sys.stdout.isatty() else 200), []
     progress = Console(stderr=True)
-    with progress.status("building the native look, or waiting for it"):
+    with progress.status("building the native guards, or waiting for it"):
         native.wait()
     for number in options.parameters:
         with progress.status(f"{number:,} parameters: capturing, then timing {options.calls} calls"):
             rows.append(measure(number, calls=options.calls, optimizer=options.optimizer))
     if options.json:
-        machine = {"torch": torch.__version__, "optimizer": options.optimizer, "look": look()}
+        machine = {"torch": torch.__version__, "optimizer": options.optimizer, "look": guards_timed()}
         print(json.dumps({**machine, "rows": [asdict(row) for row in rows]}))
         return 0
     console.print(table(rows, options))

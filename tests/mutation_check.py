@@ -82,7 +82,7 @@ MUTATIONS = (
         name="guards_off",
         what="every call uses the first trace",
         file="capture/guards/guards.py",
-        old="return self._arguments(leaves, spec) or self._state_why_not(leaves, moved)",
+        old="return _first_reason(self.arguments, call) or self._state_why_not(leaves, call.changed)",
         new="return None",
         tests=(f"{STEPS}[train_and_eval_flips]", f"{STEPS}[module_number_changed]", f"{STEPS}[last_batch_is_smaller]"),
     ),
@@ -109,17 +109,17 @@ MUTATIONS = (
     Mutation(
         name="tensors_not_looked_at",
         what="dtype, shape and requires_grad of the state are taken for unchanged",
-        file="capture/guards/guards.py",
-        old="return self._tensors() if fast_guards.TENSORS in moved else None",
-        new="return None",
+        file="capture/guards/state_guards.py",
+        old="for slot, then in self.layouts if TENSORS in call.changed else ():",
+        new="for slot, then in ():",
         tests=(f"{GUARDS}[native-parameter_dtype]", f"{GUARDS}[plain-state_dtype]"),
     ),
     Mutation(
         name="dicts_not_looked_at",
         what="attributes, groups and optimizer state are taken for unchanged",
-        file="capture/guards/guards.py",
-        old="if not _untouched(watch):",
-        new="if False:",
+        file="capture/guards/state_guards.py",
+        old="for snapshot in (*(self.snapshots[number] for number in numbers), *self.opaque):",
+        new="for snapshot in ():",
         tests=(f"{GUARDS}[native-module_attribute]", f"{GUARDS}[plain-state_cleared]"),
     ),
     Mutation(
@@ -133,8 +133,8 @@ MUTATIONS = (
     Mutation(
         name="gradients_at_entry_not_looked_at",
         what="a gradient that the caller left is taken for none",
-        file="capture/guards/guards.py",
-        old="if before is not None and before != now:",
+        file="capture/guards/state_guards.py",
+        old="if bool(then) != bool(now):",
         new="if False:",
         tests=(
             f"{STEPS}[gradients_preset]",
@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="native_look_without_dicts",
-        what="the native look takes every dict for unchanged; its test keeps it from being used",
+        what="the native guard takes every dict for unchanged; its test keeps it from being used",
         file="capture/native/dict_versions.h",
         old="for (const size_t index : written_) {",
         new="return;\n    for (const size_t index : written_) {",
@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="native_look_without_traits",
-        what="the native look takes type, device and flags for unchanged; its test keeps it from being used",
+        what="the native guard takes type, device and flags for unchanged; its test keeps it from being used",
         file="capture/native/tensor_desc.h",
         old="(Traits::of(impl) == traits_) & ",
         new="",

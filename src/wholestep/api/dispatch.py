@@ -89,7 +89,7 @@ class Dispatcher:
         run = entry.executable.run() if plain else None
         if run is None:
             return
-        if entry.fast_call is None and (fast_call := entry.captured.guards.shortcut(run)) is not None:
+        if entry.fast_call is None and (fast_call := entry.captured.guards.fast_call(run)) is not None:
             entry.fast_call = fast_call
             self._stats.fast_calls.append(fast_call)
         self.fast_call = entry.fast_call

@@ -24,7 +24,7 @@ from wholestep.capture.functionalize.functionalize import Functional, functional
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
 from wholestep.capture.functionalize.version_counters import keep_versions
 from wholestep.capture.guards.environment import environment_read
-from wholestep.capture.guards.guards import looks_for_nan
+from wholestep.capture.guards.state_guards import looks_for_nan
 from wholestep.capture.python.container_views import ContentView
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
@@ -53,7 +53,7 @@ def capture(
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
     `moving`: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not ask.
-    `moved`: places of tensors that are others in other calls, as `Guards.other_tensors` gives them.
+    `moved`: places of tensors that are others in other calls, as `Guards.varying_tensors` gives them.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from wholestep.capture.guards.guards import Guards
+from wholestep.capture.guards.state_guards import ContainerGuard
 
 Replace = Callable[[str, nn.Module], nn.Module]
 """Gives the module that stands in for the child with this fully qualified name: the child itself for most of them."""
@@ -65,7 +66,7 @@ def overridden(stand_ins: Sequence[Replacement]) -> Iterator[None]:
 
 def expect_originals(guards: Guards, stand_ins: Sequence[Replacement]) -> None:
     """Makes guards that were built with the stand-ins in place hold for the originals."""
-    for watch in guards.snapshots:
+    for watch in (one for guard in guards.state if isinstance(guard, ContainerGuard) for one in guard.snapshots):
         for one in stand_ins:
             if watch.container is one.parent._modules:
                 watch.held[one.name] = one.original

@@ -68,9 +68,9 @@ class RetracePolicy:
     def compared(self, guards: Guards, leaves: list[Any]) -> None:
         """Takes up what is another number, text or tensor in a call with these leaves, for which a trace does not
         hold."""
-        found = {_identity(one): one for one in guards.others(leaves)}
+        found = {_identity(one): one for one in guards.varying_values(leaves)}
         self._moving |= {key: one for key, one in found.items() if key not in self._constant}
-        self.moved |= set(guards.other_tensors())
+        self.moved |= set(guards.varying_tensors())
 
     def captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""

@@ -1,4 +1,4 @@
-"""What tests of guards and of the native look share."""
+"""What tests of guards and of the native guards share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wholestep.capture.native import build
 
 @pytest.fixture(scope="session")
 def module() -> ModuleType:
-    """The native look."""
+    """The native guards."""
     assert build.wait() == ""
     loaded = build.module()
     assert loaded is not None
@@ -20,7 +20,7 @@ def module() -> ModuleType:
 
 @pytest.fixture(params=["native", "plain"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the native look before the comparisons in Python, and without it."""
+    """With the native guards before the comparisons in Python, and without them."""
     if request.param == "plain":
         monkeypatch.setattr(build, "module", lambda: None)
     else:

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
+from wholestep.capture.guards.guards import Guards
+from wholestep.capture.guards.value_guards import BranchGuard
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import InputKind, Program
 
@@ -52,6 +54,11 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
     opt.step()
     opt.zero_grad()
     return loss
+
+
+def branch_guard(guards: Guards) -> BranchGuard | None:
+    """The guard of conditions on host numbers; None where a trace has none."""
+    return next((guard for guard in guards.values if isinstance(guard, BranchGuard)), None)
 
 
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]

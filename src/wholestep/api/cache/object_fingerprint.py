@@ -39,7 +39,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.capture.functionalize.storage_resize import num_bytes
-from wholestep.capture.guards import guards as guarding
+from wholestep.capture.guards.state_guards import modes
+from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.python.class_attributes import functions_in
 from wholestep.capture.python.code_owner import is_user_class
 from wholestep.capture.python.container_views import BUFFERS, ClassView, ContentView, SlotsView, slots
@@ -89,7 +90,7 @@ def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list
     `options` are further objects to describe, by name. Raises NotComparable.
     """
     writer = _ObjectWriter(context)
-    lines = [(f"the mode {name}", str(value)) for name, value in guarding.modes()]
+    lines = [(f"the mode {name}", str(value)) for name, value in modes()]
     lines += [(f"the group {one.axis.name}", f"{one.axis}, rank {'any' if one.axis.ranks is None else one.number}")
               for one in ranks()]  # fmt: skip
     lines += writer.arguments()
@@ -120,7 +121,7 @@ class _ObjectWriter:
         """The signature of the call."""
         context = self._context
         yield "the structure of the arguments", str(context.spec)
-        aliases = iter(guarding.aliases_of(context.leaves, context.is_data))
+        aliases = iter(first_aliases(context.leaves, context.is_data))
         for number, (leaf, is_data) in enumerate(zip(context.leaves, context.is_data, strict=True)):
             text = (
                 f"{_tensor(leaf)}, the same as {next(aliases)}"
@@ -329,7 +330,7 @@ def _method(function: Any) -> str:
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    kind, dtype, shape, stride, *rest = guarding.describe(tensor)
+    kind, dtype, shape, stride, *rest = describe(tensor)
     return f"{kind.__module__}.{kind.__qualname__} {dtype} {list(shape)} {list(stride)} {' '.join(map(str, rest))}"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from wholestep.capture.bind.binding import Binding
 from wholestep.capture.bind.captured import BindingSpec, Captured, StateRef, mirrored_locations, resolve_locations
-from wholestep.capture.bind.make_guards import make_guards, storage_sizes
+from wholestep.capture.bind.make_guards import make_guards
 from wholestep.capture.effects.tensor_effects import Mirror
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks
@@ -25,9 +25,8 @@ def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext)
     for slot, _, _ in spec.mirrored:
         slots[slot].tensor = slots[slot].tensor.detach().clone()
     binding = _binding(spec, context)
-    guards = make_guards(spec, context, ranks())
     leaf_of = {spec.kept[index]: leaf for index, leaf in binding.user}
-    guards.storages = storage_sizes(spec, context, leaf_of)
+    guards = make_guards(spec, context, ranks(), leaf_of)
     return Captured(
         source=source, binding=binding, guards=guards, spec=spec,
         object_effects=resolve_locations(spec.object_effects, context), undo=context.lazy.take_back,

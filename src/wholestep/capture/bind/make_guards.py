@@ -1,4 +1,4 @@
-"""make_guards(spec, context): when a captured step may be used again, by what its trace has read."""
+"""make_guards(spec, context, ...): when a captured step may be used again, by what its trace has read."""
 
 from __future__ import annotations
 
@@ -13,68 +13,170 @@ from wholestep.capture.effects import object_effects
 from wholestep.capture.effects.side_effects import TICKS
 from wholestep.capture.effects.tensor_effects import relax_snapshots
 from wholestep.capture.functionalize.storage_resize import StorageSizes
-from wholestep.capture.guards import guards as guarding
-from wholestep.capture.guards.guards import Guards
+from wholestep.capture.guards import argument_guards, fast_guards, state_guards
+from wholestep.capture.guards.guards import Guard, Guards
+from wholestep.capture.guards.tensor_layout import describe, first_aliases
+from wholestep.capture.guards.value_guards import BranchGuard, CounterGuard, StorageGuard
 from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.capture.scalars.rank_symbols import Rank
+from wholestep.ir.program import InputKind
 
 
-def make_guards(spec: BindingSpec, context: StepContext, numbers: list[Rank]) -> Guards:
-    kept, state = set(spec.kept), context.state
-    with_grad = kept | {one.slot for one in spec.results if isinstance(one, StateRef)}
-    grads: dict[int, bool] = {}
-    for slot in state.params:
-        if slot.tensor.grad is None:
-            grads[id(slot.tensor)] = False
-        elif state.index[id(slot.tensor.grad)] in with_grad:
-            grads[id(slot.tensor)] = True
-    pairs = list(zip(context.leaves, context.is_data, strict=True))
-    free = [spot for number, spot in enumerate(resolve_locations(spec.left, context)) if number not in spec.shared]
-    written = {id(state.slots[slot].tensor) for slot in spec.written if slot < len(state.slots)}
-    relax_snapshots(context.found.snapshots, free, _like)
-    relax_snapshots(context.found.snapshots, mirrored_locations(spec, context), partial(_like, but=written))
-    if spec.hides:
-        object_effects.relax_snapshots(context.found.snapshots, resolve_locations(spec.object_effects, context))
-    of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
-    numbers_given = context.arguments.numbers
-    moving = [leaf for leaf in numbers_given if context.counters.has(numbers_given, leaf)]
+def make_guards(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank], leaf_of: dict[int, int]) -> Guards:
+    """The guards of a trace, which hold for everything as it is now.
+
+    Args:
+        leaf_of: per input of the tracer that is a tensor of the arguments, its leaf.
+    """
+    _relax_snapshots(spec, context)
+    slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context.state)
+    containers = _container_guard(spec, context)
+    params = [slot for slot in slots if slot.kind is InputKind.PARAM]
+    kinds = [(slot, state_guards.gradient_kind(slot.tensor.grad)) for slot in params if id(slot.tensor) in had_gradient]
     return Guards(
-        state=guarding.state_slots(state, kept), is_data=context.is_data, spec=context.spec, grads=grads,
-        leaves=[guarding.describe(leaf) if is_data else leaf for leaf, is_data in pairs],
-        aliases=guarding.aliases_of(context.leaves, context.is_data),
-        snapshots=[
-            *context.found.snapshots, *context.lifter.snapshots, *context.lifter.attributes, *_optimizer_watches(spec,
-            context)
-        ],
-        predicates=_predicates(spec, context, numbers), counters=context.counters if context.counters.counters else
-        None, given=numbers_given, moving=moving, unread=spec.unread, paths=context.arguments.paths, outside=[watch for
-        watch in context.found.snapshots if id(watch.container) not in of_tensors],
-    )  # fmt: skip
+        arguments=_argument_guards(context, spec, slots),
+        state=(
+            state_guards.ModeGuard(state_guards.modes(), first_hooks=len(containers.snapshots)),
+            containers,
+            state_guards.HookGuard(tuple((slot, state_guards.hooks_of(slot.tensor)) for slot in params)),
+            state_guards.LayoutGuard(tuple((slot, describe(slot.tensor)) for slot in slots)),
+            state_guards.GradientGuard(tuple(kinds)),
+        ),
+        values=_value_guards(spec, context, numbers, leaf_of),
+        fast=_fast_path(spec, context, slots, containers, had_gradient),
+        always=bool(containers.opaque),
+    )
 
 
-def _like(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[[Any], bool]:
-    """Whether something is a tensor of which a trace depends on the same as of this one, and none with an id in `but`:
-    the step writes to these under another name."""
-    then = guarding.describe(tensor)
-    return lambda now: isinstance(now, torch.Tensor) and id(now) not in but and guarding.describe(now) == then
+def _state_slots(spec: BindingSpec, state: TrainState) -> list[Slot]:
+    """The tensors whose layout a trace depends on: every parameter first, then what else the graph reads."""
+    kept = set(spec.kept)
+    read = [slot for number, slot in enumerate(state.slots) if number in kept and slot.kind is not InputKind.GRAD]
+    params = [slot for slot in state.slots if slot.kind is InputKind.PARAM]
+    return [*params, *(slot for slot in read if slot.kind is not InputKind.PARAM)]
 
 
-def storage_sizes(spec: BindingSpec, context: StepContext, leaf_of: dict[int, int]) -> StorageSizes | None:
+def _gradients_at_entry(spec: BindingSpec, state: TrainState) -> dict[int, bool]:
+    """By id of each parameter whose gradient at entry matters, whether it has one."""
+    used = {*spec.kept, *(one.slot for one in spec.results if isinstance(one, StateRef))}
+    tensors = [slot.tensor for slot in state.params]
+    return {id(one): one.grad is not None for one in tensors if one.grad is None or state.index[id(one.grad)] in used}
+
+
+def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Slot]) -> tuple[Guard, ...]:
+    leaves, is_data, paths = context.leaves, context.is_data, context.arguments.paths
+    inputs = _number_inputs(context)
+    data = [leaf for leaf, one in enumerate(is_data) if one]
+    constants = [
+        argument_guards.Constant(leaf, leaves[leaf], paths[leaf], leaf in spec.unread)
+        for leaf, one in enumerate(is_data)
+        if not one and leaf not in inputs
+    ]
+    layouts = tuple((leaf, describe(leaves[leaf])) for leaf in data)
+    aliases = argument_guards.AliasGuard(tuple(is_data), tuple(first_aliases(leaves, is_data)))
+    return (
+        argument_guards.StructureGuard(context.spec),
+        argument_guards.ConstantGuard(tuple(constants), len(leaves)),
+        argument_guards.TensorArgumentGuard(layouts, frozenset(id(slot.tensor) for slot in slots)),
+        *([aliases] if len(data) > 1 else []),
+    )
+
+
+def _number_inputs(context: StepContext) -> tuple[int, ...]:
+    """Leaves of the arguments that are numbers and inputs of the graph."""
+    numbers = context.arguments.numbers
+    return tuple(leaf for leaf in numbers if context.counters.has(numbers, leaf))
+
+
+def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.ContainerGuard:
+    of_tensors = {id(vars(slot.tensor)) for slot in context.state.slots}
+    found, lifter = [one for one in context.found.snapshots if one.guard], context.lifter
+    snapshots = [*found, *lifter.snapshots, *lifter.attributes, *_optimizer_snapshots(spec, context)]
+    known = {id(one) for one in snapshots if fast_guards.guardable(one) is not None}
+    return state_guards.ContainerGuard(
+        snapshots=tuple(one for one in snapshots if one.guard and id(one) in known),
+        opaque=tuple(one for one in snapshots if one.guard and id(one) not in known),
+        of_user=tuple(one for one in found if id(one.container) not in of_tensors),
+    )
+
+
+def _value_guards(
+    spec: BindingSpec, context: StepContext, numbers: Sequence[Rank], leaf_of: dict[int, int]
+) -> tuple[Guard, ...]:
+    made: list[Guard] = []
+    if context.counters.counters:
+        made.append(CounterGuard(context.counters, context.arguments.numbers, _number_inputs(context)))
+    if spec.predicates is not None:
+        made.append(_branch_guard(spec, context, numbers))
+    if spec.storages:
+        made.append(StorageGuard(_storage_sizes(spec, context, leaf_of)))
+    return tuple(made)
+
+
+def _fast_path(
+    spec: BindingSpec,
+    context: StepContext,
+    slots: Sequence[Slot],
+    guard: state_guards.ContainerGuard,
+    had_gradient: dict[int, bool],
+) -> fast_guards.FastPath:
+    # What is made here must not keep the context alive, which holds the tensors of the call.
+    tensors, leaves, is_data = [slot.tensor for slot in slots], context.leaves, context.is_data
+    wants = {None: fast_guards.PARAMETER, False: fast_guards.WITHOUT_GRADIENT, True: fast_guards.WITH_GRADIENT}
+    wanted = [
+        wants[had_gradient.get(id(slot.tensor))] if slot.kind is InputKind.PARAM else fast_guards.STATE
+        for slot in slots
+    ]
+    described = [describe(leaf) if data else leaf for leaf, data in zip(leaves, is_data, strict=True)]
+    aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.unread)
+    containers = [pair for one in guard.snapshots if (pair := fast_guards.guardable(one)) is not None]
+    containers += [(hooks, None) for hooks in GLOBAL_HOOKS]
+    return fast_guards.FastPath(
+        partial(fast_guards.state_guard, tensors, wanted, containers),
+        partial(
+            fast_guards.signature_guard, context.spec, described, is_data, aliases, tensors, any_of_type=any_of_type
+        ),
+        everything=(fast_guards.MODES, fast_guards.TENSORS, *range(len(guard.snapshots))),
+    )
+
+
+def _relax_snapshots(spec: BindingSpec, context: StepContext) -> None:
+    """Lets places that the step writes, and does not look at before, hold any tensor of the same layout."""
+    snapshots, slots = context.found.snapshots, context.state.slots
+    free = [place for number, place in enumerate(resolve_locations(spec.left, context)) if number not in spec.shared]
+    written = {id(slots[slot].tensor) for slot in spec.written if slot < len(slots)}
+    relax_snapshots(snapshots, free, _same_layout)
+    relax_snapshots(snapshots, mirrored_locations(spec, context), partial(_same_layout, but=written))
+    if spec.hides:
+        object_effects.relax_snapshots(snapshots, resolve_locations(spec.object_effects, context))
+
+
+def _same_layout(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[[Any], bool]:
+    """Whether something is a tensor of this layout, and none with an id in `but`: the step writes to these under
+    another name."""
+    then = describe(tensor)
+    return lambda now: isinstance(now, torch.Tensor) and id(now) not in but and describe(now) == then
+
+
+def _storage_sizes(spec: BindingSpec, context: StepContext, leaf_of: dict[int, int]) -> StorageSizes:
     names, slots = context.names(), context.state.slots
     tensors = [*(slot.tensor for slot in slots), *(hyper.box for hyper in context.lifter.hypers), *context.user]
-    found = StorageSizes()
+    sizes = StorageSizes()
     for index, num_bytes in spec.storages:
         if index in leaf_of:
-            found.arguments.append((leaf_of[index], num_bytes))
+            sizes.arguments.append((leaf_of[index], num_bytes))
         else:
-            found.state.append((names[index], tensors[index], num_bytes))
-    return found if spec.storages else None
+            sizes.state.append((names[index], tensors[index], num_bytes))
+    return sizes
 
 
-def _predicates(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank]) -> Any:
-    if spec.predicates is None:
-        return None
+def _branch_guard(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank]) -> BranchGuard:
+    """Readies the predicates for calls: sources read hyper-parameters as 0-d tensors and clone state."""
+    assert spec.predicates is not None
+    module, truths, lines = spec.predicates
     slots, hypers, names = context.state.slots, context.lifter.hypers, spec.placeholders
     sources: dict[str, Any] = {}
     for name, slot in zip(names, slots, strict=False):
@@ -83,14 +185,15 @@ def _predicates(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank]
         sources[name] = _boxed(hyper.read)
     for name, rank in zip(reversed(names), reversed(numbers), strict=False):
         sources[name] = partial(int, rank.number)
-    return guarding.host_sources(spec.predicates, sources)
+    used = tuple(sources[node.name] for node in module.graph.find_nodes(op="placeholder"))
+    return BranchGuard(module.forward, used, tuple(truths), tuple(lines))
 
 
 def _boxed(read: Callable[[], float]) -> Callable[[], torch.Tensor]:
     return lambda: torch.tensor(read(), dtype=torch.float64, device="cpu")
 
 
-def _optimizer_watches(spec: BindingSpec, context: StepContext) -> list[Snapshot]:
+def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapshot]:
     """Structure of the optimizers: groups, their parameters, and the state tensors the graph is tied to."""
     snapshots: list[Snapshot] = []
     state = context.state

@@ -1,4 +1,4 @@
-"""What stands before full comparisons: native looks at the state and at arguments, and the shortcut through a call."""
+"""Native guards, which stand before full comparisons: of the state, of arguments, and the fast way through a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wholestep.ir.ops.dispatch_guard import without_autocast
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
 
 TENSORS, MODES = -1, -2
-"""Numbers that `StateGuard.moved` gives besides those of containers."""
+"""Numbers that `StateGuard.changed` gives besides those of containers."""
 
 _THINGS = (bool, int, float, str, type(None), nn.Module, Optimizer)
 """Leaves without data that are compared natively: by identity, numbers and text by value."""
@@ -30,11 +30,11 @@ _THINGS = (bool, int, float, str, type(None), nn.Module, Optimizer)
 class StateGuard(Protocol):
     """What may have changed since everything was last compared."""
 
-    def moved(self) -> tuple[int, ...]:
+    def changed(self) -> tuple[int, ...]:
         """Numbers of containers, TENSORS and MODES. What is not named has not changed."""
 
-    def renew(self) -> None:
-        """Says that everything which the last `moved` named was compared and is as it was."""
+    def accept(self) -> None:
+        """Says that everything which the last `changed` named was compared and is as it was."""
 
 
 class SignatureGuard(Protocol):
@@ -47,7 +47,7 @@ class SignatureGuard(Protocol):
 def state_guard(
     tensors: Sequence[torch.Tensor], wants: Sequence[int], containers: Sequence[tuple[Any, Any]]
 ) -> StateGuard | None:
-    """A native look at tensors and containers as they are now; None where everything has to be compared in full.
+    """A native guard of tensors and containers as they are now; None where everything has to be compared in full.
 
     Args:
         wants: per tensor what is looked at besides its layout, see `wholestep.capture.native.self_test`.
@@ -58,19 +58,19 @@ def state_guard(
         return None
     try:
         things, held = zip(*containers, strict=True) if containers else ((), ())
-        made: StateGuard = module.Look(tuple(tensors), bytes(wants), things, held)
+        made: StateGuard = module.StateGuard(tuple(tensors), bytes(wants), things, held)
     except TypeError:  # a tensor that is more than its TensorImpl says: sparse, a subclass with dispatch of its own
         return None
     return made
 
 
-def guardable(watch: Snapshot) -> tuple[Any, Any] | None:
-    """A watched container as the native look takes it, with what it held; None if it cannot vouch for it."""
-    container = watch.container
+def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:
+    """A container as `state_guard` takes it, with what it held; None if the native guard cannot vouch for it."""
+    container = snapshot.container
     if isinstance(container, CellView):
-        return (container.cell, watch.held[container.key]) if container.key in watch.held else None
+        return (container.cell, snapshot.held[container.key]) if container.key in snapshot.held else None
     if isinstance(container, list):
-        return container, tuple(watch.held)
+        return container, tuple(snapshot.held)
     if isinstance(container, ClassView):
         return container.behind, None
     return (container, None) if type(container) in VERSIONED else None
@@ -88,7 +88,7 @@ def signature_guard(
     """The native signature of a call; None where only the full comparison can tell.
 
     Args:
-        leaves: per leaf the description of a tensor (`wholestep.capture.guards.guards.describe`), or the thing itself.
+        leaves: per leaf what `wholestep.capture.guards.tensor_layout.describe` gives, or the thing itself.
         aliases: per leaf that is data the first leaf that is the same tensor.
         state: tensors of the state, which are no data.
         any_of_type: leaves, numbers and texts, that may be any of the type that they have.
@@ -103,10 +103,43 @@ def signature_guard(
     if not all(data or isinstance(leaf, _THINGS) for leaf, data in zip(leaves, is_data, strict=True)):
         return None
     try:
-        made: SignatureGuard = module.Arguments(structure, described, tuple(state))
+        made: SignatureGuard = module.SignatureGuard(structure, described, tuple(state))
     except TypeError:
         return None
     return made
+
+
+class FastPath:
+    """The native guards of one trace, each None where there is none, or none yet.
+
+    Args:
+        make_state, make_signature: give them, where everything is known to be as it was while tracing.
+        everything: what counts as changed where there is no native guard of the state.
+    """
+
+    def __init__(
+        self,
+        make_state: Callable[[], StateGuard | None],
+        make_signature: Callable[[], SignatureGuard | None],
+        everything: tuple[int, ...],
+    ) -> None:
+        self._make_state, self._make_signature, self._everything = make_state, make_signature, everything
+        self._make()
+
+    def _make(self) -> None:
+        self._awaits_native = build.module() is None
+        self.state, self.signature = self._make_state(), self._make_signature()
+
+    def changed(self) -> tuple[int, ...]:
+        """What may have changed, see `StateGuard.changed`."""
+        return self.state.changed() if self.state is not None else self._everything
+
+    def accept(self) -> None:
+        """Says that all of it is as it was. Makes the native guards if the library has come meanwhile."""
+        if self.state is not None:
+            self.state.accept()
+        elif self._awaits_native and build.module() is not None:
+            self._make()
 
 
 Function = Callable[[list[Any]], tuple[Any, ...]]
@@ -173,7 +206,7 @@ class PythonInputFiller:
         """The same natively, if the library is there by now."""
         if (module := build.module()) is None:
             return self
-        made: InputFiller = module.Inputs(
+        made: InputFiller = module.InputFiller(
             self._tensors, tuple(self._numbers), tuple(self._user), tuple(self._grads), self._free
         )
         return made
@@ -197,21 +230,23 @@ class FastCall(Protocol):
         """Calls that went this way."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result; the shortcut itself, and nothing done, if the call may have another signature."""
+        """The result; the `FastCall` itself, and nothing done, if the call may have another signature."""
 
 
 WhyNot = Callable[[list[Any], tuple[int, ...]], str | None]
-"""Compares in full what `StateGuard.moved` named for a call with these leaves. None if all is as it was."""
+"""Compares in full what `StateGuard.changed` named for a call with these leaves. None if all is as it was."""
 
 
-def fast_call(match: SignatureGuard, look: StateGuard, why_not: WhyNot, always: bool, run: FastRun) -> FastCall | None:
-    """The shortcut of a signature; None while `run` has no native inputs.
+def fast_call(
+    signature: SignatureGuard, state: StateGuard, why_not: WhyNot, always: bool, run: FastRun
+) -> FastCall | None:
+    """The fast way through calls of a signature; None while `run` has no native inputs.
 
     Args:
-        always: `why_not` is asked at every call, whether or not something has moved.
+        always: `why_not` is asked at every call, whether or not something has changed.
     """
     module = build.module()
-    if module is None or not isinstance(run.inputs, module.Inputs):
+    if module is None or not isinstance(run.inputs, module.InputFiller):
         return None
-    made: FastCall = module.Shortcut(match, look, why_not, always, run.inputs, run.function, run.finish, CAPTURING)
+    made: FastCall = module.FastCall(signature, state, why_not, always, run.inputs, run.function, run.finish, CAPTURING)
     return made

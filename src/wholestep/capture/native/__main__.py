@@ -1,4 +1,4 @@
-"""Builds the native look now and says where it is, or why there is none."""
+"""Builds the native guards now and says where they are, or why there are none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from wholestep.capture.native import build
 
 
 def main() -> int:
-    """Exit status 0 if there is a native look or it is switched off, else 1."""
+    """Exit status 0 if there are native guards or they are switched off, else 1."""
     if reason := build.wait():
-        print(f"no native look, the guards compare in Python: {reason}", file=sys.stderr)
+        print(f"no native guards, the guards compare in Python: {reason}", file=sys.stderr)
         return 1
     print(build.library())
     return 0

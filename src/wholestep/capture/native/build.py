@@ -1,4 +1,4 @@
-"""The native look at a step's state: `module.cpp`, compiled once per machine and torch, loaded when it is there.
+"""Builds and loads the native guards: `module.cpp`, compiled once per machine and torch, loaded when it is there.
 
 [Note: nobody waits for the compiler]
 Compiling takes some ten to twenty seconds, so it happens in the background, at most once per machine and version of
@@ -46,7 +46,7 @@ STALE_S = 600.0
 
 
 class Unavailable(Exception):
-    """Why there is no native look, in one sentence."""
+    """Why there are no native guards, in one sentence."""
 
 
 class _Build:
@@ -81,7 +81,7 @@ class _Build:
         except Exception as error:  # a file system that plays no part, a torch that has moved on: Python will do
             self.why_not = f"{type(error).__name__}: {error}"
         if self.why_not:
-            log.info("the guards compare in Python, without the native look: %s", self.why_not)
+            log.info("the guards compare in Python, without native guards: %s", self.why_not)
 
     def wait(self, timeout_s: float) -> None:
         """Until the build is over."""
@@ -105,7 +105,7 @@ def module() -> ModuleType | None:
 
 
 def why_not() -> str:
-    """Why there is no native look; empty if there is one."""
+    """Why there are no native guards; empty if there are."""
     return _build.why_not
 
 
@@ -126,7 +126,7 @@ def library() -> Path:
     parts = [torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI")), sys.platform]
     parts += [str(_cxx11_abi()), *_FLAGS, *(source.read_text(encoding="utf-8") for source in SOURCES)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return folder() / f"look-{key}.so"
+    return folder() / f"fast_guards-{key}.so"
 
 
 def build() -> Path:
@@ -209,7 +209,7 @@ def _is_held(file: IO[str]) -> bool:
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    """Compiles next to `path` and renames: whoever looks sees a whole library or none."""
+    """Compiles next to `path` and renames: other processes see a whole library or none."""
     for left in path.parent.glob("*.tmp"):  # of a process that was killed, or that builds for another torch
         with suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > STALE_S:
@@ -250,7 +250,7 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
 
 def _load(path: Path) -> ModuleType:
     """The library as a module, tested. Raises Unavailable."""
-    spec = importlib.util.spec_from_file_location(f"{__name__}.look", path)
+    spec = importlib.util.spec_from_file_location(f"{__name__}.fast_guards", path)
     if spec is None or spec.loader is None:
         raise Unavailable(f"{path} is no extension module for this Python")
     try:

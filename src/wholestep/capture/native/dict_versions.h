@@ -1,6 +1,6 @@
 // Dicts, and which of them may have been written since they were last compared.
 //
-// Python 3.12 and later tell who watches a dict, just before it is written: a look at dicts that nobody has written reads
+// Python 3.12 and later tell who watches a dict, just before it is written: comparing dicts that were not written reads
 // none of them. Before 3.12, or where others hold all that Python has for watchers, the version of every dict is read.
 // Python 3.13.0 does not tell of all that is written to attributes, and its versions do not either (python/cpython#125608):
 // there the library fails its test.
@@ -17,7 +17,7 @@
 namespace wholestep {
 
 // A number that changes whenever something else is written into the dict. Python dropped it in 3.14: there every
-// dict that is not watched may have changed at every look.
+// dict that is not watched may have changed at every call.
 inline uint64_t version_of(const PyDictObject* dict) {
 #if PY_VERSION_HEX < 0x030E0000
   return dict->ma_version_tag;
@@ -27,14 +27,14 @@ inline uint64_t version_of(const PyDictObject* dict) {
 #endif
 }
 
-class Dicts {
+class DictVersions {
  public:
-  Dicts() = default;
-  Dicts(const Dicts&) = delete;
-  Dicts& operator=(const Dicts&) = delete;
-  ~Dicts() { clear(); }
+  DictVersions() = default;
+  DictVersions(const DictVersions&) = delete;
+  DictVersions& operator=(const DictVersions&) = delete;
+  ~DictVersions() { clear(); }
 
-  // Not counted as written so far. Where look() is called the dict must be alive; elsewhere it may be gone.
+  // Not counted as written so far. Where collect_written() is called the dict must be alive; elsewhere it may be gone.
   void add(PyObject* dict, long number) {
     watched_.push_back({dict, number, Written::NOT});
     written_.reserve(watched_.capacity());  // no memory is asked for in note()
@@ -44,8 +44,8 @@ class Dicts {
     known_version_ = std::max(known_version_, version_of(read_.back().dict));
   }
 
-  // Adds to `numbers` those of the dicts that may have been written since what renew() takes for granted.
-  void look(std::vector<long>& numbers) {
+  // Adds to `numbers` those of the dicts that may have been written since what accept() takes for granted.
+  void collect_written(std::vector<long>& numbers) {
     for (const size_t index : written_) {
       watched_[index].written = Written::SEEN;
       numbers.push_back(watched_[index].number);
@@ -58,8 +58,8 @@ class Dicts {
       if (version_of(dict) > known_version_) numbers.push_back(number);
   }
 
-  // Takes for granted what the last look() met, and nothing that was written since.
-  void renew() {
+  // Takes for granted what the last collect_written() met, and nothing that was written since.
+  void accept() {
     known_version_ = newest_version_;
     std::erase_if(written_, [this](size_t index) {
       if (watched_[index].written != Written::SEEN) return false;
@@ -75,7 +75,7 @@ class Dicts {
   }
 
  private:
-  enum class Written : uint8_t { NOT, SINCE, SEEN };  // SEEN: by a look, and not written since
+  enum class Written : uint8_t { NOT, SINCE, SEEN };  // SEEN: by collect_written(), not written since
   struct Watched {
     PyObject* dict;
     long number;
@@ -87,7 +87,7 @@ class Dicts {
   };
   // Who wants to hear of a dict.
   struct Listener {
-    Dicts* dicts;
+    DictVersions* dicts;
     size_t index;
 
     bool operator==(const Listener&) const = default;

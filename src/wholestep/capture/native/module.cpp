@@ -1,18 +1,18 @@
-// The look at everything that a trace depends on, at every call: thousands of objects in some tens of microseconds.
+// Guards of everything that a trace depends on, at every call: thousands of objects in some tens of microseconds.
 //
-// Four types. `Look` holds the state of a step: tensors (type, dtype, device, layout, shape, strides, requires_grad,
-// gradient, hooks) and containers (dicts, lists, closure cells), and the modes of torch. `Arguments` holds the shape
-// of a call and gives its leaves. These two may say "look again" too often, never "nothing changed" wrongly: the caller
-// compares in full and has the sentence for the user. `Inputs` fills in what a call supplies and runs it. `Shortcut` is
-// the usual call, all of these one after another.
+// Four types. `StateGuard` holds the state of a step: tensors (type, dtype, device, layout, shape, strides,
+// requires_grad, gradient, hooks), containers (dicts, lists, closure cells) and the modes of torch. `SignatureGuard`
+// holds the shape of a call and gives its leaves. These two may say "perhaps changed" too often, never "unchanged"
+// wrongly: the caller compares in full and has the sentence for the user. `InputFiller` fills in what a call supplies
+// and runs it. `FastCall` is the usual call, all of these one after another.
 //
-// What costs time is memory: the step that ran before has filled the caches, so every line that is looked at comes
-// from far away. Records are small and lie in one array each, loops have no branch that depends on a single object, so
-// that the processor runs ahead over many of them, and what can be told from fewer lines is told from fewer.
+// What costs time is memory: the step that ran before has filled the caches, so every line that is read comes from far
+// away. Records are small and lie in one array each, loops have no branch that depends on a single object, so that the
+// processor runs ahead over many of them, and where fewer lines suffice fewer are read.
 //
 // Dicts are not even read where Python tells of writes (`dict_versions.h`).
 //
-// Nothing dangles: `Look` owns the Python objects. What a tensor object wraps may be exchanged (torch.utils.
+// Nothing dangles: a `StateGuard` owns the Python objects. What a tensor object wraps may be exchanged (torch.utils.
 // swap_tensors) and freed, so a record's TensorImpl is touched only after the object was seen to still wrap it, and
 // its AutogradMeta only as the TensorImpl names it now. Everything runs under the interpreter lock.
 
@@ -20,16 +20,16 @@
 #include "fast_call.h"
 
 #ifdef Py_GIL_DISABLED
-#error "this build of Python has no interpreter lock, on which the look relies"
+#error "this build of Python has no interpreter lock, on which the guards rely"
 #endif
 
 using namespace wholestep;
 
 namespace {
 
-PyObject *look_type, *arguments_type, *inputs_type;  // made once, never freed
+PyObject *state_guard_type, *signature_guard_type, *input_filler_type;  // made once, never freed
 
-PyObject* new_look(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* new_state_guard(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *tensors, *containers, *held;
   const char* wants;
   Py_ssize_t num_wants;
@@ -39,52 +39,52 @@ PyObject* new_look(PyTypeObject* type, PyObject* args, PyObject*) {
     PyErr_SetString(PyExc_ValueError, "one want per tensor, and one held thing per container");
     return nullptr;
   }
-  return create<State>(type, args, [&] { return new State(tensors, wants, containers, held); });
+  return create<StateGuard>(type, args, [&] { return new StateGuard(tensors, wants, containers, held); });
 }
 
-PyObject* new_arguments(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* new_signature_guard(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *structure, *leaves, *state;
   if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &structure, &PyTuple_Type, &leaves, &PyTuple_Type, &state))
     return nullptr;
-  return create<Call>(type, args, [&] { return new Call(structure, leaves, state); });
+  return create<SignatureGuard>(type, args, [&] { return new SignatureGuard(structure, leaves, state); });
 }
 
-PyObject* new_inputs(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* new_input_filler(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *tensors, *numbers, *user, *grads, *free;
   if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyList_Type, &tensors, &PyTuple_Type, &numbers, &PyTuple_Type, &user, &PyTuple_Type,
                         &grads, &PyList_Type, &free))
     return nullptr;
-  return create<Inputs>(type, args, [&] { return new Inputs(tensors, numbers, user, grads, free); });
+  return create<InputFiller>(type, args, [&] { return new InputFiller(tensors, numbers, user, grads, free); });
 }
 
-PyObject* shortcut_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords);
+PyObject* fast_call_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords);
 
-PyObject* new_shortcut(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *arguments, *look, *why_not, *inputs, *function, *finish, *capturing;
+PyObject* new_fast_call(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *signature, *state, *why_not, *inputs, *function, *finish, *capturing;
   int always;
-  if (!PyArg_ParseTuple(args, "O!O!OpO!OOO!", arguments_type, &arguments, look_type, &look, &why_not, &always, inputs_type,
-                        &inputs, &function, &finish, &PyList_Type, &capturing))
+  if (!PyArg_ParseTuple(args, "O!O!OpO!OOO!", signature_guard_type, &signature, state_guard_type, &state, &why_not, &always,
+                        input_filler_type, &inputs, &function, &finish, &PyList_Type, &capturing))
     return nullptr;
-  PyObject* made = create<Shortcut>(type, args, [&] {
-    return new Shortcut(arguments, look, why_not, always, inputs, function, finish, capturing);
+  PyObject* made = create<FastCall>(type, args, [&] {
+    return new FastCall(signature, state, why_not, always, inputs, function, finish, capturing);
   });
-  if (made != nullptr) reinterpret_cast<Object<Shortcut>*>(made)->call = shortcut_call;
+  if (made != nullptr) reinterpret_cast<Object<FastCall>*>(made)->call = fast_call_call;
   return made;
 }
 
-PyObject* look_moved(PyObject* self, PyObject*) {
-  return guarded<State>(self, [](State& state) { return as_tuple(state.moved()); });
+PyObject* state_guard_changed(PyObject* self, PyObject*) {
+  return guarded<StateGuard>(self, [](StateGuard& state) { return as_tuple(state.changed()); });
 }
 
-PyObject* look_renew(PyObject* self, PyObject*) {
-  return guarded<State>(self, [](State& state) -> PyObject* {
-    state.renew();
+PyObject* state_guard_accept(PyObject* self, PyObject*) {
+  return guarded<StateGuard>(self, [](StateGuard& state) -> PyObject* {
+    state.accept();
     Py_RETURN_NONE;
   });
 }
 
-PyObject* arguments_match(PyObject* self, PyObject* call) {
-  return guarded<Call>(self, [call](Call& one) -> PyObject* {
+PyObject* signature_guard_match(PyObject* self, PyObject* call) {
+  return guarded<SignatureGuard>(self, [call](SignatureGuard& one) -> PyObject* {
     if (!PyTuple_CheckExact(call) || PyTuple_GET_SIZE(call) != 2) Py_RETURN_NONE;
     PyObject* found = one.match(PyTuple_GET_ITEM(call, 0), PyTuple_GET_ITEM(call, 1));
     if (found != nullptr) return found;
@@ -93,61 +93,61 @@ PyObject* arguments_match(PyObject* self, PyObject* call) {
   });
 }
 
-PyObject* inputs_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* input_filler_run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count != 2 || !PyList_CheckExact(args[1])) {
     PyErr_SetString(PyExc_TypeError, "run(function, leaves: list)");
     return nullptr;
   }
-  return guarded<Inputs>(self, [args](Inputs& inputs) { return inputs.run(args[0], args[1]); });
+  return guarded<InputFiller>(self, [args](InputFiller& inputs) { return inputs.run(args[0], args[1]); });
 }
 
 // The object itself stands for "the call may differ": no step can return it.
-PyObject* shortcut_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords) {
+PyObject* fast_call_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords) {
   if (PyVectorcall_NARGS(flags) != 2 || keywords != nullptr) {
-    PyErr_SetString(PyExc_TypeError, "shortcut(args: tuple, kwargs: dict)");
+    PyErr_SetString(PyExc_TypeError, "fast_call(args: tuple, kwargs: dict)");
     return nullptr;
   }
-  return guarded<Shortcut>(self, [=](Shortcut& shortcut) {
-    PyObject* found = shortcut.call(args[0], args[1]);
+  return guarded<FastCall>(self, [=](FastCall& fast) {
+    PyObject* found = fast.call(args[0], args[1]);
     return found != nullptr || PyErr_Occurred() ? found : Py_NewRef(self);
   });
 }
 
-PyObject* shortcut_hits(PyObject* self, void*) {
-  return guarded<Shortcut>(self, [](Shortcut& shortcut) { return PyLong_FromSsize_t(shortcut.hits); });
+PyObject* fast_call_hits(PyObject* self, void*) {
+  return guarded<FastCall>(self, [](FastCall& fast) { return PyLong_FromSsize_t(fast.hits); });
 }
 
-PyMethodDef look_methods[] = {
-    {"moved", look_moved, METH_NOARGS, "Numbers of what may have changed since the last renew(); empty if nothing."},
-    {"renew", look_renew, METH_NOARGS, "Takes for granted what the last moved() met."},
+PyMethodDef state_guard_methods[] = {
+    {"changed", state_guard_changed, METH_NOARGS, "Numbers of what may have changed since the last accept(); empty if nothing."},
+    {"accept", state_guard_accept, METH_NOARGS, "Takes for granted what the last changed() met."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef arguments_methods[] = {
-    {"match", arguments_match, METH_O, "The leaves of a call (args, kwargs), or None if it may differ."},
+PyMethodDef signature_guard_methods[] = {
+    {"match", signature_guard_match, METH_O, "The leaves of a call (args, kwargs), or None if it may differ."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef inputs_methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(inputs_run)), METH_FASTCALL,
+PyMethodDef input_filler_methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(input_filler_run)), METH_FASTCALL,
      "function(inputs) with gradients off. Then nothing of the call lives on."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef shortcut_getters[] = {
-    {"hits", shortcut_hits, nullptr, "Calls that went this way.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef fast_call_getters[] = {
+    {"hits", fast_call_hits, nullptr, "Calls that went this way.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, "look", "The quick look at a step's state and arguments.", -1, nullptr};
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "fast_guards", "Guards of a step's state and arguments.", -1, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_look() {
+PyMODINIT_FUNC PyInit_fast_guards() {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  look_type = make_type<State>("look.Look", new_look, look_methods, nullptr, false);
-  arguments_type = make_type<Call>("look.Arguments", new_arguments, arguments_methods, nullptr, false);
-  inputs_type = make_type<Inputs>("look.Inputs", new_inputs, inputs_methods, nullptr, false);
-  PyObject* shortcut_type = make_type<Shortcut>("look.Shortcut", new_shortcut, no_methods, shortcut_getters, true);
-  for (PyObject* type : {look_type, arguments_type, inputs_type, shortcut_type}) {
+  state_guard_type = make_type<StateGuard>("fast_guards.StateGuard", new_state_guard, state_guard_methods, nullptr, false);
+  signature_guard_type = make_type<SignatureGuard>("fast_guards.SignatureGuard", new_signature_guard, signature_guard_methods, nullptr, false);
+  input_filler_type = make_type<InputFiller>("fast_guards.InputFiller", new_input_filler, input_filler_methods, nullptr, false);
+  PyObject* fast_call_type = make_type<FastCall>("fast_guards.FastCall", new_fast_call, no_methods, fast_call_getters, true);
+  for (PyObject* type : {state_guard_type, signature_guard_type, input_filler_type, fast_call_type}) {
     if (type == nullptr || PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type)) < 0) {
       Py_DECREF(module);
       return nullptr;

@@ -69,7 +69,7 @@ PyObject* create(PyTypeObject* type, PyObject* args, Make make) {
 template <class Inner>
 Inner& inner_of(PyObject* self) {
   Inner* inner = reinterpret_cast<Object<Inner>*>(self)->inner;
-  if (inner == nullptr) throw std::runtime_error("the look was cleared by the garbage collector");
+  if (inner == nullptr) throw std::runtime_error("the guard was cleared by the garbage collector");
   return *inner;
 }
 

@@ -1,4 +1,4 @@
-"""A test of the native look on things whose changes are known, before it is trusted."""
+"""fault(module): tests native guards on things whose changes are known, before they are trusted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from wholestep.capture.python.container_views import attribute_dict
 
 STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT = range(4)
-"""What is looked at of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""
+"""What is compared of a tensor besides its layout: nothing, hooks, hooks and that there is no gradient or one."""
 
 VERSIONED: tuple[type, ...] = (dict, defaultdict, OrderedDict)
 """Kinds of dict of which Python tells every write. A subclass in Python may read from elsewhere."""
@@ -110,8 +110,8 @@ def _seen(module: ModuleType, change: Change, *, container: Any = None, tensor: 
     things: tuple[Any, ...] = () if container is None else (container,)
     held = tuple(tuple(one) if isinstance(one, list) else getattr(one, "cell_contents", None) for one in things)
     tensors: tuple[Any, ...] = () if tensor is None else (tensor,)
-    look = module.Look(tensors, bytes([want] * len(tensors)), things, held)
-    quiet = look.moved() == () and look.moved() == ()
+    guard = module.StateGuard(tensors, bytes([want] * len(tensors)), things, held)
+    quiet = guard.changed() == () and guard.changed() == ()
     change(container if tensor is None else tensor)
     wanted = (0,) if things else (module.TENSORS,)
-    return quiet and bool(look.moved() == wanted)
+    return quiet and bool(guard.changed() == wanted)

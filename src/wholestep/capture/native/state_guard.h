@@ -1,4 +1,4 @@
-// The state of a step: tensors, containers and the modes of torch, looked at in every call. Python's type `Look`.
+// The state of a step: tensors, containers and the modes of torch, compared in every call. Python's `StateGuard`.
 #pragma once
 
 #include "dict_versions.h"
@@ -20,8 +20,8 @@
 
 namespace wholestep {
 
-constexpr long TENSORS = -1, MODES = -2;  // numbers that moved() gives besides those of containers
-constexpr size_t AHEAD = 4;               // how many records ahead the processor is told what comes
+constexpr long TENSORS = -1, MODES = -2;  // numbers that changed() gives besides those of containers
+constexpr size_t AHEAD = 4;               // how many records ahead the processor prefetches
 
 // Inlined by force: GCC takes a function that only fetches for one without effect, and drops calls of it.
 [[gnu::always_inline]] inline void fetch(const void* address, ptrdiff_t offset) {
@@ -45,14 +45,14 @@ struct Modes {
   bool operator==(const Modes&) const = default;
 };
 
-enum Want : uint8_t { STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT };  // what is looked at besides the layout
+enum Want : uint8_t { STATE, PARAMETER, WITHOUT_GRADIENT, WITH_GRADIENT };  // what is compared besides the layout
 
 // What tensors have in common. Few of them, so that they stay near while the tensors pass by.
 struct Kind {
   PyTypeObject* type;
   Want want;
   bool requires_grad, hooked;
-  Layout layout;
+  TensorDesc layout;
 };
 
 // A tensor object, the number of its kind in the 16 bits that no address uses, and its TensorImpl.
@@ -105,36 +105,36 @@ inline PyObject* as_tuple(const std::vector<long>& numbers) {
   return found;
 }
 
-class State {
+class StateGuard {
  public:
-  State(PyObject* tensors, const char* wants, PyObject* containers, PyObject* held)
+  StateGuard(PyObject* tensors, const char* wants, PyObject* containers, PyObject* held)
       : tensors_(tensors), wants_(wants, wants + PyTuple_GET_SIZE(tensors)) {
     take_tensors();
     take_containers(containers, held);
   }
 
   // Numbers of the containers that may have changed; TENSORS and MODES likewise. Empty in the usual case.
-  const std::vector<long>& moved() {
-    moved_.clear();
-    modes_moved_ = !modes_hold();
-    tensors_moved_ = !taken_ || !others_hold() || !parameters_hold();
-    if (modes_moved_) moved_.push_back(MODES);
-    if (tensors_moved_) moved_.push_back(TENSORS);
-    dicts_.look(moved_);
-    look_at_lists();
-    return moved_;
+  const std::vector<long>& changed() {
+    changed_.clear();
+    modes_changed_ = !modes_hold();
+    tensors_changed_ = !taken_ || !others_hold() || !parameters_hold();
+    if (modes_changed_) changed_.push_back(MODES);
+    if (tensors_changed_) changed_.push_back(TENSORS);
+    dicts_.collect_written(changed_);
+    compare_lists();
+    return changed_;
   }
 
-  // Takes for granted what the last moved() met: the caller has compared all of it and found nothing.
-  void renew() {
-    dicts_.renew();
+  // Takes for granted what the last changed() met: the caller has compared all of it and found nothing.
+  void accept() {
+    dicts_.accept();
     try {
-      if (modes_moved_) modes_ = Modes();
-      if (tensors_moved_) take_tensors();
+      if (modes_changed_) modes_ = Modes();
+      if (tensors_changed_) take_tensors();
     } catch (const std::exception&) {
-      // What cannot be taken is named again by every look.
+      // What cannot be taken is named again by every changed().
     }
-    modes_moved_ = tensors_moved_ = false;
+    modes_changed_ = tensors_changed_ = false;
   }
 
  private:
@@ -145,15 +145,15 @@ class State {
   std::vector<ParameterRecord> parameters_;
   std::vector<TensorRecord> others_;
   std::vector<Hooks> hooks_;
-  Dicts hook_dicts_;  // those in `hooks_`, which only the tensors own
+  DictVersions hook_dicts_;  // those in `hooks_`, which only the tensors own
   std::vector<Gradient> gradients_;
-  std::vector<const c10::TensorImpl*> entry_;  // gradients met in this look, in the order of `gradients_`
-  Dicts dicts_;
+  std::vector<const c10::TensorImpl*> entry_;  // gradients met in this changed(), in the order of `gradients_`
+  DictVersions dicts_;
   std::vector<ListRecord> lists_;
   std::vector<CellRecord> cells_;
   Modes modes_;
-  std::vector<long> moved_;
-  bool modes_moved_ = false, tensors_moved_ = false, taken_ = false;
+  std::vector<long> changed_;
+  bool modes_changed_ = false, tensors_changed_ = false, taken_ = false;
 
   void take_tensors() {
     taken_ = false;
@@ -191,11 +191,11 @@ class State {
         return static_cast<uint16_t>(i);
     }
     if (kinds_.size() > std::numeric_limits<uint16_t>::max()) throw std::invalid_argument("too many kinds of tensors");
-    kinds_.push_back({keep(type), want, impl.requires_grad(), hooked, Layout(impl)});
+    kinds_.push_back({keep(type), want, impl.requires_grad(), hooked, TensorDesc(impl)});
     return static_cast<uint16_t>(kinds_.size() - 1);
   }
 
-  // Whether the tensor has hooks, which then are looked at apart from it: few have.
+  // Whether the tensor has hooks, which then are compared apart from it: few have.
   bool take_hooks(PyObject* object) {
     const auto* tensor = reinterpret_cast<THPVariable*>(object);
     PyObject *backward = tensor->backward_hooks, *after = tensor->post_accumulate_grad_hooks;
@@ -242,15 +242,15 @@ class State {
     }
   }
 
-  void look_at_lists() {
+  void compare_lists() {
     for (const auto& [list, held, number] : lists_) {
       const Py_ssize_t size = PyTuple_GET_SIZE(held);
       const auto* tuple = reinterpret_cast<PyTupleObject*>(held);
       if (Py_SIZE(list) != size || (size != 0 && std::memcmp(list->ob_item, tuple->ob_item, size * sizeof(PyObject*))))
-        moved_.push_back(number);
+        changed_.push_back(number);
     }
     for (const auto& [cell, held, number] : cells_)
-      if (PyCell_GET(cell) != held) moved_.push_back(number);
+      if (PyCell_GET(cell) != held) changed_.push_back(number);
   }
 
   [[gnu::always_inline]] static bool holds(const TensorRecord& record, const Kind& kind) {
@@ -322,7 +322,7 @@ class State {
     });
     if (!same) return false;  // a dict that is not the tensor's any more may be gone
     std::vector<long> written;
-    hook_dicts_.look(written);
+    hook_dicts_.collect_written(written);
     return written.empty();
   }
 

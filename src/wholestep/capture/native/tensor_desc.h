@@ -36,7 +36,7 @@ struct Fields : c10::TensorImpl {
 };
 
 // dtype, device, flags (contiguous, symbolic, answered by a subclass, ...) and dispatch keys, as they lie in memory: two
-// words tell what took a branch and a call each. A bit that means nothing may differ, and then it is looked again.
+// words tell what took a branch and a call each. A bit that means nothing may differ, and then it is compared in full.
 struct Traits {
   uint64_t words[2];
 
@@ -51,13 +51,13 @@ struct Traits {
   }
 };
 
-class Layout {
+class TensorDesc {
  public:
   // Of a tensor that is_plain().
-  explicit Layout(const c10::TensorImpl& impl)
-      : traits_(Traits::of(impl)), dim_(impl.sizes().size()), few_{impl.sizes().data()[0], impl.sizes().data()[1]},
-        sizes_(impl.sizes().vec()), strides_(impl.strides().vec()), told_by_sizes_(strides_told_by_sizes(impl)),
-        told_by_few_(told_by_sizes_ && dim_ <= FEW) {}
+  explicit TensorDesc(const c10::TensorImpl& impl)
+      : traits_(Traits::of(impl)), dim_(impl.sizes().size()), first_sizes_{impl.sizes().data()[0], impl.sizes().data()[1]},
+        sizes_(impl.sizes().vec()), strides_(impl.strides().vec()), sizes_suffice_(sizes_imply_strides(impl)),
+        first_sizes_suffice_(sizes_suffice_ && dim_ <= NUM_FIRST) {}
 
   // Reads no more lines of memory than it needs, and has no branch that differs between ordinary tensors. Tensors of
   // other kinds, which might refuse to give sizes, have other traits; what is read of them here is memory, no answer.
@@ -65,26 +65,26 @@ class Layout {
     const auto& now = Fields::sizes_and_strides(impl);
     // There is room for five sizes in any case, so the first two are there to be read whatever the rank.
     const int64_t* few = now.sizes_data();
-    const bool fits = (Traits::of(impl) == traits_) & (now.size() == dim_) & (((few[0] ^ few_[0]) | (few[1] ^ few_[1])) == 0);
-    return told_by_few_ ? fits : fits && fits_whole(now);
+    const bool fits = (Traits::of(impl) == traits_) & (now.size() == dim_) & (((few[0] ^ first_sizes_[0]) | (few[1] ^ first_sizes_[1])) == 0);
+    return first_sizes_suffice_ ? fits : fits && fits_whole(now);
   }
 
  private:
-  static constexpr size_t FEW = 2;
+  static constexpr size_t NUM_FIRST = 2;
 
   Traits traits_;
   size_t dim_;
-  int64_t few_[FEW];
+  int64_t first_sizes_[NUM_FIRST];
   std::vector<int64_t> sizes_, strides_;
-  bool told_by_sizes_, told_by_few_;
+  bool sizes_suffice_, first_sizes_suffice_;
 
   bool fits_whole(const c10::impl::SizesAndStrides& now) const {
     return now.sizes_arrayref() == c10::IntArrayRef(sizes_) &&
-        (told_by_sizes_ || now.strides_arrayref() == c10::IntArrayRef(strides_));
+        (sizes_suffice_ || now.strides_arrayref() == c10::IntArrayRef(strides_));
   }
 
   // A contiguous tensor has one possible stride per dimension, but for dimensions of size one and empty tensors.
-  static bool strides_told_by_sizes(const c10::TensorImpl& impl) {
+  static bool sizes_imply_strides(const c10::TensorImpl& impl) {
     const auto sizes = impl.sizes();
     return impl.is_contiguous() && std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; });
   }

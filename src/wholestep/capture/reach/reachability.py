@@ -42,7 +42,7 @@ log = logging.getLogger("wholestep")
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4096  # what a longer list holds is data, not structure
 _MOST_BYTES = 1 << 20  # of numbers that every call compares
-_BEHIND = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
+_WRAPPED_CONTAINERS = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"
@@ -104,83 +104,47 @@ def is_wrapper(opt: Optimizer) -> bool:
 
 
 class Walker:
-    """Walks from a step to everything it can reach. Holds the findings; used once."""
+    """Walks from a step to everything it can reach; used once."""
 
     def __init__(self) -> None:
-        self.found = Reachable()
+        self.reachable = Reachable()
         self._seen: set[int] = set()
-        self._keep: list[Any] = []  # ids in _seen stay valid while their objects live
+        self._alive: list[Any] = []  # ids in _seen stay valid while their objects live
         self._names: set[str] = set(CALLED_BY_TORCH)
-        self._of_library: dict[type, frozenset[str]] = {}
-        self._later: list[tuple[str, Any]] = []
+        self._library_names: dict[type, frozenset[str]] = {}
+        self._objects: list[tuple[str, Any]] = []
         self._classes = ClassAttributes()
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
-        """Looks at one reachable thing."""
+        """Walks to one reachable thing, once: the first handler of `HANDLERS` whose type it has does the rest."""
         if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
         if isinstance(thing, SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
             return
         if isinstance(thing, rng_and_iterators.KINDS):
-            self.found.generators[id(thing)] = (name, thing)
+            self.reachable.generators[id(thing)] = (name, thing)
         if isinstance(thing, _OPAQUE) and not _is_users_module(thing):
             return
         self._seen.add(id(thing))
-        self._keep.append(thing)
+        self._alive.append(thing)
         if hasattr(type(thing), "__next__"):
-            self.found.iterators[id(thing)] = name
-        if isinstance(thing, torch.Tensor):
-            self.found.tensors[id(thing)] = (name, thing)
-            self._on_tensor(name, thing, depth)
-        elif isinstance(thing, nn.Module):
-            self._module(name, thing, depth)
-        elif isinstance(thing, Optimizer) and not is_wrapper(thing):
-            self.found.optimizers[id(thing)] = (name, thing)
-            self._classes.add(type(thing))
-            for key, item in list(vars(thing).items()):
-                if key not in hyperparameters.torch_group_keys():
-                    self.visit(f"{name}.{key}", item, depth + 1)
-            self._hooks(f"{name}.step_pre_hooks", thing._optimizer_step_pre_hooks, depth)
-            self._hooks(f"{name}.step_post_hooks", thing._optimizer_step_post_hooks, depth)
-        elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
-            self.found.schedulers.append((name, thing))
-            self.visit(name + ".optimizer", thing.optimizer, depth + 1)
-            for index, inner in enumerate(getattr(thing, "_schedulers", ())):  # of those that chain others
-                self.visit(f"{name}.{index}", inner, depth + 1)
-        elif isinstance(thing, GradScaler):
-            self.found.scalers.append((name, thing))
-            self._watch(vars(thing), name, grad_scaler.WATCHED)
-            self.found.tensors |= {id(one): (f"{name}.{key}", one) for key, one in grad_scaler.tensors(thing)}
-        elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial)):
-            self._function(name, thing, depth)
-        elif isinstance(thing, (list, tuple, set, frozenset, deque)):
-            self._sequence(name, thing, depth)
-        elif isinstance(thing, BUFFERS):
-            self._buffer(name, thing)
-        elif isinstance(thing, (dict, types.MappingProxyType)):
-            self._watch(thing if isinstance(thing, dict) else ContentView(thing), name, None)
-            for key, item in list(thing.items()):
-                self.visit(f"{name}[{key!r}]", item, depth + 1)
-        elif isinstance(thing, types.ModuleType) or not type(thing).__module__.startswith(NO_STATE):
-            self._later.append((name, thing))
-            self._classes.add(type(thing))
-            for inside in (inside for kind, inside in _BEHIND if isinstance(thing, kind)):
-                self.visit(f"{name}.{inside}", getattr(thing, inside), depth + 1)
+            self.reachable.iterators[id(thing)] = name
+        next(handler for kind, handler in HANDLERS if isinstance(thing, kind))(self, name, thing, depth)
 
     def finish(self) -> Reachable:
         """Walks plain objects and classes, whose attributes are looked at only by names that code uses."""
-        looked: dict[int, int] = {}
+        num_names: dict[int, int] = {}
         while True:
-            todo = [(n, t) for n, t in self._later if looked.get(id(t)) != len(self._names)]
-            behind = list(self._classes.found(self._names))
-            if not todo and not behind:
+            objects = [(n, t) for n, t in self._objects if num_names.get(id(t)) != len(self._names)]
+            attributes = list(self._classes.found(self._names))
+            if not objects and not attributes:
                 break
-            for name, thing in behind:
+            for name, thing in attributes:
                 self.visit(name, thing, 1)
-            for name, thing in todo:
-                looked[id(thing)] = len(self._names)
-                self._object(name, thing)
-        for name, thing in self._later:
+            for name, thing in objects:
+                num_names[id(thing)] = len(self._names)
+                self._attributes(name, thing)
+        for name, thing in self._objects:
             names = self._names_for(thing)
             if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
                 self._watch(vars(thing), name, tuple(sorted(names)))
@@ -189,48 +153,36 @@ class Walker:
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()
-        return self.found
+        return self.reachable
 
     def _finish_schedulers(self) -> None:
         # The training loop moves a scheduler between calls; only code that reads it makes that matter.
         reads = {"get_last_lr", "get_lr", "_last_lr", "last_epoch", "_step_count"} & self._names
-        for name, scheduler in self.found.schedulers:
+        for name, scheduler in self.reachable.schedulers:
             self._watch(vars(scheduler), name, None, guard=False)
             if reads:
                 self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"))
 
     def _watch(self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True) -> None:
-        watch = Snapshot(container, path, keys, guard=guard)
-        watch.held = watch.now()
-        self.found.snapshots.append(watch)
+        snapshot = Snapshot(container, path, keys, guard=guard)
+        snapshot.held = snapshot.now()
+        self.reachable.snapshots.append(snapshot)
 
-    def _sequence(self, name: str, thing: Any, depth: int) -> None:
-        if isinstance(thing, (list, set, deque)):
-            self._watch(thing if isinstance(thing, list) else ContentView(thing), name, None)
-        if len(thing) > _MAX_ITEMS:
-            return
-        for index, item in enumerate(list(thing)):  # a thread may write to it meanwhile
-            self.visit(f"{name}.{index}", item, depth + 1)
+    # Handlers, one for each row of `HANDLERS`.
 
-    def _buffer(self, name: str, thing: Any) -> None:
-        num_bytes = thing.nbytes if hasattr(thing, "nbytes") else len(bytes(thing))
-        if num_bytes > _MOST_BYTES:
-            log.warning(
-                "%s holds %s bytes: what is written to it between calls is not seen where the step reads it as numbers",
-                name, f"{num_bytes:,}",
-            )  # fmt: skip
-            return
-        self._watch(ContentView(thing), name, None)
+    def _loose_tensor(self, name: str, tensor: torch.Tensor, depth: int) -> None:
+        self.reachable.tensors[id(tensor)] = (name, tensor)
+        self._tensor(name, tensor, depth)
 
     def _module(self, name: str, module: nn.Module, depth: int) -> None:
-        self.found.modules[id(module)] = (name, module)
+        self.reachable.modules[id(module)] = (name, module)
         for fqn, child in module.named_modules():
             path = f"{name}.{fqn}" if fqn else name
             self._seen.add(id(child))
             if is_compiled(child):
-                self.found.compiled.append(path)
+                self.reachable.compiled.append(path)
             if child is not module:
-                self.found.modules.pop(id(child), None)
+                self.reachable.modules.pop(id(child), None)
             for own in (child._parameters, child._buffers, child._modules):
                 self._watch(own, path, None)
                 self._seen.update(id(item) for item in own.values())
@@ -239,57 +191,112 @@ class Walker:
                 # Which hooks take keywords: looked up for hooks that are there, by nobody else.
                 read = hooks != "_forward_hooks_with_kwargs" or bool(child._forward_hooks)
                 self._watch(getattr(child, hooks), f"{path}.{hooks}", None, guard=read)
-                self._hooks(f"{path}.{hooks}", getattr(child, hooks), depth)
+                self.visit_hooks(f"{path}.{hooks}", getattr(child, hooks), depth)
             for key, param in child._parameters.items():
                 if param is not None:
-                    self._on_tensor(f"{path}.{key}", param, depth)
+                    self._tensor(f"{path}.{key}", param, depth)
             for key, item in list(child.__dict__.items()):
                 if key not in _OWN_ATTRIBUTES:
                     self.visit(f"{path}.{key}", item, depth + 1)
             self._classes.add(type(child), whole=True)
 
-    def _on_tensor(self, name: str, tensor: torch.Tensor, depth: int) -> None:
+    def _optimizer(self, name: str, opt: Optimizer, depth: int) -> None:
+        if is_wrapper(opt):
+            self._plain_object(name, opt, depth)
+            return
+        self.reachable.optimizers[id(opt)] = (name, opt)
+        self._classes.add(type(opt))
+        for key, item in list(vars(opt).items()):
+            if key not in hyperparameters.torch_group_keys():
+                self.visit(f"{name}.{key}", item, depth + 1)
+        self.visit_hooks(f"{name}.step_pre_hooks", opt._optimizer_step_pre_hooks, depth)
+        self.visit_hooks(f"{name}.step_post_hooks", opt._optimizer_step_post_hooks, depth)
+
+    def _scheduler(self, name: str, scheduler: Any, depth: int) -> None:
+        self.reachable.schedulers.append((name, scheduler))
+        self.visit(name + ".optimizer", scheduler.optimizer, depth + 1)
+        for index, inner in enumerate(getattr(scheduler, "_schedulers", ())):  # of those that chain others
+            self.visit(f"{name}.{index}", inner, depth + 1)
+
+    def _scaler(self, name: str, scaler: GradScaler, depth: int) -> None:
+        self.reachable.scalers.append((name, scaler))
+        self._watch(vars(scaler), name, grad_scaler.WATCHED)
+        self.reachable.tensors |= {id(one): (f"{name}.{key}", one) for key, one in grad_scaler.tensors(scaler)}
+
+    def _partial(self, name: str, thing: functools.partial[Any], depth: int) -> None:
+        self.visit(name, thing.func, depth + 1)
+        self.visit(f"{name}.args", thing.args, depth + 1)
+        self.visit(f"{name}.keywords", thing.keywords, depth + 1)
+
+    def _method(self, name: str, method: types.MethodType, depth: int) -> None:
+        self.visit(name.rpartition(".")[0] or "self", method.__self__, depth + 1)
+        self.visit(name, method.__func__, depth + 1)
+
+    def _function(self, name: str, function: types.FunctionType, depth: int) -> None:
+        if is_compiled(function):
+            self.reachable.compiled.append(name)
+        if hasattr(function, "__wrapped__"):  # a decorator such as torch.no_grad()
+            self.visit(name, function.__wrapped__, depth + 1)
+        if not is_user_code(function):
+            return
+        self.reachable.codes += _codes(function.__code__)
+        names = {n for code in _codes(function.__code__) for n in _names(code)}
+        self._names |= names
+        used = tuple(sorted(n for n in names if n in function.__globals__ and not n.startswith("__")))
+        if used:
+            self._watch(function.__globals__, f"globals of {function.__module__}", used)
+        for key in used:
+            self.visit(key, function.__globals__[key], depth + 1)
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._cell(key, cell, depth)
+        self.visit(f"{name} defaults", function.__defaults__ or (), depth + 1)
+        self.visit(f"{name} defaults", function.__kwdefaults__ or {}, depth + 1)
+
+    def _sequence(self, name: str, items: Any, depth: int) -> None:
+        if isinstance(items, (list, set, deque)):
+            self._watch(items if isinstance(items, list) else ContentView(items), name, None)
+        if len(items) > _MAX_ITEMS:
+            return
+        for index, item in enumerate(list(items)):  # a thread may write to it meanwhile
+            self.visit(f"{name}.{index}", item, depth + 1)
+
+    def _buffer(self, name: str, buffer: Any, depth: int) -> None:
+        num_bytes = buffer.nbytes if hasattr(buffer, "nbytes") else len(bytes(buffer))
+        if num_bytes > _MOST_BYTES:
+            log.warning(
+                "%s holds %s bytes: what is written to it between calls is not seen where the step reads it as numbers",
+                name, f"{num_bytes:,}",
+            )  # fmt: skip
+            return
+        self._watch(ContentView(buffer), name, None)
+
+    def _mapping(self, name: str, mapping: Any, depth: int) -> None:
+        self._watch(mapping if isinstance(mapping, dict) else ContentView(mapping), name, None)
+        for key, item in list(mapping.items()):
+            self.visit(f"{name}[{key!r}]", item, depth + 1)
+
+    def _plain_object(self, name: str, thing: Any, depth: int) -> None:
+        """An object, a class instance or a file of Python, whose attributes `finish` walks."""
+        if not isinstance(thing, types.ModuleType) and type(thing).__module__.startswith(NO_STATE):
+            return
+        self._objects.append((name, thing))
+        self._classes.add(type(thing))
+        for key in (key for kind, key in _WRAPPED_CONTAINERS if isinstance(thing, kind)):
+            self.visit(f"{name}.{key}", getattr(thing, key), depth + 1)
+
+    def _tensor(self, name: str, tensor: torch.Tensor, depth: int) -> None:
         """What hangs on a tensor: attributes that the user has set, and hooks."""
         self._watch(vars(tensor), name, None, guard=bool(vars(tensor)))
         for key, item in list(vars(tensor).items()):
             self.visit(f"{name}.{key}", item, depth + 1)
-        self._hooks(f"hook of {name}", tensor._backward_hooks, depth)
+        self.visit_hooks(f"hook of {name}", tensor._backward_hooks, depth)
         if tensor.is_leaf:
-            self._hooks(f"hook of {name}", tensor._post_accumulate_grad_hooks, depth)
+            self.visit_hooks(f"hook of {name}", tensor._post_accumulate_grad_hooks, depth)
 
-    def _hooks(self, name: str, hooks: Any, depth: int) -> None:
+    def visit_hooks(self, name: str, hooks: Any, depth: int = 0) -> None:
+        """Walks to hooks, the values of a dict or of None."""
         for hook in (hooks or {}).values():
             self.visit(name, hook, depth + 1)
-
-    def _function(self, name: str, thing: Any, depth: int) -> None:
-        if isinstance(thing, functools.partial):
-            self.visit(name, thing.func, depth + 1)
-            self.visit(f"{name}.args", thing.args, depth + 1)
-            self.visit(f"{name}.keywords", thing.keywords, depth + 1)
-            return
-        if isinstance(thing, types.MethodType):
-            self.visit(name.rpartition(".")[0] or "self", thing.__self__, depth + 1)
-            self.visit(name, thing.__func__, depth + 1)
-            return
-        self._seen.add(id(thing))
-        if is_compiled(thing):
-            self.found.compiled.append(name)
-        if hasattr(thing, "__wrapped__"):  # a decorator such as torch.no_grad()
-            self.visit(name, thing.__wrapped__, depth + 1)
-        if not is_user_code(thing):
-            return
-        self.found.codes += _codes(thing.__code__)
-        names = {n for code in _codes(thing.__code__) for n in _names(code)}
-        self._names |= names
-        used = tuple(sorted(n for n in names if n in thing.__globals__ and not n.startswith("__")))
-        if used:
-            self._watch(thing.__globals__, f"globals of {thing.__module__}", used)
-        for key in used:
-            self.visit(key, thing.__globals__[key], depth + 1)
-        for key, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            self._cell(key, cell, depth)
-        self.visit(f"{name} defaults", thing.__defaults__ or (), depth + 1)
-        self.visit(f"{name} defaults", thing.__kwdefaults__ or {}, depth + 1)
 
     def _cell(self, key: str, cell: types.CellType, depth: int) -> None:
         try:
@@ -299,7 +306,7 @@ class Walker:
         self._watch(CellView(cell, key), "closure", (key,))
         self.visit(key, content, depth + 1)
 
-    def _object(self, name: str, thing: Any) -> None:
+    def _attributes(self, name: str, thing: Any) -> None:
         names = self._names_for(thing)
         for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
             if key in names and hasattr(thing, key):
@@ -308,9 +315,28 @@ class Walker:
     def _names_for(self, thing: Any) -> frozenset[str]:
         """Names of attributes of a plain object that matter."""
         kind = type(thing)
-        if kind not in self._of_library:
-            self._of_library[kind] = _names_in_library(kind)
-        return self._of_library[kind] | self._names
+        if kind not in self._library_names:
+            self._library_names[kind] = _names_in_library(kind)
+        return self._library_names[kind] | self._names
+
+
+Handler = Callable[[Walker, str, Any, int], None]
+
+HANDLERS: tuple[tuple[type | tuple[type, ...], Handler], ...] = (
+    (torch.Tensor, Walker._loose_tensor),
+    (nn.Module, Walker._module),
+    (Optimizer, Walker._optimizer),
+    ((LRScheduler, ReduceLROnPlateau), Walker._scheduler),
+    (GradScaler, Walker._scaler),
+    (types.FunctionType, Walker._function),
+    (types.MethodType, Walker._method),
+    (functools.partial, Walker._partial),
+    ((list, tuple, set, frozenset, deque), Walker._sequence),
+    (BUFFERS, Walker._buffer),
+    ((dict, types.MappingProxyType), Walker._mapping),
+    (object, Walker._plain_object),
+)
+"""What is done at a thing of a type. The first row that fits counts: a tensor is an object, too."""
 
 
 def _is_users_module(thing: Any) -> bool:
@@ -336,7 +362,7 @@ def find_reachable(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             walker.visit(kind.__name__, kind)
     walker.visit(getattr(step, "__name__", "step"), step)
     for hooks in GLOBAL_HOOKS:
-        walker._hooks("hook of every module", hooks, 0)
+        walker.visit_hooks("hook of every module", hooks)
     return walker.finish()
 
 

@@ -31,7 +31,7 @@ Change = Callable[[Any], object]
 
 
 def look_at(module: ModuleType, *containers: dict[Any, Any]) -> Any:
-    return module.Look((), b"", containers, (None,) * len(containers))
+    return module.StateGuard((), b"", containers, (None,) * len(containers))
 
 
 def check(module: ModuleType, container: dict[Any, Any], write: Callable[[], object]) -> None:
@@ -39,18 +39,18 @@ def check(module: ModuleType, container: dict[Any, Any], write: Callable[[], obj
     around = [{"a": 1} for _ in range(10)]
     look = look_at(module, *around[:5], container, *around[5:])
     for _ in range(2):
-        assert look.moved() == ()
+        assert look.changed() == ()
     write()
     for _ in range(2):
-        assert look.moved() == (5,)
-    look.renew()
+        assert look.changed() == (5,)
+    look.accept()
     for _ in range(2):
-        assert look.moved() == ()
-        look.renew()
+        assert look.changed() == ()
+        look.accept()
     around[9]["a"] = 2
-    assert look.moved() == (10,)
+    assert look.changed() == (10,)
     container["another"] = object()
-    assert sorted(look.moved()) == [5, 10]
+    assert sorted(look.changed()) == [5, 10]
 
 
 # ---- ways to write
@@ -194,11 +194,11 @@ def test_a_write_to_an_attribute_is_seen(module: ModuleType, owner: str, name: s
     thing = OWNERS[owner]()
     attributes = attribute_dict(thing) if isinstance(thing, type) else vars(thing)
     look = look_at(module, {"a": 1}, attributes)
-    assert look.moved() == ()
+    assert look.changed() == ()
     write(thing)
-    assert look.moved() == (1,) == look.moved()
-    look.renew()
-    assert look.moved() == ()
+    assert look.changed() == (1,) == look.changed()
+    look.accept()
+    assert look.changed() == ()
 
 
 def test_the_dict_that_an_object_had(module: ModuleType) -> None:
@@ -207,15 +207,15 @@ def test_the_dict_that_an_object_had(module: ModuleType) -> None:
     old, new = vars(owner), {"a": 3, "b": 4}
     look = look_at(module, old, new)
     owner.__dict__ = new
-    assert look.moved() == ()
+    assert look.changed() == ()
     owner.a = 5
-    assert (look.moved(), old["a"], new["a"]) == ((1,), 1, 5)
-    look.renew()
+    assert (look.changed(), old["a"], new["a"]) == ((1,), 1, 5)
+    look.accept()
     old["a"] = 6
-    assert (look.moved(), owner.a) == ((0,), 5)
-    look.renew()
+    assert (look.changed(), owner.a) == ((0,), 5)
+    look.accept()
     del owner
-    assert (look.moved(), new) == ((), {"a": 5, "b": 4})
+    assert (look.changed(), new) == ((), {"a": 5, "b": 4})
 
 
 def test_who_reads_is_not_named(module: ModuleType) -> None:
@@ -226,7 +226,7 @@ def test_who_reads_is_not_named(module: ModuleType) -> None:
         1, False, 1, ["a"], 2,
     )  # fmt: skip
     assert (owner.a, owner.b, hasattr(owner, "c"), dir(owner) != []) == (1, 2, False, True)
-    assert look.moved() == ()
+    assert look.changed() == ()
 
 
 # ---- what is met, and what comes behind it
@@ -236,49 +236,49 @@ def test_what_is_written_behind_a_look_outlives_the_renewal(module: ModuleType) 
     one, two = {"a": 1}, {"a": 1}
     look = look_at(module, one, two)
     one["a"] = 2
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
     one["a"] = two["a"] = 3
-    look.renew()
-    assert sorted(look.moved()) == [0, 1]
-    look.renew()
-    assert look.moved() == ()
+    look.accept()
+    assert sorted(look.changed()) == [0, 1]
+    look.accept()
+    assert look.changed() == ()
 
 
 def test_a_look_without_a_renewal_takes_nothing_for_granted(module: ModuleType) -> None:
     one, two = {"a": 1}, {"a": 1}
     look = look_at(module, one, two)
     one["a"] = 2
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
     two["a"] = 2
-    assert sorted(look.moved()) == [0, 1] == sorted(look.moved())
-    look.renew()
-    assert look.moved() == ()
+    assert sorted(look.changed()) == [0, 1] == sorted(look.changed())
+    look.accept()
+    assert look.changed() == ()
 
 
 def test_a_dict_under_two_numbers(module: ModuleType) -> None:
     container = {"a": 1}
     look = look_at(module, container, {}, container)
     container["a"] = 2
-    assert sorted(look.moved()) == [0, 2]
-    look.renew()
-    assert look.moved() == ()
+    assert sorted(look.changed()) == [0, 2]
+    look.accept()
+    assert look.changed() == ()
 
 
 def test_several_looks_at_one_dict(module: ModuleType) -> None:
     container = {"a": 1}
     looks = [look_at(module, {}, container) for _ in range(3)]
     container["a"] = 2
-    assert [look.moved() for look in looks] == [(1,)] * 3
-    looks[0].renew()
-    assert [look.moved() for look in looks] == [(), (1,), (1,)]
+    assert [look.changed() for look in looks] == [(1,)] * 3
+    looks[0].accept()
+    assert [look.changed() for look in looks] == [(), (1,), (1,)]
     del looks[1]
     container["a"] = 3
-    assert [look.moved() for look in looks] == [(1,)] * 2
-    looks[1].renew()
+    assert [look.changed() for look in looks] == [(1,)] * 2
+    looks[1].accept()
     del looks[0]
-    assert looks[0].moved() == ()
+    assert looks[0].changed() == ()
     container["a"] = 4
-    assert looks[0].moved() == (1,)
+    assert looks[0].changed() == (1,)
 
 
 # ---- who watches
@@ -307,7 +307,7 @@ def test_a_dict_is_watched_as_long_as_a_look_lives(module: ModuleType) -> None:
     looks.pop()
     assert num_watchers(container) == 0
     with pytest.raises(TypeError, match="neither dict"):
-        module.Look((), b"", (container, {1}), (None, None))
+        module.StateGuard((), b"", (container, {1}), (None, None))
     assert num_watchers(container) == 0
 
 
@@ -317,7 +317,7 @@ def test_no_watched_dict_is_read(module: ModuleType) -> None:
     container = {"a": 1}
     look = look_at(module, {}, container)
     word_of(container).value += 1 << 40
-    assert look.moved() == (() if WATCHED else (1,))
+    assert look.changed() == (() if WATCHED else (1,))
 
 
 @NEEDS_WATCHERS
@@ -330,7 +330,7 @@ def test_the_compiler_of_torch_watches_the_same_dict(module: ModuleType) -> None
     before = dict_version(container)
     assert num_watchers(container) == 2
     container["a"] = 2
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
     assert dict_version(container) != before
     del look
     assert num_watchers(container) == 1
@@ -339,7 +339,7 @@ def test_the_compiler_of_torch_watches_the_same_dict(module: ModuleType) -> None
     assert dict_version(container) != before
     look = look_at(module, container)
     container["a"] = 4
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
 
 
 NO_WATCHER_LEFT = """
@@ -359,34 +359,34 @@ def take():
 while take():
     pass
 from wholestep.capture.guards import fast_guards
-from wholestep.capture.native import build as native
+from wholestep.capture.native import build
 from wholestep.capture.native.self_test import PARAMETER
-if sys.version_info >= (3, 14):  # no versions to read either, so there is no native look
-    assert "fails its test" in native.wait()
+if sys.version_info >= (3, 14):  # no versions to read either, so there are no native guards
+    assert "fails its test" in build.wait()
     sys.exit()
-assert native.wait() == "", native.why_not()
+assert build.wait() == "", build.why_not()
 one, two = {"a": 1}, {"a": 1}
 param = torch.nn.Parameter(torch.zeros(2))
 param.register_hook(len)
-look = native.module().Look((), b"", (one, two), (None, None))
-hooks = native.module().Look((param,), bytes([PARAMETER]), (), ())
-assert look.moved() == ()
+look = build.module().StateGuard((), b"", (one, two), (None, None))
+hooks = build.module().StateGuard((param,), bytes([PARAMETER]), (), ())
+assert look.changed() == ()
 one["a"] = 2
-assert look.moved() == (0,) == look.moved()
+assert look.changed() == (0,) == look.changed()
 two["a"] = 2
-look.renew()
-assert look.moved() == (1,)
-look.renew()
-assert look.moved() == ()
+look.accept()
+assert look.changed() == (1,)
+look.accept()
+assert look.changed() == ()
 ctypes.c_uint64.from_address(id(one) + 24).value += 1 << 40
-assert look.moved() == (0,), "read after all"
+assert look.changed() == (0,), "read after all"
 for _ in range(3):
-    assert hooks.moved() == ()
+    assert hooks.changed() == ()
     param.register_hook(len)
-    assert hooks.moved() == (fast_guards.TENSORS,) == hooks.moved()
-    hooks.renew()
+    assert hooks.changed() == (fast_guards.TENSORS,) == hooks.changed()
+    hooks.accept()
 param._backward_hooks = None
-assert hooks.moved() == (fast_guards.TENSORS,)
+assert hooks.changed() == (fast_guards.TENSORS,)
 """
 
 
@@ -398,9 +398,9 @@ def test_without_a_watcher_versions_are_read(module: ModuleType) -> None:
 
 AT_THE_END = """
 import atexit, builtins, sys
-from wholestep.capture.native import build as native
-assert native.wait() == "", native.why_not()
-look = lambda *dicts: native.module().Look((), b"", dicts, (None,) * len(dicts))
+from wholestep.capture.native import build
+assert build.wait() == "", build.why_not()
+look = lambda *dicts: build.module().StateGuard((), b"", dicts, (None,) * len(dicts))
 
 class Owner:
     def __del__(self):
@@ -448,7 +448,7 @@ def test_a_look_and_its_dicts_are_collected_together(module: ModuleType) -> None
         one["a"] = 0
     look = look_at(module, *fresh)
     fresh[-1]["a"] = 1
-    assert look.moved() == (999,)
+    assert look.changed() == (999,)
 
 
 @contextmanager
@@ -489,19 +489,19 @@ def test_a_long_life(module: ModuleType, seed: int) -> None:
             one, _, since, met = choose.choice(looks)
             met |= since
             since.clear()
-            assert sorted(one.moved()) == sorted(met)
+            assert sorted(one.changed()) == sorted(met)
             if renew:
-                one.renew()
+                one.accept()
                 met.clear()
 
     def renew_late() -> None:
         if looks:
             one, _, since, met = choose.choice(looks)
-            one.moved()
+            one.changed()
             met |= since
             since.clear()
             write()
-            one.renew()
+            one.accept()
             met.clear()
 
     actions = [write, write, begin, end, exchange, lambda: look(True), lambda: look(False), renew_late, write]
@@ -523,7 +523,7 @@ def hooked() -> nn.Parameter:
 
 
 def look_at_tensor(module: ModuleType, param: nn.Parameter) -> Any:
-    return module.Look((param,), bytes([self_test.PARAMETER]), (), ())
+    return module.StateGuard((param,), bytes([self_test.PARAMETER]), (), ())
 
 
 HOOK_CHANGES: dict[str, Change] = {
@@ -541,13 +541,13 @@ HOOK_CHANGES: dict[str, Change] = {
 def test_a_change_among_hooks_is_seen(module: ModuleType, name: str) -> None:
     param = hooked()
     look = look_at_tensor(module, param)
-    assert look.moved() == () == look.moved()
+    assert look.changed() == () == look.changed()
     HOOK_CHANGES[name](param)
-    assert look.moved() == (fast_guards.TENSORS,) == look.moved()
-    look.renew()
-    assert look.moved() == () == look.moved()
+    assert look.changed() == (fast_guards.TENSORS,) == look.changed()
+    look.accept()
+    assert look.changed() == () == look.changed()
     param.register_hook(lambda grad: None)
-    assert look.moved() == (fast_guards.TENSORS,)
+    assert look.changed() == (fast_guards.TENSORS,)
 
 
 @NEEDS_WATCHERS
@@ -557,8 +557,8 @@ def test_hooks_are_watched_as_long_as_a_look_lives(module: ModuleType) -> None:
     look = look_at_tensor(module, param)
     assert num_watchers(first) == 1
     param._backward_hooks = second = OrderedDict(first)
-    assert look.moved() == (fast_guards.TENSORS,)
-    look.renew()
+    assert look.changed() == (fast_guards.TENSORS,)
+    look.accept()
     assert (num_watchers(first), num_watchers(second)) == (0, 1)
     look = None
     assert num_watchers(second) == 0
@@ -575,15 +575,15 @@ def test_hooks_that_are_gone_leave_their_address_to_others(module: ModuleType) -
         others.append(OrderedDict({0: 1}))
     other = look_at(module, others[-1])
     others[-1].clear()
-    assert (look.moved(), other.moved()) == ((fast_guards.TENSORS,), (0,))
+    assert (look.changed(), other.changed()) == ((fast_guards.TENSORS,), (0,))
     del other
     assert not WATCHED or num_watchers(others[-1]) == 0
     param._backward_hooks = OrderedDict({0: lambda grad: None})
-    look.renew()
-    assert look.moved() == ()
+    look.accept()
+    assert look.changed() == ()
     param._backward_hooks.clear()  # type: ignore[attr-defined]
-    assert look.moved() == (fast_guards.TENSORS,)
-    look.renew()
+    assert look.changed() == (fast_guards.TENSORS,)
+    look.accept()
     gone = weakref.ref(param)
     del param
     assert gone() is not None, "the look owns the tensor"

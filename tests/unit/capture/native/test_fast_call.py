@@ -11,11 +11,12 @@ from torch import Tensor
 
 import wholestep as ws
 from wholestep.api.compiled_step import CompiledStep
+from wholestep.capture.guards.state_guards import ContainerGuard
 from wholestep.capture.native import build
 from wholestep.capture.tracing.tracer import CAPTURING
 from wholestep.ir.program import Stage
 
-pytestmark = pytest.mark.skipif(build.wait() != "", reason="there is no native look")
+pytestmark = pytest.mark.skipif(build.wait() != "", reason="there are no native guards")
 
 
 def hits(step: CompiledStep) -> int:
@@ -114,7 +115,7 @@ def test_an_error_is_that_of_the_step_and_the_next_call_goes_on() -> None:
 
 
 class Table(dict[str, float]):
-    """Whose version number says nothing, as far as anybody knows: the native look leaves it to the full comparison."""
+    """Whose version number says nothing, as far as anybody knows: the native guard leaves it to the full comparison."""
 
 
 def test_what_is_compared_at_every_call_is_compared() -> None:
@@ -150,8 +151,7 @@ def test_an_error_while_comparing_reaches_the_caller(monkeypatch: pytest.MonkeyP
     step = ws.compile(lambda x: x * factors[0], backend="eager")
     for _ in range(3):
         step(torch.ones(2))
-    guards = step._last().captured.guards
-    monkeypatch.setattr(type(guards), "_compare", lambda self, moved: 1 / 0)
+    monkeypatch.setattr(ContainerGuard, "why_not", lambda self, call: 1 / 0)
     factors[0] = 2.0
     with pytest.raises(ZeroDivisionError):
         step(torch.ones(2))
@@ -171,4 +171,4 @@ def test_wrong_use_of_the_native_types() -> None:
     module = build.module()
     assert module is not None
     with pytest.raises(TypeError):
-        module.Shortcut(1, 2, 3, 4, 5, 6, 7, 8)
+        module.FastCall(1, 2, 3, 4, 5, 6, 7, 8)

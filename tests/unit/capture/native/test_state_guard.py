@@ -1,4 +1,4 @@
-"""The native look sees every change, says nothing when nothing changed, and comes without anybody waiting for it."""
+"""The native guards sees every change, says nothing when nothing changed, and comes without anybody waiting for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.capture.guards import fast_guards
-from wholestep.capture.guards.guards import aliases_of, describe
+from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.native import build, self_test
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import attribute_dict
@@ -65,37 +65,37 @@ PARAMETER_CHANGES: dict[str, Change] = {
 def check(module: ModuleType, change: Change, tensor: Tensor, want: int) -> None:
     others = [torch.zeros(3, 4) for _ in range(3)]  # before and behind it: every place is looked at
     tensors = (*others[:2], tensor, others[2])
-    look = module.Look(tensors, bytes([self_test.STATE, self_test.PARAMETER, want, self_test.STATE]), (), ())
-    assert look.moved() == () == look.moved()
+    look = module.StateGuard(tensors, bytes([self_test.STATE, self_test.PARAMETER, want, self_test.STATE]), (), ())
+    assert look.changed() == () == look.changed()
     with torch.no_grad():
         tensor.zero_()  # numbers are no matter of the look
-        assert look.moved() == (fast_guards.MODES,)
+        assert look.changed() == (fast_guards.MODES,)
         change(tensor)
-    assert look.moved() == (fast_guards.TENSORS,)
-    assert look.moved() == (fast_guards.TENSORS,), "what was told once must not be taken for granted"
+    assert look.changed() == (fast_guards.TENSORS,)
+    assert look.changed() == (fast_guards.TENSORS,), "what was told once must not be taken for granted"
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 1), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6), ()])
 def test_shapes_and_strides_of_any_rank_are_seen(module: ModuleType, shape: tuple[int, ...]) -> None:
     tensor = torch.zeros(shape)
-    look = module.Look((tensor,), bytes([self_test.STATE]), (), ())
+    look = module.StateGuard((tensor,), bytes([self_test.STATE]), (), ())
     with torch.no_grad():
         tensor.unsqueeze_(0)
-    assert look.moved() == (fast_guards.TENSORS,)
-    look.renew()
-    assert look.moved() == ()
+    assert look.changed() == (fast_guards.TENSORS,)
+    look.accept()
+    assert look.changed() == ()
     strides = tuple(stride + 1 for stride in tensor.stride())
     tensor.data = torch.empty_strided(tensor.shape, strides)
-    assert look.moved() == (fast_guards.TENSORS,), "strides of dimensions of size one count as well"
+    assert look.changed() == (fast_guards.TENSORS,), "strides of dimensions of size one count as well"
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 3, 4), (2, 3, 4, 5, 6, 7)])
 def test_every_size_counts(module: ModuleType, shape: tuple[int, ...]) -> None:
     for dim in range(len(shape)):
         tensor = torch.empty(shape)
-        look = module.Look((tensor,), bytes([self_test.STATE]), (), ())
+        look = module.StateGuard((tensor,), bytes([self_test.STATE]), (), ())
         tensor.data = torch.empty([size + (number == dim) for number, size in enumerate(shape)])
-        assert look.moved() == (fast_guards.TENSORS,)
+        assert look.changed() == (fast_guards.TENSORS,)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -120,98 +120,98 @@ GRADIENTS: dict[str, Change] = {
 def test_a_change_of_a_gradient_at_entry_is_seen(module: ModuleType, name: str) -> None:
     param = nn.Parameter(torch.zeros(3, 4))
     param.grad = torch.zeros(3, 4)
-    look = module.Look((param,), bytes([self_test.WITH_GRADIENT]), (), ())
+    look = module.StateGuard((param,), bytes([self_test.WITH_GRADIENT]), (), ())
     param.grad = torch.ones(3, 4)  # another tensor of the same kind
-    assert look.moved() == ()
+    assert look.changed() == ()
     GRADIENTS[name](param)
-    assert look.moved() == (fast_guards.TENSORS,)
+    assert look.changed() == (fast_guards.TENSORS,)
 
 
 def test_a_gradient_that_appears_is_seen_where_it_matters(module: ModuleType) -> None:
     for want, seen in ((self_test.WITHOUT_GRADIENT, (fast_guards.TENSORS,)), (self_test.PARAMETER, ())):
         param = nn.Parameter(torch.zeros(1))
-        look = module.Look((param,), bytes([want]), (), ())
+        look = module.StateGuard((param,), bytes([want]), (), ())
         param.grad = torch.zeros(1)
-        assert look.moved() == seen
+        assert look.changed() == seen
 
 
 def test_hooks_added_to_and_removed_from_those_that_are_there(module: ModuleType) -> None:
     param = nn.Parameter(torch.zeros(2))
     handles = [param.register_hook(lambda grad: None), param.register_post_accumulate_grad_hook(lambda t: None)]
     for change in (handles[0].remove, handles[1].remove, lambda: param.register_hook(lambda grad: None)):
-        look = module.Look((param,), bytes([self_test.PARAMETER]), (), ())
-        assert look.moved() == ()
+        look = module.StateGuard((param,), bytes([self_test.PARAMETER]), (), ())
+        assert look.changed() == ()
         change()
-        assert look.moved() == (fast_guards.TENSORS,)
+        assert look.changed() == (fast_guards.TENSORS,)
 
 
 def test_renew_takes_the_tensors_as_they_are(module: ModuleType) -> None:
     tensor, other = torch.zeros(2), torch.zeros(2)
-    look = module.Look((tensor,), bytes([self_test.STATE]), (), ())
+    look = module.StateGuard((tensor,), bytes([self_test.STATE]), (), ())
     torch._C._swap_tensor_impl(tensor, other)
-    assert look.moved() == (fast_guards.TENSORS,)
-    look.renew()
+    assert look.changed() == (fast_guards.TENSORS,)
+    look.accept()
     del other
-    assert look.moved() == ()
+    assert look.changed() == ()
     tensor.data = torch.zeros(3)
-    assert look.moved() == (fast_guards.TENSORS,)
+    assert look.changed() == (fast_guards.TENSORS,)
 
 
 def test_what_cannot_be_taken_is_named_again(module: ModuleType) -> None:
     """A tensor that became another kind is never taken for unchanged, whatever the caller says."""
     tensors = (torch.zeros(2), torch.zeros(2))
-    look = module.Look(tensors, bytes(2), (), ())
+    look = module.StateGuard(tensors, bytes(2), (), ())
     torch._C._swap_tensor_impl(tensors[1], torch.zeros(2).to_sparse())
     for _ in range(3):
-        assert look.moved() == (fast_guards.TENSORS,)
-        look.renew()
+        assert look.changed() == (fast_guards.TENSORS,)
+        look.accept()
 
 
 def test_modes_are_renewed(module: ModuleType) -> None:
-    look = module.Look((), b"", (), ())
+    look = module.StateGuard((), b"", (), ())
     with torch.no_grad():
-        assert look.moved() == (fast_guards.MODES,)
-        look.renew()
-        assert look.moved() == ()
-    assert look.moved() == (fast_guards.MODES,)
-    look.renew()
+        assert look.changed() == (fast_guards.MODES,)
+        look.accept()
+        assert look.changed() == ()
+    assert look.changed() == (fast_guards.MODES,)
+    look.accept()
     for device in ("meta", "cpu"):  # one mode on the stack says nothing about which device it stands for
         with torch.device(device):
-            assert look.moved() == (fast_guards.MODES,)
-            look.renew()
+            assert look.changed() == (fast_guards.MODES,)
+            look.accept()
 
 
 def test_what_a_tensor_wrapped_may_die(module: ModuleType) -> None:
     """Its memory goes to others, which look just like it: still nothing is taken for it."""
     tensors = tuple(torch.zeros(3, 4) for _ in range(100))
-    look = module.Look(tensors, bytes(100), (), ())
+    look = module.StateGuard(tensors, bytes(100), (), ())
     others = [torch.zeros(5) for _ in tensors]
     for one, other in zip(tensors, others, strict=True):
         torch._C._swap_tensor_impl(one, other)
     del others, other
     gc.collect()
     fresh = [torch.zeros(3, 4) for _ in range(300)]
-    assert look.moved() == (fast_guards.TENSORS,)
+    assert look.changed() == (fast_guards.TENSORS,)
     del fresh
 
 
 def test_tensors_can_be_swapped_while_they_are_looked_at(module: ModuleType) -> None:
     """torch refuses to swap what somebody else refers to, weakly or not: so the look must hold no TensorImpl."""
     tensors = (torch.zeros(3, 4), nn.Parameter(torch.zeros(3, 4)))
-    look = module.Look(tensors, bytes([self_test.STATE, self_test.PARAMETER]), (), ())
+    look = module.StateGuard(tensors, bytes([self_test.STATE, self_test.PARAMETER]), (), ())
     for tensor, other in zip(tensors, (torch.ones(3, 4), nn.Parameter(torch.ones(3, 4))), strict=True):
-        assert look.moved() == ()
+        assert look.changed() == ()
         torch.utils.swap_tensors(tensor, other)
-        assert look.moved() == (fast_guards.TENSORS,)
-        look.renew()
+        assert look.changed() == (fast_guards.TENSORS,)
+        look.accept()
 
 
 def test_what_it_cannot_look_at_is_refused(module: ModuleType) -> None:
     for thing in (torch.zeros(2).to_sparse(), torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2)), 5):
         with pytest.raises(TypeError):
-            module.Look((thing,), bytes([self_test.STATE]), (), ())
+            module.StateGuard((thing,), bytes([self_test.STATE]), (), ())
     with pytest.raises(TypeError, match="neither dict"):
-        module.Look((), b"", ({1},), (None,))
+        module.StateGuard((), b"", ({1},), (None,))
 
 
 # ---- containers
@@ -224,36 +224,36 @@ def test_every_write_to_a_dict_is_seen(module: ModuleType, kind: Callable[[], An
     container = kind()
     if filled:
         container["a"] = 1
-    look = module.Look((), b"", (*others, container), (None,) * 51)
+    look = module.StateGuard((), b"", (*others, container), (None,) * 51)
     writes: list[Callable[[], Any]] = [
         lambda: container.update(a=2), lambda: container.setdefault("b", 1), lambda: container.pop("b"),
         lambda: container.__delitem__("a"), lambda: container.update(c=1), lambda: container.clear(),
     ]  # fmt: skip
     for write in writes:
-        assert look.moved() == ()
+        assert look.changed() == ()
         write()
-        assert look.moved() == (50,) == look.moved()
-        look.renew()
+        assert look.changed() == (50,) == look.changed()
+        look.accept()
     container.get("a"), list(container.items())
-    assert look.moved() == ()
+    assert look.changed() == ()
 
 
 def test_every_write_to_a_class_is_seen_and_none_to_its_base(module: ModuleType) -> None:
     base = type("Base", (), {"a": 1})
     kind = type("Kind", (base,), {"a": 1})
-    look = module.Look((), b"", (attribute_dict(base), attribute_dict(kind)), (None, None))
+    look = module.StateGuard((), b"", (attribute_dict(base), attribute_dict(kind)), (None, None))
     writes: list[Callable[[], Any]] = [
         lambda: setattr(kind, "a", 2), lambda: setattr(kind, "b", 1), lambda: delattr(kind, "a"),
         lambda: setattr(kind, "__call__", len), lambda: setattr(kind, "__doc__", "a text"),
     ]  # fmt: skip
     for write in writes:
-        assert look.moved() == ()
+        assert look.changed() == ()
         write()
-        assert look.moved() == (1,) == look.moved()
-        look.renew()
-    assert (kind.a, kind().b, isinstance(kind(), base), look.moved()) == (1, 1, True, ())  # type: ignore[attr-defined]
+        assert look.changed() == (1,) == look.changed()
+        look.accept()
+    assert (kind.a, kind().b, isinstance(kind(), base), look.changed()) == (1, 1, True, ())  # type: ignore[attr-defined]
     setattr(base, "a", 3)  # noqa: B010
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
 
 
 class Few:
@@ -304,23 +304,23 @@ def test_attributes_written_by_warm_code_are_seen(module: ModuleType, kind: type
     for _ in range(5000):
         write()
     attributes = vars(owner) if attributes is None else attributes
-    look = module.Look((), b"", (attributes,), (None,))
+    look = module.StateGuard((), b"", (attributes,), (None,))
     for _ in range(5000):
-        assert look.moved() == ()
+        assert look.changed() == ()
         write()
-        assert look.moved() == (0,)
-        look.renew()
+        assert look.changed() == (0,)
+        look.accept()
     del owner.a
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
 
 
 def test_globals_and_writes_from_c_are_seen(module: ModuleType) -> None:
     container: dict[str, Any] = {"a": 1}
-    look = module.Look((), b"", (globals(), container), (None, None))
+    look = module.StateGuard((), b"", (globals(), container), (None, None))
     for _ in range(2000):
         count_globally()
-        assert look.moved() == (0,)
-        look.renew()
+        assert look.changed() == (0,)
+        look.accept()
     more = ctypes.pythonapi.PyDict_SetItemString, ctypes.pythonapi.PyDict_DelItemString
     writes: list[Callable[[], Any]] = [
         lambda: more[0](ctypes.py_object(container), b"a", ctypes.py_object(2)),
@@ -330,42 +330,42 @@ def test_globals_and_writes_from_c_are_seen(module: ModuleType) -> None:
         lambda: exec("c = 1", {}, container),
     ]
     for write in writes:
-        assert look.moved() == ()
+        assert look.changed() == ()
         write()
-        assert look.moved() == (1,)
-        look.renew()
+        assert look.changed() == (1,)
+        look.accept()
 
 
 def test_a_write_between_the_look_and_the_renewal_is_not_lost(module: ModuleType) -> None:
     one, two = {"a": 1}, {"a": 1}
-    look = module.Look((), b"", (one, two), (None, None))
+    look = module.StateGuard((), b"", (one, two), (None, None))
     one["a"] = 2
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
     two["a"] = 2
-    look.renew()
-    assert look.moved() == (1,)
+    look.accept()
+    assert look.changed() == (1,)
 
 
 def test_lists_and_cells(module: ModuleType) -> None:
     items, cell = [1.5, "x"], CellType(items_held := object())
-    look = module.Look((), b"", (items, cell), (tuple(items), items_held))
+    look = module.StateGuard((), b"", (items, cell), (tuple(items), items_held))
     items[0], items[1] = items[0], items[1]
-    assert look.moved() == ()
+    assert look.changed() == ()
     for change, back in (
         (lambda: items.append(0), items.pop),
         (lambda: items.reverse(), items.reverse),
         (lambda: items.__setitem__(0, float("1.5")), None),
     ):
         change()
-        assert look.moved() == (0,)
+        assert look.changed() == (0,)
         if back is not None:
             back()
-            assert look.moved() == ()
+            assert look.changed() == ()
     items[:] = []
     cell.cell_contents = 5
-    assert look.moved() == (0, 1)
+    assert look.changed() == (0, 1)
     del cell.cell_contents
-    assert look.moved() == (0, 1)
+    assert look.changed() == (0, 1)
 
 
 def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
@@ -373,7 +373,7 @@ def test_a_look_in_a_cycle_is_collected(module: ModuleType) -> None:
         pass
 
     owner = Owner()
-    owner.look = module.Look((), b"", (vars(owner), [owner]), (None, (owner,)))  # type: ignore[attr-defined]
+    owner.look = module.StateGuard((), b"", (vars(owner), [owner]), (None, (owner,)))  # type: ignore[attr-defined]
     gone = weakref.ref(owner)
     del owner
     gc.collect()
@@ -495,7 +495,7 @@ def matcher(
     leaves, spec = tree_util.flatten((args, kwargs))
     data = [isinstance(leaf, torch.Tensor) and all(leaf is not one for one in state) for leaf in leaves]
     described = [describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
-    return fast_guards.signature_guard(spec, described, data, aliases_of(leaves, data), state)
+    return fast_guards.signature_guard(spec, described, data, first_aliases(leaves, data), state)
 
 
 def same_as_flatten(made: fast_guards.SignatureGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -651,7 +651,7 @@ def test_many_build_once(cache: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from wholestep.capture.native import build as native
+from wholestep.capture.native import build
 native._compiler = lambda: ["sh", "-c", f"kill -9 {os.getpid()}"]
 native.build()
 """
@@ -675,7 +675,9 @@ def test_what_a_process_that_was_killed_left_behind_is_taken_over(cache: Path) -
 def test_a_build_for_another_torch_may_end_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is renamed between two looks at the folder."""
     path, glob = build.library(), Path.glob
-    monkeypatch.setattr(Path, "glob", lambda folder, what: [*glob(folder, what), path.with_name("look-other.7.tmp")])
+    monkeypatch.setattr(
+        Path, "glob", lambda folder, what: [*glob(folder, what), path.with_name("fast_guards-other.7.tmp")]
+    )
     build.build()
     assert path.exists()
 
@@ -733,7 +735,7 @@ def test_the_switch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
-    code = "from wholestep.capture.native import build; assert build.module() is None; import time; time.sleep(0.3)"
+    code = "from wholestep.capture import native; assert build.module() is None; import time; time.sleep(0.3)"
     slow = cache / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o700)
@@ -775,11 +777,11 @@ class Blind:
 
     TENSORS = fast_guards.TENSORS
 
-    class Look:
+    class StateGuard:
         def __init__(self, *args: Any) -> None:
             pass
 
-        def moved(self) -> tuple[int, ...]:
+        def changed(self) -> tuple[int, ...]:
             return ()
 
 
@@ -789,9 +791,11 @@ class BlindFor:
     def __init__(self, module: ModuleType, things: Callable[[Any, Any], bool]) -> None:
         self._module, self._things, self.TENSORS = module, things, fast_guards.TENSORS
 
-    def Look(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
+    def StateGuard(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
         return (
-            Blind.Look() if self._things(tensors, containers) else self._module.Look(tensors, wants, containers, held)
+            Blind.StateGuard()
+            if self._things(tensors, containers)
+            else self._module.StateGuard(tensors, wants, containers, held)
         )
 
 

@@ -1,4 +1,4 @@
-"""What a step reads of classes is looked at like what it reads of objects, with the native look and without it."""
+"""What a step reads of classes is looked at like what it reads of objects, with the native guards and without them."""
 
 from __future__ import annotations
 

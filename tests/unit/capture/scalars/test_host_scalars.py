@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.unit.capture.steps import Make, captured, differing, train, twins
+from tests.unit.capture.steps import Make, branch_guard, captured, differing, train, twins
 from wholestep.errors import CaptureError
 
 HERE = "test_host_scalars.py"
@@ -39,11 +39,13 @@ CONDITION = f"{HERE}:{two_phases.__code__.co_firstlineno + 2}"
 def test_a_branch_on_a_rate_is_a_predicate() -> None:
     model, opt = linear(torch.optim.SGD, lr=0.1)()
     guards = captured(two_phases, model, opt, torch.ones(3, 4)).guards
-    function, sources, truths, lines = guards.predicates  # type: ignore[misc]
-    assert truths[lines.index(CONDITION)] is True
+    branches = branch_guard(guards)
+    assert branches is not None
+    number = branches.lines.index(CONDITION)
+    assert branches.truths[number] is True
     opt.param_groups[0]["lr"] = 0.01
     with torch.no_grad():
-        assert function(*(source() for source in sources))[lines.index(CONDITION)] is False
+        assert branches.function(*(source() for source in branches.sources))[number] is False
 
 
 def test_a_flip_is_one_retrace_that_names_the_condition_and_the_old_graph_is_kept() -> None:
@@ -117,10 +119,11 @@ def test_a_condition_on_a_step_counter_uses_its_value_within_the_step() -> None:
 def test_predicates_do_not_move_the_state() -> None:
     model, opt = linear(torch.optim.RAdam, lr=0.01)()
     found = captured(train, model, opt, torch.ones(3, 4))
-    function, sources, _, _ = found.guards.predicates  # type: ignore[misc]
+    branches = branch_guard(found.guards)
+    assert branches is not None
     for _ in range(7):
         with torch.no_grad():
-            function(*(source() for source in sources))
+            branches.function(*(source() for source in branches.sources))
     assert all(held["step"] == 0 for held in opt.state.values())
 
 

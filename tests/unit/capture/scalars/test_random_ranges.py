@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholestep as ws
-from tests.unit.capture.steps import calls, captured, differing, program_of, train
+from tests.unit.capture.steps import branch_guard, calls, captured, differing, program_of, train
 from wholestep.errors import CaptureError
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code
 
@@ -73,7 +73,7 @@ def test_layers_that_are_never_or_always_skipped(probability: float, draw: Calla
 
 
 def test_nothing_is_checked_in_later_calls() -> None:
-    assert captured(Skipping(0.0).forward, torch.randn(2, 4)).guards.predicates is None
+    assert branch_guard(captured(Skipping(0.0).forward, torch.randn(2, 4)).guards) is None
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -1,4 +1,4 @@
-// The signature of a call, and its leaves. Python's type `Arguments`.
+// The signature of a call, and its leaves. Python's `SignatureGuard`.
 #pragma once
 
 #include "tensor_desc.h"
@@ -12,7 +12,7 @@
 
 namespace wholestep {
 
-struct ArgumentLayout {
+struct ArgumentDesc {
   PyTypeObject* type;
   at::ScalarType dtype;
   c10::Device device;
@@ -21,12 +21,12 @@ struct ArgumentLayout {
   size_t alias;  // the first argument that is the same tensor
 };
 
-class Call {
+class SignatureGuard {
  public:
   // `structure`, that of (args, kwargs), is (None,), (tuple or list, structures) or (dict, structures, keys); `leaves` has
   // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, conjugate, negative, alias) of
   // data, (number or text, its type) of what may be any of that type, or (thing,).
-  Call(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
+  SignatureGuard(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
     if (PyTuple_GET_SIZE(structure) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(structure, 1)) ||
         PyTuple_GET_SIZE(PyTuple_GET_ITEM(structure, 1)) != 2)
       throw std::invalid_argument("a call is a pair of positional and keyword arguments");
@@ -51,10 +51,10 @@ class Call {
 
  private:
   PyObject *structure_, *leaves_;
-  std::vector<std::optional<ArgumentLayout>> data_;
+  std::vector<std::optional<ArgumentDesc>> data_;
   std::unordered_set<PyObject*> state_;
 
-  static ArgumentLayout read(PyObject* leaf) {
+  static ArgumentDesc read(PyObject* leaf) {
     PyObject* item[9];
     if (PyTuple_GET_SIZE(leaf) != 9) throw std::invalid_argument("a description has nine parts");
     for (int i = 0; i < 9; ++i) item[i] = PyTuple_GET_ITEM(leaf, i);
@@ -108,7 +108,7 @@ class Call {
         if (!fits) return false;
         continue;
       }
-      const ArgumentLayout& then = *data_[i];
+      const ArgumentDesc& then = *data_[i];
       if (Py_TYPE(leaf) != then.type || !THPVariable_CheckExact(leaf) || state_.count(leaf) != 0) return false;
       if (!fits(*impl_of(leaf), then)) return false;
       for (size_t j = 0; j <= i; ++j) {  // the first leaf that is this tensor must be the one that was
@@ -121,7 +121,7 @@ class Call {
     return true;
   }
 
-  static bool fits(const c10::TensorImpl& impl, const ArgumentLayout& then) {
+  static bool fits(const c10::TensorImpl& impl, const ArgumentDesc& then) {
     return is_plain(impl) && impl.dtype() == c10::scalarTypeToTypeMeta(then.dtype) && impl.device() == then.device &&
         impl.sizes() == c10::IntArrayRef(then.sizes) && impl.strides() == c10::IntArrayRef(then.strides) &&
         impl.requires_grad() == then.requires_grad && impl.is_conj() == then.conjugate && impl.is_neg() == then.negative;

@@ -1,0 +1,102 @@
+"""Guards of the arguments: their structure, constants among them, layouts of tensors, and which are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from wholestep.capture.guards.guards import Call, Guard
+from wholestep.capture.guards.tensor_layout import describe, difference, first_aliases, short_text
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import same
+from wholestep.capture.reach.arguments import ArgumentPath, leaf_of, path_text
+from wholestep.capture.scalars.counters import VaryingValue
+
+
+@dataclass(frozen=True, slots=True)
+class StructureGuard(Guard):
+    """The containers among the arguments, with their keys and lengths."""
+
+    spec: tree_util.TreeSpec
+
+    def why_not(self, call: Call) -> str | None:
+        if call.spec is None or call.spec is self.spec or call.spec == self.spec:
+            return None
+        path, then, now = tree_util.difference(self.spec, call.spec)
+        return f"{path_text(path) if len(path) > 1 else 'the call'} was {then}, is {now}"
+
+
+class Constant(NamedTuple):
+    """A leaf of the arguments, by number, that is a constant of the trace."""
+
+    leaf: int
+    value: Any
+    path: ArgumentPath
+    is_any_text: bool
+    """Whether any text will do, since the step does not look at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantGuard(Guard):
+    """Leaves of the arguments that are no tensors of the call."""
+
+    constants: tuple[Constant, ...]
+    num_leaves: int
+
+    def why_not(self, call: Call) -> str | None:
+        for index, then, _, is_any_text in self.constants:
+            now = call.leaves[index]
+            if then is now or (is_any_text and type(now) is str):
+                continue
+            if not same(then, now):
+                return f"argument {index} was {short_text(then)}, is {short_text(now)}"
+        return None
+
+    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
+        for index, then, path, is_any_text in self.constants if len(leaves) == self.num_leaves else ():
+            leaf = leaf_of(path, leaves[index]) if not is_any_text else None
+            if leaf is not None and not same(then, leaves[index]):
+                yield leaf
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArgumentGuard(Guard):
+    """Layouts of the tensors among the arguments, none of which is of the state."""
+
+    layouts: tuple[tuple[int, tuple[Any, ...]], ...]
+    """(leaf, description) pairs."""
+    state_ids: frozenset[int]
+
+    def why_not(self, call: Call) -> str | None:
+        for index, then in self.layouts:
+            now = call.leaves[index]
+            if not isinstance(now, torch.Tensor):
+                return f"argument {index} was a tensor, is {type(now).__name__}"
+            if (layout := describe(now)) != then:
+                return difference(f"argument {index}", then, layout)
+            if id(now) in self.state_ids:
+                return f"argument {index} was data of the call, is a tensor of the model, the optimizer or a closure"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGuard(Guard):
+    """The same tensor given twice is one input of the graph: it must be given twice again, and no other."""
+
+    is_data: tuple[bool, ...]
+    aliases: tuple[int, ...]
+    """As `first_aliases` gives them."""
+
+    def why_not(self, call: Call) -> str | None:
+        data = [index for index, is_data in enumerate(self.is_data) if is_data]
+        for index, then, now in zip(data, self.aliases, first_aliases(call.leaves, self.is_data), strict=True):
+            if then != now:
+                return f"argument {index} was {_alias(index, then)}, is {_alias(index, now)}"
+        return None
+
+
+def _alias(index: int, first: int) -> str:
+    return "a tensor of its own" if first == index else f"the same tensor as argument {first}"

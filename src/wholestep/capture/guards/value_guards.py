@@ -1,0 +1,59 @@
+"""Guards of values that are asked for at every call: numbers that are inputs, branches on them, sizes of storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep.capture.functionalize.storage_resize import StorageSizes
+from wholestep.capture.guards.guards import Call, Guard
+from wholestep.capture.scalars.counters import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class CounterGuard(Guard):
+    """Numbers that are inputs of the graph: each is a number of the same type still."""
+
+    counters: Counters
+    arguments: dict[int, Any]
+    """Where counters read those among the arguments, by leaf: written at every call."""
+    leaves: tuple[int, ...]
+    """The leaves of these."""
+
+    def why_not(self, call: Call) -> str | None:
+        for leaf in self.leaves:
+            self.arguments[leaf] = call.leaves[leaf]
+        return self.counters.why_not()
+
+
+@dataclass(frozen=True, slots=True)
+class BranchGuard(Guard):
+    """Conditions on host numbers that decided what Python did in the trace."""
+
+    function: Callable[..., Any]
+    """Gives all conditions, of the numbers that `sources` read."""
+    sources: tuple[Callable[[], Any], ...]
+    truths: tuple[bool, ...]
+    lines: tuple[str, ...]
+    """The user's lines."""
+
+    def why_not(self, call: Call) -> str | None:
+        with torch.no_grad():
+            now = self.function(*(source() for source in self.sources))
+        for before, after, line in zip(self.truths, now, self.lines, strict=True):
+            if before != after:
+                return f"the condition at {line} was {before}, is {after}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageGuard(Guard):
+    """Sizes of storages, where the step resizes some or asks for them."""
+
+    sizes: StorageSizes
+
+    def why_not(self, call: Call) -> str | None:
+        return self.sizes.why_not(call.leaves)
