@@ -652,8 +652,8 @@ def test_many_build_once(cache: Path) -> None:
 KILLED = """
 import os, signal, sys
 from wholestep.capture.native import build
-native._compiler = lambda: ["sh", "-c", f"kill -9 {os.getpid()}"]
-native.build()
+build._compiler = lambda: ["sh", "-c", f"kill -9 {os.getpid()}"]
+build.build()
 """
 
 
