@@ -74,7 +74,7 @@ MUTATIONS = (
         name="counters_frozen",
         what="numbers that a step moves stay in Python as they were",
         file="capture/bind/binding.py",
-        old="            counter.tell()\n",
+        old="            counter.store()\n",
         new="            pass\n",
         tests=(f"{STEPS}[an_optimizer_counts]", f"{STEPS}[a_trainer_counts]", f"{RANKS}[an_optimizer_counts]"),
     ),

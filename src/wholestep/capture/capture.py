@@ -30,7 +30,7 @@ from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import Slot
-from wholestep.capture.scalars.counters import Moves, ScalarLocation, VaryingValue
+from wholestep.capture.scalars.counters import ScalarLocation, ScalarsChanged, VaryingValue
 from wholestep.capture.scalars.rank_symbols import axes_of, rank_inputs
 from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError, WholestepError
@@ -53,7 +53,7 @@ def capture(
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
     `moving`: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not ask.
-    `moved`: places of tensors that are others in other calls, as `Guards.varying_tensors` gives them.
+    `moved`: places of tensors that are others in other calls, as `Guards.rebound_locations` gives them.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -66,14 +66,14 @@ def capture(
             "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
             "turn the detection off."
         )
-    look = partial(StepContext, step, args, kwargs, moving=moving, moved=moved)
+    look = partial(StepContext, step, args, kwargs, varying=moving, rebound_locations=moved)
     places: dict[Hashable, ScalarLocation] = {}
     leaving: set[Hashable] = set()
     why_not_kept = ""
     while True:
         try:
             return _unlooked(partial(look, list(places.values())), step, leaving)
-        except Moves as found:
+        except ScalarsChanged as found:
             before, why_not_kept = dict(places), why_not_kept or found.sentence
             places |= {place.identity: place for place in found.places}
             if before == places:
@@ -100,7 +100,7 @@ def _unlooked(look: Callable[[], StepContext], step: Callable[..., Any], leaving
         if is_equivalent(captured, hidden):
             return hidden
         hidden.undo()
-    except (WholestepError, Moves, Leaves) as error:
+    except (WholestepError, ScalarsChanged, Leaves) as error:
         log.info("what stands in the place of what the step leaves is a constant: %s", error)
     return _settled(look, step, leaving)
 
@@ -117,14 +117,14 @@ def _settled(
         # the same graph, that was all it was. A counter or a growing list changes again.
         try:
             captured = once(expected=first.code)
-        except (Moves, Leaves):
+        except (ScalarsChanged, Leaves):
             first.effects.restore()
             raise
         except Exception:  # what the first one left may make any part of it fail
             moved, left = first.effects.moved(), first.effects.left()
             first.effects.restore()
             if moved:
-                raise Moves(moved, first.effects.sentence()) from None
+                raise ScalarsChanged(moved, first.effects.sentence()) from None
             if left:
                 raise Leaves(left, first.effects.sentence()) from None
             raise CaptureError(first.effects.sentence()) from None
@@ -147,9 +147,9 @@ def _capture_once(
     expected: str | None = None,
 ) -> Captured:
     with look() as context:
-        objects = ObjectEffects(context.found.snapshots, leaving, hidden)
+        objects = ObjectEffects(context.reachable.snapshots, leaving, hidden)
         program, spec = _Job(step, context, objects).run(expected)
-        unwrap_compiled.log_unwrapped(context.found.compiled)
+        unwrap_compiled.log_unwrapped(context.reachable.compiled)
         return bind(lambda: program, spec, context)
 
 
@@ -169,21 +169,21 @@ class _Job:
         tracer = Tracer(context, left, self._objects, self._arguments)
         self._storages = tracer.storages
         settle()
-        effects, iterators = SideEffects(context, left), kept_iterators(context.found.iterators)
+        effects, iterators = SideEffects(context, left), kept_iterators(context.reachable.iterators)
         with environment_read() as self._environment, effects, iterators:
             self.trace = tracer.run(partial(self._arguments.call, self._step))
-        check_made(self.trace.module, context.found.generators)
+        check_made(self.trace.module, context.reachable.generators)
         _check_sizes(self.trace.module.graph, context)
         if left.places:
             effects.restore()
-            raise Moves(left.places)
+            raise ScalarsChanged(left.places)
         self._notes, self._ticks = tuple(left.notes), tuple(effects.ticks.items())
         if effects.changed:
             raise _Unsettled(effects, self.trace.module.code)
         if expected is not None and self.trace.module.code != expected:
             raise CaptureError("the second run of the step traced another graph than the first")
         _check_discovered(self.trace)
-        for watch in context.found.snapshots:  # a tensor on an array's memory sees what is written to it
+        for watch in context.reachable.snapshots:  # a tensor on an array's memory sees what is written to it
             if isinstance(watch.container, ContentView) and any(map(watch.container.shares_memory, self.trace.found)):
                 watch.guard = False
         check_writes(self.trace.module.graph, context.names())
@@ -206,14 +206,14 @@ class _Job:
             result_places=tuple(i for i, r in enumerate(traced) if r),
             grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),
             notes=self._notes, ticks=self._ticks, places=portable_scalars(self._scene.counters.places, self._scene),
-            calls_scheduler=any(self._scene.counters.moves(vars(one)) for _, one in self._scene.found.schedulers),
+            calls_scheduler=any(self._scene.counters.any_in(vars(one)) for _, one in self._scene.reachable.schedulers),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
             left=portable_locations(trace.left.spots, self._scene), shared=frozenset(trace.left.shared),
             mirrored=self._mirrored(), written=self._writes,
             placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
             predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
-            environment=self._environment, unread=self._scene.arguments.unread,
+            environment=self._environment, opaque_leaves=self._scene.arguments.opaque_leaves,
             argument_effects=self._arguments.written, object_effects=portable_locations(self._objects.spots,
             self._scene), hides=self._objects.hides,
         )  # fmt: skip

@@ -42,9 +42,9 @@ class RetracePolicy:
         self._step, self._limit = step, limit
         self.reasons: list[str] = []
         """A sentence for each."""
-        self._moving: dict[Hashable, VaryingValue] = {}
+        self._varying: dict[Hashable, VaryingValue] = {}
         """Numbers that are inputs."""
-        self.moved: set[Hashable] = set()
+        self.rebound_locations: set[Hashable] = set()
         """Places of tensors that are others in later calls."""
         self._constant: dict[Hashable, str] = {}
         """Those that change and can be none, and why."""
@@ -69,38 +69,38 @@ class RetracePolicy:
         """Takes up what is another number, text or tensor in a call with these leaves, for which a trace does not
         hold."""
         found = {_identity(one): one for one in guards.varying_values(leaves)}
-        self._moving |= {key: one for key, one in found.items() if key not in self._constant}
-        self.moved |= set(guards.varying_tensors())
+        self._varying |= {key: one for key, one in found.items() if key not in self._constant}
+        self.rebound_locations |= set(guards.rebound_locations())
 
     def captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""
         try:
-            return _checked(capture, self._moving.values())
+            return _checked(capture, self._varying.values())
         except Exception as error:  # a symbol is no int: what the user's code asks of it may raise anything
-            if not self._moving:
+            if not self._varying:
                 raise
-            groups, self._moving, first = _groups(self._moving), {}, error
+            groups, self._varying, first = _groups(self._varying), {}, error
         for group in groups:
             try:
                 if len(groups) == 1:
                     raise first
-                _checked(capture, [*self._moving.values(), *group.values()]).undo()
-                self._moving |= group
+                _checked(capture, [*self._varying.values(), *group.values()]).undo()
+                self._varying |= group
             except Exception as error:
                 for key, one in group.items():
                     name = one.path if isinstance(one, ScalarLocation) else str(one)
                     self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"
                     log.info(self._constant[key])
-        return _checked(capture, self._moving.values())
+        return _checked(capture, self._varying.values())
 
 
-def _checked(capture: Callable[[Collection[VaryingValue]], Captured], moving: Collection[VaryingValue]) -> Captured:
+def _checked(capture: Callable[[Collection[VaryingValue]], Captured], varying: Collection[VaryingValue]) -> Captured:
     """What `capture` gives. Raises CaptureError where that is another program than with the numbers and texts."""
-    if not moving:
+    if not varying:
         return capture(())
     plain = capture(())
     plain.undo()
-    found = capture(moving)
+    found = capture(varying)
     if not is_equivalent(plain, found):
         found.undo()
         raise CaptureError(

@@ -94,12 +94,12 @@ def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list
     lines += [(f"the group {one.axis.name}", f"{one.axis}, rank {'any' if one.axis.ranks is None else one.number}")
               for one in ranks()]  # fmt: skip
     lines += writer.arguments()
-    lines += [(f"the code of {code.co_qualname}", digest_of_code(code)) for code in context.found.codes]
+    lines += [(f"the code of {code.co_qualname}", digest_of_code(code)) for code in context.reachable.codes]
     lines += writer.optimizers()
     for group in context.lifter.snapshots:
         lines += writer.snapshot(group)
     lines += writer.state()
-    for snapshot in context.found.snapshots:
+    for snapshot in context.reachable.snapshots:
         covered = isinstance(snapshot.container, (ContentView, SlotsView))  # where the thing itself comes up
         if not covered and snapshot.guard:
             lines += writer.snapshot(snapshot)
@@ -114,8 +114,8 @@ class _ObjectWriter:
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # ids stay valid while their objects live
         self._budget = _MAX_OBJECTS
-        self._modules = {id(module) for _, top in context.found.modules.values() for module in top.modules()}
-        self._snapshotted = {id(snapshot.container) for snapshot in context.found.snapshots}
+        self._modules = {id(module) for _, top in context.reachable.modules.values() for module in top.modules()}
+        self._snapshotted = {id(snapshot.container) for snapshot in context.reachable.snapshots}
 
     def arguments(self) -> Iterator[Line]:
         """The signature of the call."""
@@ -247,7 +247,7 @@ class _ObjectWriter:
                 raise NotComparable(f"a module {type(thing).__name__} that the walk did not reach")
             return ""
         if isinstance(thing, Optimizer):
-            if id(thing) not in self._context.found.optimizers:
+            if id(thing) not in self._context.reachable.optimizers:
                 raise NotComparable(f"an optimizer {type(thing).__name__} that the walk did not reach")
             return ""
         if isinstance(thing, torch.Generator):

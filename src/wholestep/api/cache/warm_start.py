@@ -105,7 +105,7 @@ class StepCache:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache_context: CacheContext, *, may_load: bool
     ) -> CacheLookup:
         try:
-            with StepContext(self._step, args, kwargs, moved=cache_context.rebound_locations) as context:
+            with StepContext(self._step, args, kwargs, rebound_locations=cache_context.rebound_locations) as context:
                 fingerprint = fingerprint_of(context, cache_context)
                 try:
                     if self._path is None and not is_enabled():
@@ -115,7 +115,7 @@ class StepCache:
                     step = self._load(context, fingerprint, cache_context)
                     return CacheLookup(fingerprint=fingerprint, step=step, why_not="")
                 except ArtifactError as error:
-                    context.lazy.take_back()
+                    context.lazy.discard()
                     return CacheLookup(fingerprint=fingerprint, step=None, why_not=str(error))
         except NotComparable as error:
             why_not = f"{error}. It cannot be compared in another process."

@@ -21,7 +21,7 @@ def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext)
     # Before guards are made, which hold what is left.
     slots = context.state.slots
     read = {i for i in spec.kept if i < len(slots) and slots[i].kind is not InputKind.PARAM}
-    context.lazy.take_back({id(slots[slot].tensor) for slot in spec.stepped | read})
+    context.lazy.discard({id(slots[slot].tensor) for slot in spec.stepped | read})
     for slot, _, _ in spec.mirrored:
         slots[slot].tensor = slots[slot].tensor.detach().clone()
     binding = _binding(spec, context)
@@ -29,7 +29,7 @@ def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext)
     guards = make_guards(spec, context, ranks(), leaf_of)
     return Captured(
         source=source, binding=binding, guards=guards, spec=spec,
-        object_effects=resolve_locations(spec.object_effects, context), undo=context.lazy.take_back,
+        object_effects=resolve_locations(spec.object_effects, context), undo=context.lazy.discard,
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def _binding(spec: BindingSpec, context: StepContext) -> Binding:
         stepped=[state.optimizers[number][1] for number in spec.stepping],
         new_state=[(where.holder(state), where.key, is_number) for where, is_number in spec.new_state],
         notes=[(note.address.holder(state), note.address.key, note.value) for note in spec.notes],
-        ticks=[(context.found.schedulers[number][1], count) for number, count in spec.ticks],
+        ticks=[(context.reachable.schedulers[number][1], count) for number, count in spec.ticks],
         counters=context.counters.written(context.arguments.numbers),
         slices=spec.slices,
     )  # fmt: skip

@@ -112,7 +112,7 @@ class Binding:
         for scheduler, count in self.ticks:
             scheduler._step_count += count
         for counter in self.counters:
-            counter.tell()
+            counter.store()
         for mirror in self.mirrors:
             mirror.give()
         while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back

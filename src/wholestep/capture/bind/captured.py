@@ -64,7 +64,7 @@ class BindingSpec:
     """What the graph creates for optimizers, and whether it is a number in Python."""
     notes: tuple[StateWrite, ...]
     """Plain values that the step leaves with optimizers."""
-    unread: tuple[int, ...]
+    opaque_leaves: tuple[int, ...]
     """Leaves of the arguments that are any text."""
     argument_effects: tuple[ContainerWrite, ...]
     """To which containers among the arguments the step writes. If to any, its result is a pair: what it returns, and a

@@ -71,7 +71,7 @@ def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Sl
     inputs = _number_inputs(context)
     data = [leaf for leaf, one in enumerate(is_data) if one]
     constants = [
-        argument_guards.Constant(leaf, leaves[leaf], paths[leaf], leaf in spec.unread)
+        argument_guards.Constant(leaf, leaves[leaf], paths[leaf], leaf in spec.opaque_leaves)
         for leaf, one in enumerate(is_data)
         if not one and leaf not in inputs
     ]
@@ -93,7 +93,7 @@ def _number_inputs(context: StepContext) -> tuple[int, ...]:
 
 def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.ContainerGuard:
     of_tensors = {id(vars(slot.tensor)) for slot in context.state.slots}
-    found, lifter = [one for one in context.found.snapshots if one.guard], context.lifter
+    found, lifter = [one for one in context.reachable.snapshots if one.guard], context.lifter
     snapshots = [*found, *lifter.snapshots, *lifter.attributes, *_optimizer_snapshots(spec, context)]
     known = {id(one) for one in snapshots if fast_guards.guardable(one) is not None}
     return state_guards.ContainerGuard(
@@ -131,7 +131,7 @@ def _fast_path(
         for slot in slots
     ]
     described = [describe(leaf) if data else leaf for leaf, data in zip(leaves, is_data, strict=True)]
-    aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.unread)
+    aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.opaque_leaves)
     containers = [pair for one in guard.snapshots if (pair := fast_guards.guardable(one)) is not None]
     containers += [(hooks, None) for hooks in GLOBAL_HOOKS]
     return fast_guards.FastPath(
@@ -145,7 +145,7 @@ def _fast_path(
 
 def _relax_snapshots(spec: BindingSpec, context: StepContext) -> None:
     """Lets places that the step writes, and does not look at before, hold any tensor of the same layout."""
-    snapshots, slots = context.found.snapshots, context.state.slots
+    snapshots, slots = context.reachable.snapshots, context.state.slots
     free = [place for number, place in enumerate(resolve_locations(spec.left, context)) if number not in spec.shared]
     written = {id(slots[slot].tensor) for slot in spec.written if slot < len(slots)}
     relax_snapshots(snapshots, free, _same_layout)
@@ -214,10 +214,10 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
             for param in group["params"]:
                 if param in opt.state and state.index[id(param)] in spec.stepped:
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
-    called = [(name, one) for name, one in context.found.schedulers if context.counters.moves(vars(one))]
+    called = [(name, one) for name, one in context.reachable.schedulers if context.counters.any_in(vars(one))]
     for name, scheduler in called:
         watch(vars(scheduler), name)
     context.counters.mark(snapshots)
     for one in snapshots[len(snapshots) - len(called) :]:
-        one.moving |= {TICKS}
+        one.varying_keys |= {TICKS}
     return snapshots

@@ -33,7 +33,7 @@ class SideEffects:
     """
 
     def __init__(self, context: StepContext, left: OptimizerEffects) -> None:
-        found, state = context.found, context.state
+        found, state = context.reachable, context.state
         self._found, self._known = found, state.index.keys()
         self._of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
         self._of_modules = {
@@ -65,7 +65,7 @@ class SideEffects:
             if (now := vars(scheduler).get(TICKS)) != then:
                 self.ticks[number] = now - then
                 setattr(scheduler, TICKS, then)
-        drew, noted = self._generators.put_back(), self._scalers.put_back()
+        drew, noted = self._generators.restore(), self._scalers.restore()
         problem = drew or noted
         if kind is not None or problems or problem or any(map(self._is_new_tensor, self.changed)):
             self.restore()

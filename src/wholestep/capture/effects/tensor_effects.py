@@ -59,12 +59,12 @@ class TensorEffects:
     """Looks at the containers of a scene at the end of a trace."""
 
     def __init__(self, context: StepContext) -> None:
-        self._watches, self._state, self._moved = context.found.snapshots, context.state, context.moved
+        self._watches, self._state, self._moved = context.reachable.snapshots, context.state, context.rebound_locations
         self._arguments = context.leaves
         grads = (slot.tensor.grad for slot in context.state.params if slot.tensor.grad is not None)
         of_optimizers = (slot.tensor for slot in context.state.of_kind(InputKind.OPTIMIZER))
         self._elsewhere = [id(one) for held in (grads, of_optimizers) for one in held]
-        modules = [module for _, top in context.found.modules.values() for module in top.modules()]
+        modules = [module for _, top in context.reachable.modules.values() for module in top.modules()]
         skipped = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
         self._skipped = {*map(id, skipped), *(id(vars(slot.tensor)) for slot in context.state.slots)}
 
@@ -179,7 +179,7 @@ class TensorEffects:
             if self._may_take(one):
                 _put(one.watch.container, one.key, one.then)
             else:
-                one.watch.put_back(one.now, one.then)
+                one.watch.replace(one.now, one.then)
 
     def _changes(self) -> Iterator[_Change]:
         for watch in self._watches:

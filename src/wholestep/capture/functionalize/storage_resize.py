@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.scalars.host_scalars import running_tracer
 from wholestep.errors import CaptureError
 from wholestep.ir import graph_edit, node_meta, op_info
@@ -114,7 +114,7 @@ class StorageRecorder:
                 self._looked.add(storage._cdata)
             return original(storage)
 
-        return here(look, original)
+        return on_this_thread(look, original)
 
     def _resize(self, original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         def resize(storage: Any, size: int) -> Any:
@@ -131,7 +131,7 @@ class StorageRecorder:
                 tracer.create_node("call_function", op_info.RESIZE_STORAGE_, (owner, size), {})
             return original(storage, size)
 
-        return here(resize, original)
+        return on_this_thread(resize, original)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Inputs whose size of storage a trace depends on, with that size, bytes."""

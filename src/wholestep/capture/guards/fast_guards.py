@@ -72,7 +72,7 @@ def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:
     if isinstance(container, list):
         return container, tuple(snapshot.held)
     if isinstance(container, ClassView):
-        return container.behind, None
+        return container.attributes, None
     return (container, None) if type(container) in VERSIONED else None
 
 

@@ -47,7 +47,7 @@ class Guard(ABC):
         """Numbers and texts that were constants of the trace, and are others for a call with these leaves."""
         yield from ()
 
-    def varying_tensors(self) -> Iterator[Hashable]:
+    def rebound_locations(self) -> Iterator[Hashable]:
         """Places of other tensors than in the trace, each with the layout that it had there."""
         yield from ()
 
@@ -90,10 +90,10 @@ class Guards:
         for guard in (*self.arguments, *self.state):
             yield from guard.varying_values(leaves)
 
-    def varying_tensors(self) -> Iterator[Hashable]:
-        """See `Guard.varying_tensors`."""
+    def rebound_locations(self) -> Iterator[Hashable]:
+        """See `Guard.rebound_locations`."""
         for guard in self.state:
-            yield from guard.varying_tensors()
+            yield from guard.rebound_locations()
 
 
 def _first_reason(guards: tuple[Guard, ...], call: Call) -> str | None:

@@ -80,7 +80,7 @@ class ContainerGuard(Guard):
             if type(now) in (int, float) and not same(then, now):
                 yield from scalar_locations(snapshot.container, key, path, (then, now))
 
-    def varying_tensors(self) -> Iterator[Hashable]:
+    def rebound_locations(self) -> Iterator[Hashable]:
         for snapshot, key, _, then, now in self._changed_items():
             if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor) and describe(then) == describe(now):
                 yield identity(snapshot.container), key

@@ -38,37 +38,37 @@ class ClassAttributes:
     """The classes that a walk has met."""
 
     def __init__(self) -> None:
-        self._met: dict[type, bool] = {}
+        self._classes: dict[type, bool] = {}
         """Whether each is looked at whole, not only under names that code uses."""
-        self._given: set[tuple[type, str]] = set()
+        self._yielded: set[tuple[type, str]] = set()
 
     def add(self, kind: type, *, whole: bool = False) -> None:
         """Looks at a class, its bases, and the class of the user's that it is an object of itself."""
         above = [base for base in inspect.getmro(type(kind)) if not is_library_class(base)]
         for base in (*kind.__mro__, *above):
-            self._met[base] = self._met.get(base, False) or (whole and base not in above)
+            self._classes[base] = self._classes.get(base, False) or (whole and base not in above)
 
-    def found(self, names: set[str]) -> Iterator[tuple[str, Any]]:
-        """What lies behind attributes with these names, each given once, with its path."""
-        for kind, whole in list(self._met.items()):
+    def values_under(self, names: set[str]) -> Iterator[tuple[str, Any]]:
+        """Values of attributes with these names, with their paths, each once."""
+        for kind, whole in list(self._classes.items()):
             foreign = is_library_class(kind)
             for key, item in vars(kind).copy().items():
                 functions = functions_in(item)
                 named = key in names or key == "__call__"
                 called = is_special_method(key, item) and key not in NOT_IN_A_STEP
                 value = whole and not functions and not is_dunder(key)
-                if (kind, key) in self._given or not (named or (not foreign and (called or value))):
+                if (kind, key) in self._yielded or not (named or (not foreign and (called or value))):
                     continue
-                self._given.add((kind, key))
+                self._yielded.add((kind, key))
                 things = functions if functions or foreign else (item,)
                 yield from ((f"{kind.__name__}.{key}", thing) for thing in things)
 
     def views(self, names: set[str]) -> Iterator[tuple[str, ClassView]]:
         """What is watched, by the name of the class."""
-        of_modules = {key for kind, whole in self._met.items() if whole for key in vars(kind).copy()}
+        of_modules = {key for kind, whole in self._classes.items() if whole for key in vars(kind).copy()}
         plain = {key for key in of_modules if not is_dunder(key) and not key.startswith("_abc_")}
         by_name, all_names = frozenset(names), frozenset(names | plain)
-        for kind, whole in self._met.items():
+        for kind, whole in self._classes.items():
             if not is_library_class(kind):
                 yield kind.__name__, ClassView(kind, all_names if whole else by_name)
 

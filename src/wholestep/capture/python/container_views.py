@@ -40,7 +40,7 @@ class ClassView(dict[str, Any]):
     def __init__(self, kind: type, names: frozenset[str]) -> None:
         super().__init__()
         self.kind, self._names = kind, names
-        self.behind = attribute_dict(kind)
+        self.attributes = attribute_dict(kind)
 
     def content(self) -> dict[str, Any]:
         """All of it at this moment."""

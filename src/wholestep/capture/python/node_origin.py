@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wholestep.capture.python import user_frame
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.ir import node_meta
 from wholestep.ir.node_meta import Origin, Region
 
@@ -58,14 +58,14 @@ class OriginRecorder:
         """Installs the hooks for the time of one trace."""
         with ExitStack() as stack:
             handles = (
-                register_module_forward_pre_hook(here(self._enter_module, _ignore)),
-                register_module_forward_hook(here(self._leave_module, _ignore), always_call=True),
-                register_optimizer_step_pre_hook(here(self._enter_optimizer, _ignore)),
-                register_optimizer_step_post_hook(here(self._leave_optimizer, _ignore)),
+                register_module_forward_pre_hook(on_this_thread(self._enter_module, _ignore)),
+                register_module_forward_hook(on_this_thread(self._leave_module, _ignore), always_call=True),
+                register_optimizer_step_pre_hook(on_this_thread(self._enter_optimizer, _ignore)),
+                register_optimizer_step_post_hook(on_this_thread(self._leave_optimizer, _ignore)),
             )
             for handle in handles:
                 stack.callback(handle.remove)
-            stack.enter_context(node_hook(here(self._tag, _ignore)))
+            stack.enter_context(node_hook(on_this_thread(self._tag, _ignore)))
             yield
 
     @contextmanager

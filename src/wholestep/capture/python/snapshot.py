@@ -40,7 +40,7 @@ class Snapshot:
     held: Any = None
     guard: bool = True
     """Whether a change between calls means a retrace. A change while tracing is always refused."""
-    moving: frozenset[Any] = frozenset()
+    varying_keys: frozenset[Any] = frozenset()
     """Keys of numbers that the step itself moves, which the graph reads at every call: they may be any number."""
 
     def now(self) -> Any:
@@ -77,9 +77,9 @@ class Snapshot:
     def _same(self, key: Any, then: Any, now: Any) -> bool:
         if isinstance(then, AnyMatching):
             return then.fits(now)
-        return same(then, now) or (key in self.moving and _alike(then, now))
+        return same(then, now) or (key in self.varying_keys and _same_types(then, now))
 
-    def put_back(self, new: Any, old: Any) -> None:
+    def replace(self, new: Any, old: Any) -> None:
         """Puts `old` where the container holds `new`."""
         items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
         for key, item in list(items):
@@ -102,10 +102,10 @@ class Snapshot:
         self.container.update(self.held)
 
 
-def _alike(then: Any, now: Any) -> bool:
+def _same_types(then: Any, now: Any) -> bool:
     """Whether two things are the same but for the numbers in them."""
     if type(then) in (list, tuple) and type(now) is type(then):
-        return len(then) == len(now) and all(map(_alike, then, now))
+        return len(then) == len(now) and all(map(_same_types, then, now))
     return type(then) is type(now)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """`replacement` for the thread that asks for this function, `original` for all others.
 
     What runs beside a capture (a thread that logs, saves or evaluates) is no part of it.

@@ -52,23 +52,23 @@ class Arguments:
         """Per leaf the way to it."""
         self.numbers = {leaf: one for leaf, one in enumerate(self.leaves) if type(one) in (int, float)}
         """By leaf, what stands there for a number: itself, or in a trace a symbol."""
-        self._moving: set[int] = set()
-        self.unread: tuple[int, ...] = ()
+        self._varying: set[int] = set()
+        self.opaque_leaves: tuple[int, ...] = ()
         """Leaves that are any text, at which the step does not look."""
 
-    def move(self, moving: Collection[VaryingValue]) -> list[ScalarLocation]:
+    def mark_varying(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Has leaves be others in every call: the places of numbers, once text is noted."""
-        known = {leaf: leaf_of(path, self.leaves[leaf]) for leaf, path in enumerate(self.paths)} if moving else {}
-        found = [leaf for leaf, one in known.items() if one is not None and one in moving]
-        self.unread = tuple(leaf for leaf in found if leaf not in self.numbers)
-        self._moving = set(found)
+        known = {leaf: leaf_of(path, self.leaves[leaf]) for leaf, path in enumerate(self.paths)} if varying else {}
+        found = [leaf for leaf, one in known.items() if one is not None and one in varying]
+        self.opaque_leaves = tuple(leaf for leaf in found if leaf not in self.numbers)
+        self._varying = set(found)
         numbers = (leaf for leaf in found if leaf in self.numbers)
         return [ScalarLocation(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
 
     def traced(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a trace calls the step with: symbols for numbers that move, and text that cannot be looked at."""
         leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
-        for leaf in self.unread:
+        for leaf in self.opaque_leaves:
             leaves[leaf] = OpaqueValue(
                 f"The step looks at argument {leaf}, a text, which is another one in other calls.", str
             )
@@ -81,12 +81,14 @@ class Arguments:
         for child, thing in zip((*positional.children(), *named.children()), self._given(named), strict=True):
             own = range(first, first + child.num_leaves)
             first += child.num_leaves
-            parts.append(pytree.tree_unflatten([leaves[leaf] for leaf in own], child) if self._moves(own) else thing)
+            parts.append(
+                pytree.tree_unflatten([leaves[leaf] for leaf in own], child) if self._any_varies(own) else thing
+            )
         return tuple(parts[: len(self.args)]), dict(zip(named.context, parts[len(self.args) :], strict=True))
 
     def _given(self, named: tree_util.TreeSpec) -> Iterator[Any]:
         yield from self.args
         yield from (self.kwargs[name] for name in named.context)
 
-    def _moves(self, leaves: Iterable[int]) -> bool:
-        return not self._moving.isdisjoint(leaves)
+    def _any_varies(self, leaves: Iterable[int]) -> bool:
+        return not self._varying.isdisjoint(leaves)

@@ -35,7 +35,7 @@ class ScalerState:
     def __init__(self, scalers: list[tuple[str, GradScaler]]) -> None:
         self._held = [(name, one, _notes(one)) for name, one in scalers if one.is_enabled()]
 
-    def put_back(self) -> str:
+    def restore(self) -> str:
         """Has scalers forget what they have noted in a trace. Gives what is wrong with the step, if anything is."""
         problem = ""
         for name, scaler, held in self._held:

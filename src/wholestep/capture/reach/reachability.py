@@ -136,7 +136,7 @@ class Walker:
         num_names: dict[int, int] = {}
         while True:
             objects = [(n, t) for n, t in self._objects if num_names.get(id(t)) != len(self._names)]
-            attributes = list(self._classes.found(self._names))
+            attributes = list(self._classes.values_under(self._names))
             if not objects and not attributes:
                 break
             for name, thing in attributes:

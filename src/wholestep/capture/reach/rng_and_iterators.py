@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.python import user_frame
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 
@@ -40,7 +40,7 @@ class _Generator:
     def __post_init__(self) -> None:
         self.held = self.read()
 
-    def moved(self) -> bool:
+    def changed(self) -> bool:
         """Whether it is in another state."""
         return not _same(self.held, self.read())
 
@@ -72,12 +72,12 @@ class Generators:
             *(_held(name, thing) for name, thing in (*own, *found.values())),
         ]
 
-    def put_back(self) -> str:
+    def restore(self) -> str:
         """Gives all of them the state that they had. Says what the step did to one that had another; "" if none."""
-        moved = [one for one in self._held if one.moved()]
-        for one in moved:
+        changed = [one for one in self._held if one.changed()]
+        for one in changed:
             one.write(one.held)
-        return moved[0].sentence() if moved else ""
+        return changed[0].sentence() if changed else ""
 
 
 def _held(name: str, thing: Any) -> _Generator:
@@ -104,13 +104,13 @@ def _same(a: Any, b: Any) -> bool:
 
 def check_made(module: fx.GraphModule, known: Mapping[int, tuple[str, Any]]) -> None:
     """Raises CaptureError where a traced graph draws from a generator that the step itself has made."""
-    there = {_behind(thing) for _, thing in known.values() if isinstance(thing, torch.Generator)}
-    there.add(_behind(torch.default_generator))
+    there = {_native_id(thing) for _, thing in known.values() if isinstance(thing, torch.Generator)}
+    there.add(_native_id(torch.default_generator))
     for node in module.graph.nodes:
         made = node.kwargs.get("generator")
         if isinstance(made, fx.Node):  # a constant of the graph
             made = getattr(module, str(made.target), None)
-        if isinstance(made, torch.Generator) and _behind(made) not in there:
+        if isinstance(made, torch.Generator) and _native_id(made) not in there:
             raise CaptureError(
                 f"The step could not be captured at {node_meta.origin(node).source}\nit draws from a torch.Generator "
                 "that "
@@ -120,8 +120,8 @@ def check_made(module: fx.GraphModule, known: Mapping[int, tuple[str, Any]]) -> 
             )
 
 
-def _behind(generator: torch.Generator) -> int:
-    """What is behind a generator: a graph holds another Python object for the same one."""
+def _native_id(generator: torch.Generator) -> int:
+    """The address of torch's generator: a graph holds another Python object for the same one."""
     return int(generator._cdata)  # type: ignore[attr-defined,unused-ignore]
 
 
@@ -139,5 +139,5 @@ def kept_iterators(known: Mapping[int, str]) -> Iterator[None]:
             )
         return original(iterator, *default)
 
-    with patch.object(builtins, "next", here(refusing, original)):
+    with patch.object(builtins, "next", on_this_thread(refusing, original)):
         yield

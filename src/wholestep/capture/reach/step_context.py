@@ -1,4 +1,4 @@
-"""Scene: everything live that one call of a step involves, named and in order."""
+"""StepContext: everything live that one call of a step involves, named and in order."""
 
 from __future__ import annotations
 
@@ -30,22 +30,26 @@ class StepContext:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         places: Sequence[ScalarLocation] = (),
-        moving: Collection[VaryingValue] = (),
+        varying: Collection[VaryingValue] = (),
         *,
-        moved: Collection[Hashable] = (),
+        rebound_locations: Collection[Hashable] = (),
     ) -> None:
-        """`places`: of the numbers that the step moves, as far as that is known. `moving`: those that move between
-        calls; what is no such number here, or is not found, is left out. `moved`: places of tensors, likewise.
+        """Finds everything and creates the optimizer state that is missing.
+
+        Args:
+            places: of the numbers that the step changes itself, as far as they are known.
+            varying: numbers and texts that change between calls; one that is not found in this call is left out.
+            rebound_locations: places of tensors that change between calls, likewise.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """
-        self.arguments, self.moved = Arguments(args, kwargs), moved
+        self.arguments, self.rebound_locations = Arguments(args, kwargs), rebound_locations
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
-        self.found = reachability.find_reachable(step, args, kwargs)
-        self.lazy = LazyState(list(self.found.optimizers.values()))
+        self.reachable = reachability.find_reachable(step, args, kwargs)
+        self.lazy = LazyState(list(self.reachable.optimizers.values()))
         try:
-            self.state: TrainState = stating.collect(self.found)
-            self.outside = self._places_of(moving)
+            self.state: TrainState = stating.collect(self.reachable)
+            self.outside = self._places_of(varying)
             self.count(list({place.identity: place for place in (*self.outside, *places)}.values()))
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
@@ -54,39 +58,39 @@ class StepContext:
             """Tensors that are data, once each."""
             stating.check_devices(self.state, self.user)
         except BaseException:
-            self.lazy.take_back()
+            self.lazy.discard()
             raise
 
     def count(self, places: Sequence[ScalarLocation]) -> None:
         """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
         self.counters = Counters(places)
-        self.counters.mark(self.found.snapshots)
+        self.counters.mark(self.reachable.snapshots)
         for counter in self.counters.counters:
             self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
         self.lifter = HyperparameterLifter(self.state.optimizers, self.counters)
 
-    def _places_of(self, moving: Collection[VaryingValue]) -> list[ScalarLocation]:
+    def _places_of(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Where those numbers are. (A step that moves nothing is spared the search.)"""
         known = (
-            set(map(identity, self.containers())) if any(isinstance(one, ScalarLocation) for one in moving) else set()
+            set(map(identity, self.containers())) if any(isinstance(one, ScalarLocation) for one in varying) else set()
         )
-        found = self.arguments.move(moving)
-        found += [one for one in moving if isinstance(one, ScalarLocation) and identity(one.container) in known]
+        found = self.arguments.mark_varying(varying)
+        found += [one for one in varying if isinstance(one, ScalarLocation) and identity(one.container) in known]
         return [place for place in found if type(place.read()) is place.kind and fits_a_box(place.read())]
 
     def containers(self) -> list[Any]:
         """Everything that may hold a number which a step moves, in an order that is the same in every process."""
         found: list[Any] = [self.arguments.numbers]
-        found += [watch.container for watch in self.found.snapshots]
+        found += [watch.container for watch in self.reachable.snapshots]
         for _, opt in self.state.optimizers:
             found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]
         return found
 
-    def moved_places(self) -> list[tuple[str, str]]:
-        """`moved` as far as it is found here, in words that mean the same in every process."""
-        containers = self.containers() if self.moved else []
+    def portable_rebound_locations(self) -> list[tuple[str, str]]:
+        """`rebound_locations` as far as it is found here, in words that mean the same in every process."""
+        containers = self.containers() if self.rebound_locations else []
         numbers = {identity(container): number for number, container in enumerate(containers)}
-        found = (one for one in self.moved if isinstance(one, tuple) and one[0] in numbers)
+        found = (one for one in self.rebound_locations if isinstance(one, tuple) and one[0] in numbers)
         return sorted((f"container {numbers[container]}", repr(key)) for container, key in found)
 
     def __enter__(self) -> StepContext:
@@ -96,11 +100,11 @@ class StepContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.lazy.take_back()
+            self.lazy.discard()
 
     def module_names(self) -> dict[int, str]:
         """id of a module -> its fully qualified name."""
-        return {id(m): n for root, top in self.found.modules.values() for n, m in _named(root, top)}
+        return {id(m): n for root, top in self.reachable.modules.values() for n, m in _named(root, top)}
 
     def names(self) -> list[str]:
         """Names for errors of the inputs of a trace: state, numbers of groups, tensors of the arguments."""

@@ -225,7 +225,7 @@ class LazyState:
             elif id(param) in known:
                 opt.state.pop(param, None)
 
-    def take_back(self, used: Set[int] = frozenset()) -> None:
+    def discard(self, used: Set[int] = frozenset()) -> None:
         """Removes created state but for that of parameters with an id in `used`, and that with a tensor whose id is."""
         for opt, param in self.created:
             if used.isdisjoint([id(param), *map(id, opt.state.get(param, {}).values())]):

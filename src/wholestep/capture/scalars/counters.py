@@ -22,7 +22,7 @@ import torch
 
 from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
 from wholestep.capture.python.snapshot import Snapshot, same
-from wholestep.capture.scalars.host_scalars import picture
+from wholestep.capture.scalars.host_scalars import expression_key
 from wholestep.errors import CaptureError
 
 _DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}
@@ -131,7 +131,7 @@ def _kind(thing: Any) -> type | None:
     return int if type(thing) in (int, torch.SymInt) else None
 
 
-class Moves(Exception):
+class ScalarsChanged(Exception):
     """A step has changed numbers that were constants of its trace. `sentence` says so to the user."""
 
     def __init__(self, places: Sequence[ScalarLocation], sentence: str = "") -> None:
@@ -152,7 +152,7 @@ class Counter:
     symbol: Any = None
     """Stands for it while the step is traced."""
 
-    def take(self) -> str | None:
+    def load(self) -> str | None:
         """Before a call: the box takes the number over. Says why not if that is no such number any more."""
         number = self.places[0].read()
         if type(number) is not type(self.number):
@@ -164,18 +164,18 @@ class Counter:
             self.box.fill_(number)
         return None
 
-    def tell(self) -> None:
+    def store(self) -> None:
         """Behind a call: the number is what is in the box."""
         number = self.box.item()
         for place in self.places:
             if not same(place.read(), number):
                 place.write(number)
 
-    def left(self) -> Any:
+    def final_value(self) -> Any:
         """In the trace: the number that the step has left in all places.
 
         Raises:
-            Moves: numbers that were equal differ now, or an int is a float.
+            ScalarsChanged: numbers that were equal differ now, or an int is a float.
             CaptureError: something is no number any more.
         """
         found = [place.read() for place in self.places]
@@ -184,9 +184,9 @@ class Counter:
             if kind is None:
                 raise CaptureError(f"{place.path} was a number before the step, and is {_spell(now)} after it.")
             if kind is float and place.kind is int:
-                raise Moves([replace(place, kind=float)])
-        if len({picture(one) for one in found}) > 1:
-            raise Moves([replace(place, shared="") for place in self.places])
+                raise ScalarsChanged([replace(place, kind=float)])
+        if len({expression_key(one) for one in found}) > 1:
+            raise ScalarsChanged([replace(place, shared="") for place in self.places])
         return found[0]
 
 
@@ -223,9 +223,9 @@ class Counters:
     def mark(self, snapshots: Iterable[Snapshot]) -> None:
         """Tells watches which numbers move."""
         for watch in snapshots if self._keys else ():
-            watch.moving = frozenset(self._keys.get(identity(watch.container), ()))
+            watch.varying_keys = frozenset(self._keys.get(identity(watch.container), ()))
 
-    def moves(self, container: Any) -> bool:
+    def any_in(self, container: Any) -> bool:
         """Whether any number in a container moves."""
         return identity(container) in self._keys
 
@@ -238,9 +238,9 @@ class Counters:
                 place.write(counter.symbol)
 
     def close(self) -> None:
-        """Writes what the step has left to the boxes, in the graph. Raises as `Counter.left` does."""
+        """Writes what the step has left to the boxes, in the graph. Raises as `Counter.final_value` does."""
         for counter in self.counters:
-            if (number := counter.left()) is not counter.symbol:
+            if (number := counter.final_value()) is not counter.symbol:
                 with torch.no_grad():
                     counter.box.fill_(number)
 
@@ -252,7 +252,7 @@ class Counters:
 
     def why_not(self) -> str | None:
         """Before a call: all boxes take their numbers over. Says what is no such number any more."""
-        return next(filter(None, (counter.take() for counter in self.counters)), None)
+        return next(filter(None, (counter.load() for counter in self.counters)), None)
 
 
 def _spell(thing: Any) -> str:

@@ -187,7 +187,7 @@ def _outside_of_fake_kernels() -> Iterator[None]:
         yield
 
 
-def picture(number: Any) -> Any:
+def expression_key(number: Any) -> Any:
     """Equal for numbers that are computed alike in the trace that is running."""
     if not isinstance(number, (torch.SymInt, torch.SymFloat)):
         return number
@@ -208,7 +208,7 @@ def _node_of(symbol: Any, tracer: Any) -> fx.Node | None:
 
 
 def structure(node: Any) -> Any:
-    """A hashable picture of how a node is computed, equal for equal computations.
+    """A hashable key of how a node is computed, equal for equal computations.
 
     What reads memory that was written to stands for itself: the same call gave something else before.
     """

@@ -26,7 +26,7 @@ import torch.fx as fx
 from torch.optim import Optimizer
 
 from wholestep.capture.python.snapshot import Snapshot
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.scalars.counters import Counters, ScalarLocation, scalar_locations
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
@@ -203,7 +203,7 @@ class HyperparameterLifter:
         with ExitStack() as stack:
             for name in _FUSED:
                 original = getattr(torch, name)
-                stack.enter_context(patch.object(torch, name, here(self._with_payloads(original), original)))
+                stack.enter_context(patch.object(torch, name, on_this_thread(self._with_payloads(original), original)))
             yield
 
     def _with_payloads(self, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 
 from wholestep.capture.python import user_frame
 from wholestep.capture.python.code_owner import library_frame
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 
 PLACEHOLDER_TEXT = "(a number of the step)"
 """What stands in texts for a number that is known when the step runs: no number, so that nobody takes it for one."""
@@ -38,7 +38,7 @@ def _text(original: Callable[..., str]) -> Callable[..., str]:
         _warn("text of a number")
         return PLACEHOLDER_TEXT
 
-    return here(make, original)
+    return on_this_thread(make, original)
 
 
 def _warn_print(original: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +48,7 @@ def _warn_print(original: Callable[..., None]) -> Callable[..., None]:
         else:
             original(*args, **kwargs)
 
-    return here(show, original)
+    return on_this_thread(show, original)
 
 
 def _is_later(thing: Any) -> bool:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 
 
 @contextmanager
@@ -29,5 +29,5 @@ def module_to_is_identity() -> Iterator[None]:
                 return module
         return original(module, fn, recurse)
 
-    with patch.object(nn.Module, "_apply", here(convert, original)):
+    with patch.object(nn.Module, "_apply", on_this_thread(convert, original)):
         yield

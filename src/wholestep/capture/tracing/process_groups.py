@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from wholestep.capture.python import user_frame
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.errors import CaptureError
 from wholestep.ir import op_info
@@ -198,7 +198,7 @@ class ProcessGroupRecorder:
 
 
 def _instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
-    return patch.object(owner, name, here(replacement, getattr(owner, name)))
+    return patch.object(owner, name, on_this_thread(replacement, getattr(owner, name)))
 
 
 def _shaped(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

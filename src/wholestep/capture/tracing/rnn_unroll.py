@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 
 log = logging.getLogger("wholestep")
 
@@ -43,5 +43,5 @@ def unrolled_rnns() -> Iterator[None]:
     with ExitStack() as stack:
         for kind in _KINDS:
             original = getattr(torch._VF, kind)
-            stack.enter_context(patch.object(torch._VF, kind, here(of(kind, original), original)))
+            stack.enter_context(patch.object(torch._VF, kind, on_this_thread(of(kind, original), original)))
         yield

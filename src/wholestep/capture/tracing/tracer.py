@@ -27,11 +27,11 @@ from wholestep.capture.functionalize.storage_resize import StorageRecorder, chec
 from wholestep.capture.functionalize.version_counters import VersionRecorder
 from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.node_origin import OriginRecorder
-from wholestep.capture.python.tracing_thread import here
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
-from wholestep.capture.scalars.counters import Moves
+from wholestep.capture.scalars.counters import ScalarsChanged
 from wholestep.capture.scalars.host_scalars import HostValues, host_branches, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates, symbolic_math
 from wholestep.capture.scalars.rank_symbols import Rank, RankSymbols
@@ -154,7 +154,7 @@ class Tracer:
                     stack.enter_context(context)
                 inputs = [*self.reals, *self._symbols.symbols]
                 module = make_fx(lambda *args: self._body(call), _disable_torch_fn_metadata_mode=True)(*inputs)
-        except Moves:
+        except ScalarsChanged:
             raise
         except Exception as error:
             raise user_frame.explain(error) from error
@@ -263,7 +263,7 @@ class Tracer:
                         for grad, name in zip(result, leaves, strict=True)
                     )
 
-        return here(run, original)
+        return on_this_thread(run, original)
 
     def _note_step(self, opt: torch.optim.Optimizer) -> None:
         assert self._out is not None
@@ -290,7 +290,7 @@ class Tracer:
         leaves, out.left = self._replaced.take(leaves)
         refuse_predicates(leaves)
         if moved := self._lifter.rewritten():
-            raise Moves(moved)
+            raise ScalarsChanged(moved)
         self._counters.close()
         self._replaced.write()
         self._left.write_replaced()

@@ -32,7 +32,7 @@ class Trainer:
 
 def around(trainer: Trainer) -> SideEffects:
     context = StepContext(trainer.step, (torch.ones(2),), {})
-    context.lazy.take_back()
+    context.lazy.discard()
     return SideEffects(context, OptimizerEffects(context))
 
 
