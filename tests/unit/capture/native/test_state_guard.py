@@ -735,7 +735,7 @@ def test_the_switch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_ends_takes_its_build_with_it(cache: Path) -> None:
-    code = "from wholestep.capture import native; assert build.module() is None; import time; time.sleep(0.3)"
+    code = "from wholestep.capture.native import build; assert build.module() is None; import time; time.sleep(0.3)"
     slow = cache / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o700)
