@@ -1,4 +1,4 @@
-"""Why a step is captured again, how often it may be, and what the next trace takes for an input.
+"""RetracePolicy: why a step is captured again, how often, and which values become inputs.
 
 [Note: numbers that move between calls]
 ``step(x, y, beta)``, ``step(batch, number)``, ``model.temperature = ...``. The first trace takes numbers for constants:

@@ -125,10 +125,10 @@ def _calibrate_on_rank(nproc: int, quiet: bool, sizes: Sizes | None) -> Calibrat
     torch.set_num_threads(threads_per_rank(nproc))
     group = world.mesh.get_group() if world.mesh is not None and world.size > 1 else None
     marks = host_fingerprint(world)
-    with _progress(quiet or world.rank != 0) as tell:
+    with _progress(quiet or world.rank != 0) as report:
         name = None if group is None else group.group_name
         instead = onednn.instead() if world.device.type == "cpu" else {}
-        model = calibrate.calibrate(world.device, name, marks, sizes=sizes, tell=tell, instead=instead)
+        model = calibrate.calibrate(world.device, name, marks, sizes=sizes, report=report, instead=instead)
     if world.rank != 0:
         return None
     try:

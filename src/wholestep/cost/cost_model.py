@@ -1,4 +1,4 @@
-"""The cost model: microseconds of a node and of a collective, calibrated on this host or from documented defaults."""
+"""CostModel: microseconds of nodes and collectives, from a calibration or defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ceilings of classes of devices and links where nothing is calibrated. Orders of magnitude, each with its source."""
+"""Speeds of classes of devices and links where nothing is calibrated, each with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device reaches: ceilings of its kernels by kind, and what the host pays to drive it."""
+"""Device: ceilings of its kernels by kind, and the host time that a call costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node of the graph asks of a device: kinds of kernels, amounts of work, bytes moved. Formulas; no times here.
+"""Work of a node: kinds of kernels, FLOPs and bytes. Formulas only; no times here.
 
 [Note: roofline]
 A kernel takes as long as the slower of two things: its arithmetic, against what the device reaches in kernels of that
@@ -188,10 +188,10 @@ def base_name(op: Any) -> str:
     return name.removesuffix("_")
 
 
-def _product(node: fx.Node, left: int) -> Work:
-    a, (out, *_) = _values(node.args[left]), node_meta.tensors(node)
+def _product(node: fx.Node, matrix: int) -> Work:
+    a, (out, *_) = _values(node.args[matrix]), node_meta.tensors(node)
     return Work(
-        kind=Kind.MATMUL, amount=matmul_flops(_sizes(out), _sizes(a)[-1]), num_bytes=_moved_bytes(node), dtype=a.dtype
+        kind=Kind.MATMUL, amount=matmul_flops(_sizes(out), _sizes(a)[-1]), num_bytes=_traffic_bytes(node), dtype=a.dtype
     )
 
 
@@ -201,7 +201,7 @@ def _convolution(node: fx.Node) -> Work:
     return Work(
         kind=Kind.CONVOLUTION,
         amount=convolution_flops(_sizes(weight), _sizes(at)),
-        num_bytes=_moved_bytes(node),
+        num_bytes=_traffic_bytes(node),
         dtype=weight.dtype,
     )
 
@@ -213,7 +213,7 @@ def _convolution_backward(node: fx.Node) -> Work:
     return Work(
         kind=Kind.CONVOLUTION_BACKWARD,
         amount=convolution_flops(_sizes(weight), _sizes(at), wanted),
-        num_bytes=_moved_bytes(node),
+        num_bytes=_traffic_bytes(node),
         dtype=weight.dtype,
     )
 
@@ -225,7 +225,7 @@ def _attention(node: fx.Node, *, backward: bool) -> Work:
         amount=attention_flops(
             _sizes(query), _sizes(key), _sizes(value), causal=bool(_argument(node, "is_causal")), backward=backward
         ),
-        num_bytes=_moved_bytes(node),
+        num_bytes=_traffic_bytes(node),
         dtype=query.dtype,
     )
 
@@ -295,7 +295,7 @@ def _lists(value: Any) -> list[Any]:
     return found if any(isinstance(one, list) for one in found) else [found]
 
 
-def _moved_bytes(node: fx.Node) -> int:
+def _traffic_bytes(node: fx.Node) -> int:
     read, written = _traffic(node, "")
     return _unique_bytes(node_meta.tensors_in(read)) + _unique_bytes(node_meta.tensors_in(written))
 

@@ -1,4 +1,4 @@
-"""How many bytes an order of tasks keeps alive. Plain numbers: buffers, who makes and who reads them.
+"""Bytes that an order of tasks keeps alive, from plain numbers of buffers and readers.
 
 Note: the model
     A buffer is alive from the task that makes it to the last task that reads it; a pinned one (an input, a result)

@@ -1,4 +1,4 @@
-"""What an order of tasks costs: when each starts and ends, and how long collectives are exposed. Plain numbers.
+"""Simulates an order of tasks: start and end of each, and exposed time of collectives.
 
 Note: the model
     One device computes, one task after another. A collective starts when it is issued, or when the one before

@@ -1,4 +1,4 @@
-"""Modules of graphs whose Python is written when somebody runs or reads it: of most graphs nobody does."""
+"""GraphModules whose Python is generated when it is first run or read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wholestep knows about operators: aliasing, mutation, randomness, collectives. Asked by every stage."""
+"""Facts about operators: aliasing, mutation, randomness, collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program as readable Python that runs, the difference of two programs, and the text of a collective schedule.
+"""Prints programs as Python that runs, their differences, and schedules of collectives.
 
 The same text serves people and the eager backend. A node is one line::
 

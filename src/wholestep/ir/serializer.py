@@ -1,4 +1,4 @@
-"""Programs as bytes: what another process needs to have the same program again, without tracing.
+"""Programs as bytes, from which another process has the same program without tracing.
 
 Nodes are written as plain records, fake tensors as their layout and the number of their storage, so that what shared
 memory shares it again. Everything else is pickled: operators by name, functions by module and name. The nodes of a

@@ -1,4 +1,4 @@
-"""Work in a thread beside other work, for which a program that ends waits a little.
+"""Background threads for which a program that ends waits a little.
 
 A thread that comes back from C++ when the interpreter is gone aborts the process: a program that ended with an error
 in the meantime would leave a core dump behind its traceback, and another exit status. A thread that stays in C++ (NCCL
@@ -21,7 +21,7 @@ _ending = threading.Event()
 
 
 def start_in_background(work: Callable[[], object]) -> threading.Thread:
-    """A thread that does `work`. What fails there is not told: it fails again, where it is needed."""
+    """Starts a thread that does `work`, and drops its errors: it fails again where it is needed."""
 
     def run() -> None:
         with contextlib.suppress(Exception):

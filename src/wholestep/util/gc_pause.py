@@ -1,4 +1,4 @@
-"""Python's garbage collector stands still while graphs are made: it would look at every node again and again.
+"""Pauses Python's garbage collector while graphs are made.
 
 Nearly all that a trace makes stays, and what the collector has seen live it visits again whenever there is a quarter
 more. What is garbage is found as soon as it may work again.

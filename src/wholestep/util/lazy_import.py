@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first asked for.
+"""lazy_import(name): a module that is imported when it is first used.
 
 A compiler takes seconds to import. A step that another process has compiled needs none, nor does one that nobody
 compiles. Where such a module is used, `lazy_import` stands for it at run time, and type checkers and the rules of the

@@ -1,4 +1,4 @@
-"""What a call that compiles is doing: a spinner with its stage, on the terminal of rank 0 and nowhere else.
+"""A spinner with the stage of a call that compiles, on the terminal of rank 0 only.
 
 It goes away when the call is compiled. Output of the user's own is not redirected.
 """

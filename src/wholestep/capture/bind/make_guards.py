@@ -1,4 +1,4 @@
-"""make_guards(spec, context, ...): when a captured step may be used again, by what its trace has read."""
+"""make_guards(spec, context, ...): the guards of a captured step, all made at once."""
 
 from __future__ import annotations
 

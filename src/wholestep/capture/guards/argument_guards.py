@@ -1,4 +1,4 @@
-"""Guards of the arguments: their structure, constants among them, layouts of tensors, and which are the same."""
+"""Guards of the arguments: structure, constants, layouts and aliases of tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TensorArgumentGuard(Guard):
 
 @dataclass(frozen=True, slots=True)
 class AliasGuard(Guard):
-    """The same tensor given twice is one input of the graph: it must be given twice again, and no other."""
+    """Which arguments are the same tensor: those are one input of the graph."""
 
     is_data: tuple[bool, ...]
     aliases: tuple[int, ...]

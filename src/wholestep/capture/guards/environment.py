@@ -1,4 +1,4 @@
-"""What a trace read besides the objects it was given: files of code, packages, variables of the environment.
+"""Environment of a trace: files of code, packages, and environment variables that it read.
 
 A graph that is used in another process was traced by code that does not run there. So what that code was, and what it
 asked the environment for, is written down while it runs, and compared before the graph is used.
@@ -31,7 +31,7 @@ _STARTED_S = time.time()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What to compare, by name."""
+    """Files, packages and variables that a trace depends on."""
 
     files: Mapping[str, str]
     """SHA-256 of the user's source files."""
@@ -42,7 +42,7 @@ class Environment:
 
     @classmethod
     def seen(cls, environment: Mapping[str, str]) -> Environment:
-        """What there is behind a trace, with the variables that it read."""
+        """The environment of a trace that read these variables."""
         return cls(files=_user_files(), packages=_packages(_imported()), environment=environment)
 
     def now(self) -> Environment:
@@ -60,7 +60,7 @@ _OF_CACHES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 @contextmanager
 def environment_read() -> Iterator[dict[str, str]]:
-    """While open, variables of the environment that this thread reads are written down with what they were."""
+    """While open, records the environment variables that this thread reads, with their values."""
     read: dict[str, str] = {}
     thread = threading.get_ident()
     original = type(os.environ).__getitem__
@@ -145,7 +145,7 @@ def _version(name: str) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of wholestep's own source: the same version number does not mean the same code while it is developed."""
+    """A digest of wholestep's own source, which may change without a new version number."""
     made = hashlib.sha256()
     folder = Path(sys.modules["wholestep"].__file__ or "").parent
     for path in sorted(folder.rglob("*.py")):
@@ -154,7 +154,7 @@ def source_digest() -> str:
 
 
 def torch_switches() -> list[tuple[str, str]]:
-    """Global switches of torch, besides the modes that guards watch, that decide which kernels a trace chooses."""
+    """Global switches of torch that choose kernels, besides the modes that guards compare."""
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     return [
         ("flash attention", str(cuda.flash_sdp_enabled())),

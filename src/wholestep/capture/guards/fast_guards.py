@@ -1,4 +1,4 @@
-"""Native guards, which stand before full comparisons: of the state, of arguments, and the fast way through a call."""
+"""Native guards in front of full comparisons, and the fast path through a usual call."""
 
 from __future__ import annotations
 

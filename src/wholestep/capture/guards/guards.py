@@ -1,4 +1,4 @@
-"""When a trace may be used again: its guards, in the order in which they are asked, behind the native ones.
+"""Guards: when a trace may be used again, and else the reason why not in one sentence.
 
 [Note: cheap and complete]
 Every call checks everything a trace depends on. Comparing thousands of values in Python costs more than many a small

@@ -1,4 +1,4 @@
-"""Guards of what lives between calls: modes of torch, containers, and the tensors of the state."""
+"""Guards of modes of torch, of containers, and of the tensors of the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a tensor a trace depends on, and the sentences that say how two tensors differ in it."""
+"""Layouts of tensors as guards compare them, and sentences that say how two differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards of values that are asked for at every call: numbers that are inputs, branches on them, sizes of storages."""
+"""Guards that are asked at every call: varying numbers, branches, sizes of storages."""
 
 from __future__ import annotations
 

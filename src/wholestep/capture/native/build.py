@@ -1,4 +1,4 @@
-"""Builds and loads the native guards: `module.cpp`, compiled once per machine and torch, loaded when it is there.
+"""Builds and loads the native guards, once per machine and version of torch.
 
 [Note: nobody waits for the compiler]
 Compiling takes some ten to twenty seconds, so it happens in the background, at most once per machine and version of

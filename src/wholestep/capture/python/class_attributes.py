@@ -1,4 +1,4 @@
-"""The classes that a step can reach, and which of their attributes it may read.
+"""Finds the attributes of classes that a step may read.
 
 [Note: attributes of classes]
 Whatever an object does not have itself it has from its class, or from a base of it: methods, properties, and numbers
@@ -43,7 +43,7 @@ class ClassAttributes:
         self._yielded: set[tuple[type, str]] = set()
 
     def add(self, kind: type, *, whole: bool = False) -> None:
-        """Looks at a class, its bases, and the class of the user's that it is an object of itself."""
+        """Adds a class, its bases, and its metaclass if that is the user's."""
         above = [base for base in inspect.getmro(type(kind)) if not is_library_class(base)]
         for base in (*kind.__mro__, *above):
             self._classes[base] = self._classes.get(base, False) or (whole and base not in above)
@@ -64,7 +64,7 @@ class ClassAttributes:
                 yield from ((f"{kind.__name__}.{key}", thing) for thing in things)
 
     def views(self, names: set[str]) -> Iterator[tuple[str, ClassView]]:
-        """What is watched, by the name of the class."""
+        """(name, view) pairs of the classes whose attributes are compared at each call."""
         of_modules = {key for kind, whole in self._classes.items() if whole for key in vars(kind).copy()}
         plain = {key for key in of_modules if not is_dunder(key) and not key.startswith("_abc_")}
         by_name, all_names = frozenset(names), frozenset(names | plain)

@@ -1,4 +1,4 @@
-"""Whose code it is: the user's, an installed library's, Python's own, or wholestep's."""
+"""Tells code of the user from that of installed libraries, of Python and of wholestep."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Things that are no dict and look like one, so that they can be watched and restored: closure cells, classes, slots,
-and what holds values without names."""
+"""Dict views of closure cells, classes, slots, sets and buffers, to compare and restore them."""
 
 from __future__ import annotations
 

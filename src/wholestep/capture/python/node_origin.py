@@ -1,4 +1,4 @@
-"""Writes on every node of a trace where it comes from: part of the step, module, the user's file and line.
+"""Records the origin of every traced node: phase of the step, module, the user's line.
 
 A node of the backward takes module and line of the forward operation it differentiates: autograd numbers
 its nodes, and the number of the running one leads back to the forward node that made it.
@@ -43,7 +43,7 @@ def _ignore(*args: Any) -> None:
 
 
 class OriginRecorder:
-    """Keeps track of where the step is while it runs under the trace."""
+    """Knows phase and module of the step while it is traced."""
 
     def __init__(self, names: dict[int, str], owners: dict[int, str]) -> None:
         """`names`: id of a module -> its name; `owners`: id of a parameter -> the name of its module."""

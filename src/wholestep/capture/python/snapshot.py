@@ -1,4 +1,4 @@
-"""A watch: one container that a step may read, what it held while tracing, and what has changed since."""
+"""Snapshot: a container that a step may read, its content while tracing, and changes since."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Location = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class AnyMatching:
-    """What a watch holds in the place of a tensor that the step replaces."""
+    """Stands in a snapshot for a tensor that the step replaces: any one that `fits`."""
 
     fits: Callable[[Any], bool]
 

@@ -1,4 +1,4 @@
-"""Whose call it is: while a step is traced functions of torch are replaced, and other threads call them, too."""
+"""Patches that hold for the tracing thread alone: others call the same functions meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`replacement` for the thread that asks for this function, `original` for all others.
+    """A function that is `replacement` on the current thread and `original` on all others.
 
     What runs beside a capture (a thread that logs, saves or evaluates) is no part of it.
     """

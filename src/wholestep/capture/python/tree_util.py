@@ -1,4 +1,4 @@
-"""Arguments and results as flat leaves: torch's pytrees, and besides them plain objects that hold tensors."""
+"""Arguments and results as flat leaves: pytrees, and plain objects that hold tensors."""
 
 from __future__ import annotations
 

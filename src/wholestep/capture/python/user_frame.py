@@ -1,4 +1,4 @@
-"""Whose line was it: turns an error met while tracing into one that names the user's file and line."""
+"""Turns an error met while tracing into one that names the user's file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of one call as leaves, and what stands in a trace for those that are others in every call.
+"""Arguments of a call as leaves, and stand-ins in a trace for those that vary.
 
 A number is an input of the graph (`capture/scalars/counters.py`). Text is none: a name of a file beside the batch.
 Where the step does not look at it, any text will do, which is found out by a text that cannot be looked at.
@@ -43,7 +43,7 @@ def leaf_of(path: tuple[Any, ...], thing: Any) -> Leaf | None:
 
 
 class Arguments:
-    """Those of one call."""
+    """The arguments of one call, flattened."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
@@ -57,7 +57,7 @@ class Arguments:
         """Leaves that are any text, at which the step does not look."""
 
     def mark_varying(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:
-        """Has leaves be others in every call: the places of numbers, once text is noted."""
+        """Marks leaves as varying: gives the places of numbers, and notes text in `opaque_leaves`."""
         known = {leaf: leaf_of(path, self.leaves[leaf]) for leaf, path in enumerate(self.paths)} if varying else {}
         found = [leaf for leaf, one in known.items() if one is not None and one in varying]
         self.opaque_leaves = tuple(leaf for leaf in found if leaf not in self.numbers)
@@ -66,7 +66,7 @@ class Arguments:
         return [ScalarLocation(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
 
     def traced(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a trace calls the step with: symbols for numbers that move, and text that cannot be looked at."""
+        """Arguments for the trace: symbols for varying numbers, opaque values for varying text."""
         leaves = [self.numbers.get(leaf, one) for leaf, one in enumerate(self.leaves)]
         for leaf in self.opaque_leaves:
             leaves[leaf] = OpaqueValue(

@@ -1,4 +1,4 @@
-"""GradScaler: its scale and counter are state of the step, and what it notes between two calls is Python's.
+"""GradScaler: its scale and counter as state of the step, its notes on optimizers restored.
 
 A scaler makes both tensors when it first scales a loss, on that loss's device. They are made before the trace, as the
 state of optimizers is, or every call would start from the scale that the first one began with. What it notes of each

@@ -1,4 +1,4 @@
-"""Finds what a step can reach: modules, optimizers, loose tensors, and the Python values it may read.
+"""Finds everything a step can reach: modules, optimizers, tensors, and Python values.
 
 [Note: what is watched]
 Tracing runs the step's Python once. Every Python value it read is frozen in the graph, so each must be
@@ -56,7 +56,7 @@ _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 @dataclass(slots=True)
 class Reachable:
-    """What the walk found, each with the name under which the step reaches it."""
+    """Everything that a step can reach, with the names under which it does."""
 
     modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
     """Root modules only; their children come with them."""

@@ -1,4 +1,4 @@
-"""What gives another thing every time it is asked: random generators and iterators that a step reaches.
+"""Random generators and iterators that a step reaches: what it may not advance in a trace.
 
 A trace asks once, and what it was given would be frozen in the graph. Torch's draws are operators, with the generator
 that they draw from, so those come out right; to seed a generator, or to draw from one of Python's, is no operator.
@@ -127,7 +127,7 @@ def _native_id(generator: torch.Generator) -> int:
 
 @contextmanager
 def kept_iterators(known: Mapping[int, str]) -> Iterator[None]:
-    """While open, ``next`` refuses iterators that were there before the step. `known`: their names, by id."""
+    """While open, ``next`` refuses iterators in `known`, which has names by id."""
     original = builtins.next
 
     def refusing(iterator: Any, *default: Any) -> Any:

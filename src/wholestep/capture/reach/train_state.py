@@ -1,4 +1,4 @@
-"""State of a step as named flat inputs: parameters, buffers, gradients, optimizer state, loose tensors."""
+"""State of a step as named inputs: parameters, buffers, gradients, optimizer state, tensors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Address:
 
 
 def collect(found: Reachable) -> TrainState:
-    """Names and orders what the walk found.
+    """Gives all tensors that outlive a call a name and a fixed order.
 
     Raises ConfigError for modules that bring their own communication, CaptureError for parameters without a shape.
     """
@@ -176,7 +176,7 @@ def states(opt: Optimizer) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
 
 
 class LazyState:
-    """Creates the optimizer state that the first ``step()`` would create, without taking a step.
+    """Creates the optimizer state that a first ``step()`` would create, without taking one.
 
     The state of torch's optimizers is made by ``_init_group``. It is called with gradients of zero bytes in
     memory. State that the trace then shows to be unused is taken back, so ``state_dict()`` is what eager

@@ -1,4 +1,4 @@
-"""What somebody has given to torch.compile and a step calls: it is traced as it was written, with all the rest.
+"""Traces through modules and functions that were given to torch.compile.
 
 A step that was trained with ``torch.compile(model)`` before, or with an optimizer that has a compiled function in it,
 so needs no change. Whoever put it there is told that it has no part in the step.

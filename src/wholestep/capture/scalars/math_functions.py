@@ -1,4 +1,4 @@
-"""Functions of Python's ``math`` on numbers that are inputs of the graph: rates, and what a step counts.
+"""Functions of Python's ``math`` on numbers that are inputs of the graph.
 
 ``1 - math.pow(beta, step)`` of an optimizer, ``math.cos(math.pi * epoch / total)`` of a schedule: C code that wants a
 float, where there is a symbol. While a step is traced the module's functions take symbols, too. What torch has no

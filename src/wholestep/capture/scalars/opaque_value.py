@@ -1,4 +1,4 @@
-"""What stands in a trace for something that nobody may look at, so that the trace holds whatever stands there."""
+"""OpaqueValue: raises when a trace looks at it, so that the trace holds for any value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a uniform random number before it is drawn.
+"""Ranges of uniform random numbers, known before they are drawn.
 
 ``torch.rand`` gives numbers of at least 0 and less than 1, so ``torch.rand([]) < 0.0`` is false whatever is drawn.
 Models skip layers this way and ask in every layer, also where the probability to skip one is 0. The draw stays in

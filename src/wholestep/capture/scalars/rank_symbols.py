@@ -1,4 +1,4 @@
-"""The numbers of this process in its groups as inputs of the graph, and names of groups that all ranks share.
+"""Ranks of this process as inputs of the graph, and group names that all ranks share.
 
 [Note: a rank is a symbol]
 ``dist.get_rank()`` and its relatives give the user's code a symbolic number: what it computes with it is a node, so

@@ -1,4 +1,4 @@
-"""Text that a step makes of tensors and numbers without a value yet: said once, with the user's line."""
+"""Text that a step makes of traced tensors and numbers: placeholders, and one warning."""
 
 from __future__ import annotations
 

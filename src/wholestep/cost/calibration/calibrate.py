@@ -28,7 +28,7 @@ VERSION = 2
 """Of the file and of what is measured; a file of another version is not used."""
 
 Fingerprint = Mapping[str, str | int]
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def fingerprint(device: torch.device, backend: str, ranks: int) -> Fingerprint:
@@ -60,25 +60,25 @@ def calibrate(
     marks: Fingerprint,
     *,
     sizes: Sizes | None = None,
-    tell: Tell = lambda what: None,
+    report: Report = lambda what: None,
     instead: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> CostModel:
     """Measures the device and the process group called `group`; every rank of it must call. Some seconds.
 
     All ranks compute at once, as they do in a step. Without a group the links are those of the defaults. By default
-    the probes have the sizes that suit the device; `tell` is called with the name of what is measured next; `instead`
+    the probes have the sizes that suit the device; `report` is called with the name of what is measured next; `instead`
     as for `probe_device`. What looks like a stall of the machine however often it is measured is kept, and
     `CostModel.source` says so (note *stalls*).
     """
     sizes = sizes or sizes_for(device)
     links, doubt = CostModel.default(default_class(device)).links, ""
     if group is not None:
-        links, doubt = probe_links(group, device, sizes.messages_bytes, usual=links, tell=tell)
+        links, doubt = probe_links(group, device, sizes.messages_bytes, usual=links, report=report)
     place = f"{marks['device']}, {marks['backend']}, {marks['ranks']} rank{'s' if marks['ranks'] != 1 else ''}"
     source = f"calibrated on this host at {datetime.now():%Y-%m-%d %H:%M} ({place})"
     if doubt:
         source += f", in doubt: {doubt}"
-    return CostModel(source=source, device=probe_device(device, sizes, tell, instead), links=links)
+    return CostModel(source=source, device=probe_device(device, sizes, report, instead), links=links)
 
 
 def default_class(device: torch.device) -> str:

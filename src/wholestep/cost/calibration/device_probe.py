@@ -99,24 +99,24 @@ def sizes_for(device: torch.device) -> Sizes:
 def probe_device(
     device: torch.device,
     sizes: Sizes,
-    tell: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda what: None,
     instead: Mapping[Any, Call] | None = None,
 ) -> Device:
-    """Measures `device`; `tell` is called with the name of what comes next. Some seconds.
+    """Measures `device`; `report` is called with the name of what comes next. Some seconds.
 
     `instead`: what else may compute products in float32, ``aten.mm.default`` and ``aten.addmm.default``; the faster
     one counts where a compiler may choose (`Device.tuned`).
     """
     host_is_device = device.type == "cpu"
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _stream(device):
-        tell("the host")
+        report("the host")
         calls_us, listed_us = probe_host(device)
         points: dict[str, list[tuple[float, float]]] = {}
         memory = torch.randn(sizes.pool_bytes // 4, device=device)
         products = (_products(memory.to(dtype), sizes) for dtype in sizes.dtypes)
         other = _linear_layers(memory, sizes, instead) if instead else ()
         for name, amount, calls, one_round in chain(_streams(memory, sizes), *products, other):
-            tell(f"{name}, {amount:.2g}")
+            report(f"{name}, {amount:.2g}")
             points.setdefault(name, []).append((amount, _round_us(one_round, device) / calls))
     for name in [one for one in points if one.startswith(TUNED)]:
         best = dict(points[name])

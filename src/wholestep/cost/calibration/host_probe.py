@@ -1,4 +1,4 @@
-"""Micro-benchmark of the host: what the eager backend pays for a call, by the kind of its kernel.
+"""Micro-benchmark of the host: time per call of the eager backend, by kind of kernel.
 
 [Note: a step in small]
 In a loop over one operator Python, the dispatcher and the allocator find all that they touch in the nearest cache. In a
@@ -49,7 +49,7 @@ def probe_host(device: torch.device) -> tuple[dict[str, float], float]:
     exec(compile(_ticking(rendered), "<a step in small>", "exec"), namespace)
     rounds = []
     for _ in range(ROUNDS + 1):
-        _settle(device)
+        _synchronize(device)
         ticks.clear()
         namespace["step"](list(small.inputs))
         rounds.append(_between_us(ticks))
@@ -80,7 +80,7 @@ def _between_us(ticks: Sequence[int]) -> list[float]:
     return [1e-3 * max(0, end - 2 * start + look) for look, start, end in zip(looked, started, ended, strict=False)]
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Micro-benchmark of the process group: every collective at sizes from 1 KiB to 64 MiB, alone and beside compute."""
+"""Micro-benchmark of collectives from 1 KiB to 64 MiB, alone and next to compute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDS, BETWEEN, PRODUCTS_BETWEEN = 9, 8, 6
 """How often the price of a collective is measured, over how many, and the products from one to the next."""
 LARGEST_SLOWDOWN = 10.0
 """Compute and a collective that share a machine take turns at worst; beyond this something else has had it."""
-_BESIDE = (
+_OVERLAP_DOUBTS = (
     "the start of a collective took {:,.0f} us",
     "compute beside a collective took {:.1f} times as long",
     "a collective beside compute took {:.1f} times as long",
@@ -48,7 +48,7 @@ def probe_links(
     sizes_bytes: Sequence[int],
     *,
     usual: Links,
-    tell: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda what: None,
 ) -> tuple[Links, str]:
     """Measures the process group of that name; every rank of it must call. All ranks get the same numbers.
 
@@ -57,7 +57,7 @@ def probe_links(
         device: where the messages are.
         sizes_bytes: sizes of messages, rising; fewer are taken on a slow link.
         usual: what such links take by the defaults; what takes many times that is measured again.
-        tell: called with the name of what is measured next.
+        report: called with the name of each measurement.
 
     Returns:
         The links, and in words what of them is in doubt, if anything (note *stalls*); it is in the log of rank 0, too.
@@ -71,21 +71,23 @@ def probe_links(
     clock = _Clock(group, device)
 
     def measure(op: str, num_bytes: int) -> float:
-        tell(f"{op}, {bytes_text(num_bytes)}")
+        report(f"{op}, {bytes_text(num_bytes)}")
         return clock.us(_call(op, num_bytes, group, device))
 
-    def beside() -> Sequence[float]:
-        tell("communication beside compute")
+    def with_compute() -> Sequence[float]:
+        report("communication beside compute")
         small = _call("all_reduce", sizes_bytes[0], group, device)
         return _launch_us(clock, small), *_slowdowns(clock, min(OVERLAP_BYTES[device.type], 4 * sizes_bytes[-1]))
 
     latencies_us = {op: usual.us(op, sizes_bytes[0], ranks) for op in OPS}
     found = sweep(measure, sizes_bytes, latencies_us)
     limits = (LATENCY_FACTOR * usual.launch_us, LARGEST_SLOWDOWN, LARGEST_SLOWDOWN)
-    launch_us, compute, collective = numbers = quickest(beside, limits)
+    launch_us, compute, collective = numbers = quickest(with_compute, limits)
     tables = {op: {ranks: curve_of(points, partial(usual.us, op, ranks=ranks))} for op, points in found.items()}
     links = Links(tables=tables, launch_us=launch_us, compute_slowdown=compute, collective_slowdown=collective)
-    doubts = [text.format(one) for text, one, limit in zip(_BESIDE, numbers, limits, strict=True) if one > limit]
+    doubts = [
+        text.format(one) for text, one, limit in zip(_OVERLAP_DOUBTS, numbers, limits, strict=True) if one > limit
+    ]
     doubt = _in_one_line([*_doubts(found, latencies_us), *doubts])
     if doubt and dist.get_rank(group_named(group)) == 0:
         log.warning("the calibration of links is in doubt: %s", doubt)
@@ -220,13 +222,13 @@ def _slowdowns(clock: _Clock, num_bytes: int) -> tuple[float, float]:
     """Factors on the time of compute, and of a collective, while the other runs. At least 1 each."""
     message = torch.zeros(num_bytes // 4, device=clock.device)
     alone_us = clock.us(lambda: c10d.all_reduce_.default(message, "sum", clock.group))
-    beside = _beside_on_cpu if clock.device.type == "cpu" else _beside_on_gpu
-    found = [beside(clock, message, alone_us) for _ in range(5)]
+    overlap = _overlap_on_cpu if clock.device.type == "cpu" else _overlap_on_gpu
+    found = [overlap(clock, message, alone_us) for _ in range(5)]
     compute, collective = (clock.slowest(_median(one)) for one in zip(*found, strict=True))
     return max(1.0, compute), max(1.0, collective)
 
 
-def _beside_on_cpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tuple[float, float]:
+def _overlap_on_cpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tuple[float, float]:
     """Products until the collective has ended; how long they take and it takes, against either alone."""
     clock.slowest(0.0)
     start = time.perf_counter()
@@ -243,7 +245,7 @@ def _beside_on_cpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tup
     return flight_us / (max(1, done) * product_us), flight_us / alone_us
 
 
-def _beside_on_gpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tuple[float, float]:
+def _overlap_on_gpu(clock: _Clock, message: torch.Tensor, alone_us: float) -> tuple[float, float]:
     """Products beside the collective and beyond it: what they take longer than alone was lost beside it."""
     clock.slowest(0.0)
     clock.multiply(BLOCKING_PRODUCTS)

@@ -1,4 +1,4 @@
-"""Which measured times look like a stall of the machine, and measuring them again.
+"""Finds measured times that look like a stall of the machine, and measures them again.
 
 [Note: stalls]
 A calibration shares the machine with whatever else runs. While another process has the cores, the threads of gloo wait,

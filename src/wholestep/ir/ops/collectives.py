@@ -1,4 +1,4 @@
-"""Communication that torch has no functional operator for, as operators of ours; and the group behind a name.
+"""Collectives for which torch has no functional operator, and process groups by name.
 
 They look like torch's functional collectives: what they return may be read behind a wait, they write to nothing
 they are given, and the last argument is the name of a process group. Their arithmetic is that of the eager call.

@@ -1,4 +1,4 @@
-"""Operators as they stand in a program: no gradients, and no casts besides its own.
+"""Runs operators exactly as a program has them: without gradients or autocast.
 
 What autocast adds to a step is traced with it, so it stands in the graph. If the caller's autocast were on where a
 graph is run, rewritten or compiled, it would cast once more what the step had it leave alone

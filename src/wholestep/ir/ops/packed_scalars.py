@@ -1,4 +1,4 @@
-"""Numbers of the host as tensors: one packed buffer per call, from which kernels read what they need."""
+"""Host numbers as tensors: one packed buffer per call, from which kernels read elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading and setting the CPU generator as operations of the graph, so that checkpointed dropout stays right.
+"""Reading and setting RNG states as operations of the graph, for checkpointed dropout.
 
 Activation checkpointing saves the generator's state and sets it back for the recompute. As plain Python
 that happens once, while tracing, and every replay would draw different masks in forward and recompute.
