@@ -11,6 +11,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.unit.capture.steps import train
+from wholestep.api.report.records import MeasuredStep
 from wholestep.errors import ConfigError
 from wholestep.runtime.step_timer import StepTimer, StepTimes
 
@@ -18,19 +19,26 @@ CPU = torch.device("cpu")
 
 
 def make() -> tuple[ws.CompiledStep, tuple[Any, ...]]:
-    model = nn.Linear(4, 2)
-    return ws.compile(train), (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4))
+    """A step, called once, and its arguments."""
+    model, step = nn.Linear(4, 2), ws.compile(train)
+    args = (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4))
+    step(*args)
+    return step, args
+
+
+def measured_of(step: ws.CompiledStep) -> MeasuredStep:
+    measured = step.explain().measured
+    assert measured is not None
+    return measured
 
 
 def test_the_next_calls_are_timed_behind_a_first_one() -> None:
     step, args = make()
-    step(*args)
     step.measure(2)
     for _ in range(3):
         assert step.explain().measured is None
         step(*args)
-    measured = step.explain().measured
-    assert measured is not None
+    measured = measured_of(step)
     assert measured.num_calls == 2
     assert 0 < measured.p10_us <= measured.step_us <= measured.p90_us
     assert measured.exposed_us == 0  # one rank waits for nobody
@@ -40,23 +48,18 @@ def test_the_next_calls_are_timed_behind_a_first_one() -> None:
 
 def test_it_can_be_asked_for_again() -> None:
     step, args = make()
-    step(*args)
     for calls in (1, 3):
         step.measure(calls)
         for _ in range(calls + 1):
             step(*args)
-        measured = step.explain().measured
-        assert measured is not None
-        assert measured.num_calls == calls
+        assert measured_of(step).num_calls == calls
 
 
 def test_what_cannot_be_measured() -> None:
-    step, args = make()
     with pytest.raises(ConfigError, match="has not been called yet"):
-        step.measure(2)
-    step(*args)
+        ws.compile(train).measure(2)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        step.measure(0)
+        make()[0].measure(0)
 
 
 def test_a_call_that_fails_does_not_count() -> None:

@@ -9,31 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from tests.unit.spmd.steps import Keeps, pair, train_step
 from wholestep.errors import ConfigError
-from wholestep.spmd import COMPILED_OBJECT_KEY, DataParallel, Override, compile
-
-
-class Keeps(Override):
-    """Replaces nothing and rewrites nothing."""
-
-    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
-        return orig_submodule
-
-    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
-        return gm
-
-
-def pair() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-    torch.manual_seed(0)
-    mod = nn.Linear(3, 3)
-    return mod, torch.optim.SGD(mod.parameters(), lr=0.1), torch.randn(2, 3)
-
-
-def train_step(mod: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = mod(x).sum()
-    loss.backward()
-    opt.step()
-    return loss.detach()
+from wholestep.spmd import COMPILED_OBJECT_KEY, DataParallel, compile
 
 
 def test_two_calls_without_zero_grad_do_not_add_up_and_share_a_graph() -> None:
@@ -161,22 +139,18 @@ def test_inside_of_another_capture_the_step_is_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("call", "told"),
     [
-        ({"module_override": [nn.Linear]}, "Override"),
-        ({"gm_transformation": 3}, "function"),
-        ({"parallel_mode": "replicate"}, "DataParallel"),
+        (lambda: compile(module_override=[nn.Linear]), "Override"),  # type: ignore[list-item]
+        (lambda: compile(gm_transformation=3), "function"),  # type: ignore[arg-type]
+        (lambda: compile(parallel_mode="replicate"), "DataParallel"),  # type: ignore[arg-type]
+        (lambda: DataParallel("fully_shard"), "replicate"),
+        (lambda: DataParallel("default"), "replicate"),
     ],
 )
-def test_wrong_arguments(wrong: dict[str, Any], told: str) -> None:
+def test_wrong_arguments(call: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        compile(**wrong)
-
-
-@pytest.mark.parametrize("style", ["fully_shard", "default"])
-def test_a_parallel_style_that_is_not_there(style: str) -> None:
-    with pytest.raises(ConfigError, match="replicate"):
-        DataParallel(style)
+        call()
 
 
 def test_custom_passes_run_before_the_transformation_and_behind_the_overrides() -> None:

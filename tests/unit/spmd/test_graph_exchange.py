@@ -38,20 +38,28 @@ def ran(transformation: Callable[[fx.GraphModule], Any]) -> Tensor:
     return compiled(transformation)[0]
 
 
-def swap(target: Any, *rest: Any, op: str = "call_function") -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """Replaces the tanh by a call of `target` on what it read."""
+def at_the_tanh(edit: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.GraphModule], fx.GraphModule]:
+    """An edit of the graph right before its tanh, which counts."""
 
     def transformation(gm: fx.GraphModule) -> fx.GraphModule:
         (tanh,) = gm.graph.find_nodes(op="call_function", target=aten.tanh.default)
         with gm.graph.inserting_before(tanh):
-            new = gm.graph.create_node(op, target, (*tanh.args, *rest))
-        tanh.replace_all_uses_with(new)
-        gm.graph.erase_node(tanh)
+            edit(gm.graph, tanh)
         gm.graph.lint()
         gm.recompile()
         return gm
 
     return transformation
+
+
+def swap(target: Any, *rest: Any, op: str = "call_function") -> Callable[[fx.GraphModule], fx.GraphModule]:
+    """Replaces the tanh by a call of `target` on what it read."""
+
+    def edit(graph: fx.Graph, tanh: fx.Node) -> None:
+        tanh.replace_all_uses_with(graph.create_node(op, target, (*tanh.args, *rest)))
+        graph.erase_node(tanh)
+
+    return at_the_tanh(edit)
 
 
 @pytest.mark.parametrize(
@@ -69,30 +77,21 @@ def test_new_nodes_run(transformation: Callable[[fx.GraphModule], fx.GraphModule
 def test_what_reads_a_new_node_is_computed_anew() -> None:
     """The shape changes on the way, so recorded values behind the new node must, too."""
 
-    def transformation(gm: fx.GraphModule) -> fx.GraphModule:
-        (tanh,) = gm.graph.find_nodes(op="call_function", target=aten.tanh.default)
-        with gm.graph.inserting_before(tanh):
-            tanh.args = (gm.graph.call_function(torch.cat, ([tanh.args[0], tanh.args[0]],)),)
-        gm.recompile()
-        return gm
+    def edit(graph: fx.Graph, tanh: fx.Node) -> None:
+        tanh.args = (graph.call_function(torch.cat, ([tanh.args[0], tanh.args[0]],)),)
 
-    result, gm = compiled(transformation, after=lambda x: x.detach().exp().neg())
+    result, gm = compiled(at_the_tanh(edit), after=lambda x: x.detach().exp().neg())
     (returned,) = gm.graph.output_node().args[0]
     assert result.shape == node_meta.tensor(returned).shape == (4, 2)
     assert "neg" in str(returned.target), "a node that was not touched itself"
 
 
 def test_a_list_of_parts_is_opened() -> None:
-    def transformation(gm: fx.GraphModule) -> fx.GraphModule:
-        (tanh,) = gm.graph.find_nodes(op="call_function", target=aten.tanh.default)
-        with gm.graph.inserting_before(tanh):
-            parts = gm.graph.call_function(torch.chunk, (tanh.args[0], 2))
-            second = gm.graph.call_function(operator.getitem, (parts, 1))
-        tanh.args = (second,)
-        gm.recompile()
-        return gm
+    def edit(graph: fx.Graph, tanh: fx.Node) -> None:
+        chunks = graph.call_function(torch.chunk, (tanh.args[0], 2))
+        tanh.args = (graph.call_function(operator.getitem, (chunks, 1)),)
 
-    assert ran(transformation).shape == (1, 2)
+    assert ran(at_the_tanh(edit)).shape == (1, 2)
 
 
 def test_an_edit_without_recompile_warns_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,10 +113,8 @@ def test_no_edit_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("give", [lambda gm: gm.graph, lambda gm: fx.GraphModule(gm, gm.graph)], ids=["graph", "new"])
 def test_a_graph_or_another_module_may_come_back(give: Callable[[fx.GraphModule], Any]) -> None:
-    def transformation(gm: fx.GraphModule) -> Any:
-        return give(swap(aten.mul.Tensor, 3.0)(gm))
-
-    assert torch.equal(ran(transformation), torch.full((2, 2), 3.0))
+    triple = swap(aten.mul.Tensor, 3.0)
+    assert torch.equal(ran(lambda gm: give(triple(gm))), torch.full((2, 2), 3.0))
 
 
 def drops_an_input(gm: fx.GraphModule) -> fx.GraphModule:

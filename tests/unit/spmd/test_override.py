@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from tests.unit.spmd.steps import Keeps, train_step
 from wholestep.errors import ConfigError
-from wholestep.spmd import Override, compile
+from wholestep.spmd import compile
 
 
 class Hole(nn.Module):
@@ -17,91 +19,63 @@ class Hole(nn.Module):
         raise RuntimeError("nothing to trace")
 
 
-class Fills(Override):
-    def __init__(self, make: Callable[[nn.Module], nn.Module]) -> None:
-        self.make, self.asked = make, []
-
-    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
-        self.asked.append(fqn)
-        return self.make(orig_submodule) if isinstance(orig_submodule, Hole) else orig_submodule
-
-    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
-        return gm
+def fills(make: Callable[[nn.Module], Any]) -> Keeps:
+    return Keeps(lambda module: make(module) if isinstance(module, Hole) else module)
 
 
-def model() -> nn.Module:
+def started(*overrides: Keeps) -> tuple[nn.Module, Any, Callable[..., Any]]:
+    """A model with a hole, a compiled step with these overrides, and a call of it."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(Hole(), nn.Linear(3, 3)))
-
-
-def step(mod: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = mod(x).sum()
-    loss.backward()
-    opt.step()
-    return loss.detach()
+    mod = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Hole(), nn.Linear(3, 3)))
+    opt, compiled = torch.optim.SGD(mod.parameters(), lr=0.1), compile(module_override=overrides)(train_step)
+    return mod, compiled, lambda rows=2: compiled(mod, opt, torch.ones(rows, 3))
 
 
 def test_every_submodule_is_asked_about_and_the_model_is_left_as_it_was() -> None:
-    override, mod = Fills(lambda hole: nn.Identity()), model()
-    compiled = compile(module_override=[override])(step)
-    opt = torch.optim.SGD(mod.parameters(), lr=0.1)
-    compiled(mod, opt, torch.ones(2, 3))
+    override = fills(lambda hole: nn.Identity())
+    mod, compiled, call = started(override)
+    call()
     assert override.asked == ["0", "1", "1.0", "1.1"]
     assert isinstance(mod[1][0], Hole)
     graph = compiled._compiled_obj.gm
-    compiled(mod, opt, torch.ones(2, 3))
+    call()
     assert compiled._compiled_obj.gm is graph, "the guards hold with the originals in place"
 
 
 def test_a_change_of_the_model_is_still_seen() -> None:
-    override, mod = Fills(lambda hole: nn.Identity()), model()
-    compiled = compile(module_override=[override])(step)
-    opt = torch.optim.SGD(mod.parameters(), lr=0.1)
-    compiled(mod, opt, torch.ones(2, 3))
+    mod, compiled, call = started(fills(lambda hole: nn.Identity()))
+    call()
     graph = compiled._compiled_obj.gm
     mod[1][0] = nn.ReLU()
-    compiled(mod, opt, torch.ones(2, 3))
+    call()
     assert compiled._compiled_obj.gm is not graph
     assert "relu" in compiled._compiled_obj.gm.code
 
 
 def test_a_replacement_keeps_its_parameters_over_retraces() -> None:
     made: list[nn.Module] = []
-
-    def make(hole: nn.Module) -> nn.Module:
-        made.append(nn.Linear(3, 3))
-        return made[-1]
-
-    mod = model()
-    compiled = compile(module_override=[Fills(make)])(step)
-    opt = torch.optim.SGD(mod.parameters(), lr=0.1)
+    *_, call = started(fills(lambda hole: (made.append(nn.Linear(3, 3)), made[-1])[1]))
     for rows in (2, 4):
-        compiled(mod, opt, torch.ones(rows, 3))
+        call(rows)
     assert len(made) == 1
     assert made[0].weight.grad is None
 
 
 def test_overrides_see_what_the_one_before_chose() -> None:
-    class Second(Fills):
-        def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
-            return nn.Tanh() if isinstance(orig_submodule, nn.Identity) else orig_submodule
-
-    compiled = compile([Fills(lambda hole: nn.Identity()), Second(lambda hole: hole)])(step)
-    mod = model()
-    compiled(mod, torch.optim.SGD(mod.parameters(), lr=0.1), torch.ones(2, 3))
+    second = Keeps(lambda module: nn.Tanh() if isinstance(module, nn.Identity) else module)
+    _, compiled, call = started(fills(lambda hole: nn.Identity()), second)
+    call()
     assert "tanh" in compiled._compiled_obj.gm.code
 
 
 def test_the_model_is_left_as_it_was_when_the_capture_fails() -> None:
-    mod = model()
-    compiled = compile([Fills(lambda hole: Hole())])(step)
+    mod, _, call = started(fills(lambda hole: Hole()))
     with pytest.raises(Exception, match="nothing to trace"):
-        compiled(mod, torch.optim.SGD(mod.parameters(), lr=0.1), torch.ones(2, 3))
+        call()
     assert isinstance(mod[1][0], Hole)
 
 
 def test_a_replacement_that_is_no_module() -> None:
-    mod = model()
-    compiled = compile([Fills(lambda hole: torch.tanh)])(step)  # type: ignore[arg-type]
+    *_, call = started(fills(lambda hole: torch.tanh))
     with pytest.raises(ConfigError, match=r"replacement\('1.0'"):
-        compiled(mod, torch.optim.SGD(mod.parameters(), lr=0.1), torch.ones(2, 3))
+        call()

@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from tests.unit.spmd.steps import pair, train_step
 from wholestep.errors import ConfigError
 from wholestep.spmd import GraphModuleTransformation, compile
 
 
-def train_step(mod: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
-    mod(x).sum().backward()
-    opt.step()
-
-
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-    mod = nn.Linear(3, 3)
-    return mod, torch.optim.SGD(mod.parameters(), lr=0.1), torch.ones(2, 3)
-
-
 def test_calls_are_counted_in_rounds() -> None:
     transformation = GraphModuleTransformation(3)
-    step, args = compile(gm_transformation=transformation)(train_step), parts()
+    step, args = compile(gm_transformation=transformation)(train_step), pair()
     counts = []
     for number in range(6):
         step(*args, last_train_step=number == 4)
@@ -35,7 +26,7 @@ def test_calls_are_counted_in_rounds() -> None:
 def test_the_program_is_written_before_and_after() -> None:
     transformation = GraphModuleTransformation(1, enable_graph_optimization=True, dump_graphs=True)
     step = compile(gm_transformation=transformation)(train_step)
-    mod, opt, x = parts()
+    mod, opt, x = pair()
     step(mod, opt, x)
     assert transformation.folder is not None
     texts = {file.name: file.read_text(encoding="utf-8") for file in transformation.folder.iterdir()}
@@ -49,14 +40,14 @@ def test_the_program_is_written_before_and_after() -> None:
 
 def test_nothing_is_written_unless_asked_for() -> None:
     transformation = GraphModuleTransformation(1)
-    compile(gm_transformation=transformation)(train_step)(*parts())
+    compile(gm_transformation=transformation)(train_step)(*pair())
     assert transformation.folder is None
 
 
 @pytest.mark.parametrize("optimized", [False, True])
 def test_default_passes_run_when_asked_for(optimized: bool) -> None:
     step = compile(gm_transformation=GraphModuleTransformation(1, enable_graph_optimization=optimized))(train_step)
-    step(*parts())
+    step(*pair())
     views = step._compiled_obj.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     assert bool(views) is not optimized
 
@@ -72,7 +63,7 @@ def test_it_may_be_called_by_the_transformation_of_the_user() -> None:
         seen.append(len(new.graph.nodes))
         return new
 
-    step, args = compile(gm_transformation=transformation)(train_step), parts()
+    step, args = compile(gm_transformation=transformation)(train_step), pair()
     step(*args)
     step(*args)
     assert len(seen) == 1

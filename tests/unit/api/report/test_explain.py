@@ -65,9 +65,13 @@ def scheduled(placed: Program) -> Program:
     return run_passes(placed, passes_of(cost=COST, bucket_bytes=CAP_BYTES))
 
 
+def explained(program: Program, cost: CostModel = COST, **options: Any) -> Explanation:
+    return explain(program, step="train", strategy="DDP", backend="eager", cost=cost, **options)
+
+
 @pytest.fixture(scope="module")
 def explanation(scheduled: Program) -> Explanation:
-    return explain(scheduled, step="train", strategy="DDP", backend="eager", cost=COST)
+    return explained(scheduled)
 
 
 def trained(model: nn.Module) -> dict[str, int]:
@@ -141,13 +145,13 @@ def test_what_hides_a_collective_is_named(explanation: Explanation) -> None:
 
 def test_a_driven_device_waits_for_its_host(scheduled: Program) -> None:
     gpu = CostModel.default("h200+nvlink")
-    step = explain(scheduled, step="train", strategy="DDP", backend="eager", cost=gpu).predicted
+    step = explained(scheduled, gpu).predicted
     num_collectives = sum(map(op_info.is_collective, scheduled.graph.nodes))
     host_us = sum(map(gpu.host_us, scheduled.graph.nodes)) + num_collectives * gpu.launch_us
     assert step.host_us == pytest.approx(host_us)
     assert step.step_us == max(step.device_us, step.host_us)
     assert step.cost_source == gpu.source
-    graphed = explain(scheduled, step="train", strategy="DDP", backend="inductor", cost=gpu, one_launch=True).predicted
+    graphed = explained(scheduled, gpu, one_launch=True).predicted
     assert 0 < graphed.host_us == gpu.launch_us < step.host_us
     assert graphed.device_us == step.device_us
 
@@ -177,8 +181,7 @@ def test_passes_are_told_in_order(explanation: Explanation, scheduled: Program) 
 
 
 def test_before_bucketing_each_gradient_travels_alone(placed: Program, model: nn.Module) -> None:
-    alone = explain(placed, step="train", strategy="DDP", backend="eager", cost=COST)
-    buckets = [c for c in alone.collectives if c.members]
+    buckets = [c for c in explained(placed).collectives if c.members]
     assert all(len(c.members) == 1 for c in buckets)
     assert {c.members[0]: c.num_bytes for c in buckets} == trained(model)
 
@@ -203,6 +206,6 @@ def test_it_prints_as_tables(explanation: Explanation, model: nn.Module) -> None
 def test_a_program_without_collectives_says_so() -> None:
     model = nn.Linear(4, 2)
     program = program_of(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4))
-    text = str(explain(program, step="s", strategy="no communication", backend="eager", cost=COST))
+    text = str(explained(program))
     assert "No collectives: the step runs on one rank." in text
     assert "on 1 rank," in text

@@ -35,9 +35,13 @@ def ran(program: Program, inputs: list[list[Any]], blocks: list[list[int]] | Non
     return run(program, inputs, {GROUP: blocks or [list(range(num_ranks))]}, RankGenerators(range(num_ranks), CPU))
 
 
+def captured(fn: Callable[..., Any], inputs: list[Any], **options: Any) -> Program:
+    return builders.without_gradients(builders.capture(fn, inputs, **options))
+
+
 def step_run(fn: Callable[..., Any], inputs: list[list[Any]], blocks: list[list[int]] | None = None) -> list[Any]:
     """The first result of `fn` on each virtual rank, which gets `inputs[rank]`."""
-    program = builders.without_gradients(builders.capture(fn, inputs[0]))
+    program = captured(fn, inputs[0])
     return [results[0] for results in ran(program, inputs, blocks)]
 
 
@@ -107,8 +111,8 @@ def on_a_real_rank() -> tuple[list[Tensor], list[Tensor]]:
 def test_collectives_give_what_four_gloo_processes_get(pool4: Any) -> None:
     real = pool4.run(on_a_real_rank)
     pairs = [[x, x * 3] for x in of_ranks(4, 4, 2)]
-    program = builders.without_gradients(builders.capture(lambda *xs: tuple(many_collectives(*xs)), pairs[0]))
-    rooted = builders.without_gradients(builders.capture(lambda x: tuple(at_the_root(x)), pairs[0][:1]))
+    program = captured(lambda *xs: tuple(many_collectives(*xs)), pairs[0])
+    rooted = captured(lambda x: tuple(at_the_root(x)), pairs[0][:1])
     for rank, found in enumerate(ran(program, pairs)):
         assert builders.same(list(found), real[rank][0]), rank
     assert builders.same(list(ran(rooted, [[x] for x, _ in pairs])[3]), real[3][1])
@@ -121,7 +125,7 @@ def ring(lefts: list[int]) -> list[Any]:
         return waited(EXCHANGE([x, x], [True, False], [0, 0], [7, 7], GROUP))[1]
 
     values = of_ranks(len(lefts), 2)
-    program = builders.without_gradients(builders.capture(send_on, values[:1]))
+    program = captured(send_on, values[:1])
     node = only(program, EXCHANGE)
     with program.graph.inserting_before(node):
         numbers = [program.graph.placeholder(name) for name in ("right", "left")]
@@ -149,7 +153,7 @@ def summed(x: Tensor) -> Tensor:
 
 def in_place() -> Program:
     """``y = x * 2; all_reduce_(y); wait; exp; add``, as the last pass leaves it."""
-    program = builders.without_gradients(builders.capture(summed, of_ranks(1, 3)))
+    program = captured(summed, of_ranks(1, 3))
     program = reinplace(graph_edit.copy(program))
     assert builders.count(program, c10d.all_reduce_.default) == 1
     return program
@@ -185,7 +189,7 @@ def test_memory_of_a_collective_in_place_is_left_alone_until_the_wait(target: An
 
 
 def test_a_result_is_not_there_before_the_wait() -> None:
-    program = builders.without_gradients(builders.capture(summed, of_ranks(1, 3)))
+    program = captured(summed, of_ranks(1, 3))
     start, wait, exp = (only(program, one) for one in (c10d.all_reduce.default, op_info.WAIT, aten.exp.default))
     exp.args = (start,)
     exp.append(wait)
@@ -201,7 +205,7 @@ def gathered(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("after_wait", [False, True], ids=["before the wait", "behind the wait"])
 def test_what_a_gather_sends_is_not_overwritten_before_the_wait(after_wait: bool) -> None:
-    program = builders.without_gradients(builders.capture(gathered, of_ranks(1, 3)))
+    program = captured(gathered, of_ranks(1, 3))
     wait, triple = only(program, op_info.WAIT), program.results[1]
     triple.target = aten.mul_.Tensor
     if not after_wait:
@@ -237,7 +241,7 @@ def drawing(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_each_rank_draws_what_a_process_with_its_seed_draws() -> None:
-    program = builders.without_gradients(builders.capture(drawing, [torch.ones(64)]))
+    program = captured(drawing, [torch.ones(64)])
     torch.manual_seed(123)
     before, streams = torch.get_rng_state(), RankGenerators([5, 6], CPU)
     assert not streams.have_advanced
@@ -253,7 +257,7 @@ def test_each_rank_draws_what_a_process_with_its_seed_draws() -> None:
 
 
 def test_a_copy_of_streams_goes_on_from_the_same_place_by_itself() -> None:
-    program = builders.without_gradients(builders.capture(drawing, [torch.ones(64)]))
+    program = captured(drawing, [torch.ones(64)])
     streams, inputs = RankGenerators([5, 6], CPU), [[torch.ones(64)] for _ in range(2)]
     run(program, inputs, {}, streams)
     twin = streams.copy()
@@ -295,7 +299,7 @@ def test_a_value_is_freed_behind_its_last_reader() -> None:
         return x
 
     x = torch.zeros(1000)
-    program = builders.without_gradients(builders.capture(chain, [x], kinds=[InputKind.TENSOR]))
+    program = captured(chain, [x], kinds=[InputKind.TENSOR])
     inputs = [[x], [x]]
     with builders.live_bytes() as live:
         live.know([x])
@@ -307,7 +311,7 @@ def test_an_error_of_an_operator_names_the_rank_and_the_node() -> None:
     def look_up(x: Tensor) -> Tensor:
         return torch.arange(3.0)[x]
 
-    program = builders.without_gradients(builders.capture(look_up, [torch.tensor([1])]))
+    program = captured(look_up, [torch.tensor([1])])
     with pytest.raises(IndexError) as raised:
         ran(program, [[torch.tensor([1])], [torch.tensor([9])]])
     assert "on virtual rank 1, while running index" in "".join(raised.value.__notes__)

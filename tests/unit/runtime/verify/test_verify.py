@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -29,9 +30,10 @@ from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import InputKind, MeshAxis, Program
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.place.strategies import DataParallel
+from wholestep.runtime.options import checked_options
 from wholestep.runtime.verify import verify as verifying
 from wholestep.runtime.verify.rank_state import Batch
-from wholestep.runtime.verify.verification import Outcome, Verification
+from wholestep.runtime.verify.verification import Difference, Outcome, Verification
 from wholestep.runtime.verify.verify import Subject, _VirtualRanks
 
 WIDTH = 6
@@ -69,6 +71,15 @@ def verified(
     return ws.compile(step, strategy=strategy, passes=passes).verify(*make(), *batch(), **{"ranks": 2, **options})
 
 
+def with_stages(stages: type[Stages], step: Callable[..., Any]) -> ws.CompiledStep:
+    return ws.CompiledStep(step, checked_options(SMALL_BUCKETS, None, "auto", None, 8), stages=stages)
+
+
+def difference(found: Verification) -> Difference:
+    assert found.difference is not None, str(found)
+    return found.difference
+
+
 def outcomes(found: Verification) -> list[Outcome]:
     return [check.outcome for check in found.checks]
 
@@ -101,10 +112,18 @@ def test_it_prints_and_turns_into_json() -> None:
     assert [check["outcome"] for check in plain["checks"]] == ["passed"] * 4
 
 
-def keeps_gradients(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.cross_entropy(model(x), y)
+def keeps_gradients(
+    model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor, reduction: str = "mean"
+) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x), y, reduction=reduction)
     loss.backward()
     opt.step()
+    return loss
+
+
+def no_clip(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    loss = keeps_gradients(model, opt, x, y, reduction)
+    opt.zero_grad()
     return loss
 
 
@@ -122,10 +141,7 @@ def test_a_second_call_that_is_another_graph_is_another_graph() -> None:
             captured.append(super().capture(*args))
             return captured[-1]
 
-    plain = ws.compile(keeps_gradients, strategy=SMALL_BUCKETS)
-    found = ws.CompiledStep(keeps_gradients, plain._options, stages=Counting).verify(
-        *with_dampening(), *batch(), ranks=4
-    )
+    found = with_stages(Counting, keeps_gradients).verify(*with_dampening(), *batch(), ranks=4)
     assert outcomes(found) == PASSED, str(found)
     assert len(captured) == 2
 
@@ -141,17 +157,12 @@ def test_an_optimizer_that_changes_its_rule_with_the_steps_is_followed(monkeypat
 
 def test_passes_may_be_told_that_the_batch_is_no_reference() -> None:
     def summed(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return no_clip(model, opt, x, y, reduction="sum")
 
     found = verified(step=summed)
     assert outcomes(found) == [*PASSED[:3], Outcome.FAILED]
-    assert found.difference is not None
-    assert found.difference.op == "gradient"
-    assert found.difference.wanted == pytest.approx(2 * found.difference.got, rel=1e-4)
+    assert difference(found).op == "gradient"
+    assert difference(found).wanted == pytest.approx(2 * difference(found).got, rel=1e-4)
     assert "whole_batch=False" in found.checks[3].text
     assert verified(step=summed, whole_batch=False).ok
 
@@ -202,14 +213,6 @@ def test_where_the_whole_batch_is_no_reference_it_says_so(make: Any, strategy: w
 def test_batch_norm_that_takes_no_statistics_couples_no_rows() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
     assert outcomes(verified(make=lambda: made(model))) == PASSED
-
-
-def no_clip(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss
 
 
 class Shifted(nn.Module):
@@ -318,8 +321,7 @@ def test_a_fault_of_a_pass_is_found(fault: Callable[[Program], Program], step: i
 
 
 def test_the_first_difference_is_the_first_value_that_differs() -> None:
-    found = verified(with_a_stale_rate).difference
-    assert found is not None
+    found = difference(verified(with_a_stale_rate))
     assert found.region == "optimizer"
     # the rate of the first step instead of 0.7 of it, in what is computed from the rate alone
     assert found.index == ()
@@ -327,8 +329,7 @@ def test_the_first_difference_is_the_first_value_that_differs() -> None:
 
 
 def test_what_passes_made_before_the_first_difference_is_told() -> None:
-    found = verified(reduced_twice).difference
-    assert found is not None
+    found = difference(verified(reduced_twice))
     twice = [one for one in found.made_by if "all_reduce" in one and "4.bias" in one]
     assert len(twice) == 2
     assert found.got == pytest.approx(2 * found.wanted, rel=1e-4)  # two ranks: the mean, added up
@@ -341,8 +342,7 @@ def test_a_fault_in_a_call_in_place_has_the_name_of_what_it_replaced() -> None:
         lerp.update_arg(2, 0.5)
         return program
 
-    found = verified(other_average).difference
-    assert found is not None
+    found = difference(verified(other_average))
     assert (found.name, found.op, found.region) == ("lerp", "aten.lerp_.Scalar", "optimizer")
 
 
@@ -373,8 +373,7 @@ def test_a_fault_of_placement_is_found_by_the_eager_step(monkeypatch: pytest.Mon
     monkeypatch.setattr(DataParallel, "reduce_gradient", unscaled)
     found = verified()
     assert outcomes(found) == [*PASSED[:3], Outcome.FAILED], str(found)
-    assert found.difference is not None
-    assert (found.difference.name, found.difference.op) == ("2.weight", "gradient")
+    assert (difference(found).name, difference(found).op) == ("2.weight", "gradient")
 
 
 def test_a_number_that_capture_froze_is_found_by_the_eager_step() -> None:
@@ -384,11 +383,9 @@ def test_a_number_that_capture_froze_is_found_by_the_eager_step() -> None:
             with_a_stale_rate(captured.program)
             return captured
 
-    step = ws.CompiledStep(train, ws.compile(train, strategy=SMALL_BUCKETS)._options, stages=Freezing)
-    found = step.verify(*net(), *batch(), ranks=2)
+    found = with_stages(Freezing, train).verify(*net(), *batch(), ranks=2)
     assert outcomes(found) == [*PASSED[:3], Outcome.FAILED], str(found)
-    assert found.difference is not None
-    assert (found.difference.op, found.difference.step) == ("update", 2)
+    assert (difference(found).op, difference(found).step) == ("update", 2)
 
 
 def one_rounding_off(program: Program) -> Program:
@@ -409,12 +406,9 @@ def test_another_order_of_additions_is_no_fault_but_is_told() -> None:
 
 
 def test_rounding_does_not_grow_over_the_steps() -> None:
-    virtual = virtually(Case(train, net, SMALL_BUCKETS), passes=one_rounding_off, num_steps=1)
-    for param in virtual.params:
-        for rank in range(2):
-            assert torch.equal(
-                virtual.run._optimised.of_rank(rank, param), virtual.run._unoptimised.of_rank(rank, param)
-            )
+    run, params = virtually(Case(train, net, SMALL_BUCKETS), passes=one_rounding_off, num_steps=1)
+    for rank, param in itertools.product(range(2), params):
+        assert torch.equal(run._optimised.of_rank(rank, param), run._unoptimised.of_rank(rank, param))
 
 
 # ---- the same as real ranks --------------------------------------------------------------------------------------
@@ -429,16 +423,8 @@ class Case:
     strategy: ws.DDP
 
 
-@dataclass(frozen=True, slots=True)
-class Virtual:
-    """Virtual ranks behind their last step, and the user's parameters."""
-
-    run: _VirtualRanks
-    params: list[Tensor]
-
-
-def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> Virtual:
-    """The training on two virtual ranks, up to the comparison with the eager step."""
+def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> tuple[_VirtualRanks, list[Tensor]]:
+    """Two virtual ranks after the training, before the comparison with the eager step; the user's parameters."""
     stages = ws.compile(case.step, strategy=case.strategy, passes=passes)._stages
     model, opt = case.make()
     subject = Subject(
@@ -450,7 +436,7 @@ def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> Virtual:
     torch.manual_seed(11)
     run = _VirtualRanks(subject, Batch(args, {}, collect(find_reachable(case.step, args, {})), 2))
     run.run(num_steps)
-    return Virtual(run, list(model.parameters()))
+    return run, list(model.parameters())
 
 
 def noisy() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -482,11 +468,11 @@ def really(name: str) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_virtual_ranks_hold_the_bits_of_real_ones(pool2: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(verifying, "FACTOR", 1.0)
-    virtual = virtually(CASES[name])
+    run, params = virtually(CASES[name])
     real = pool2.run(really, name)
-    for rank, params in enumerate(real):
-        for here, there in zip(virtual.params, params, strict=True):
-            assert torch.equal(virtual.run._optimised.of_rank(rank, here), there)
+    for rank, theirs in enumerate(real):
+        for here, there in zip(params, theirs, strict=True):
+            assert torch.equal(run._optimised.of_rank(rank, here), there)
     apart = any(not torch.equal(a, b) for a, b in zip(*real, strict=True))
     assert apart is bool(CASES[name].strategy.ignore)
 
@@ -535,14 +521,17 @@ def test_a_step_that_fails_leaves_everything_too() -> None:
     assert_untouched(before, everything(model=model, opt=opt))
 
 
-def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ws.ConfigError, match="8 rows do not divide into 3 equal parts"):
-        verified(ranks=3)
-
-
-@pytest.mark.parametrize("options", [{"ranks": 1}, {"steps": 0}], ids=str)
-def test_too_few_of_anything_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ws.ConfigError, match="at least 2 virtual ranks and 1 step"):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"ranks": 3}, "8 rows do not divide into 3 equal parts"),
+        ({"ranks": 1}, "at least 2 virtual ranks and 1 step"),
+        ({"steps": 0}, "at least 2 virtual ranks and 1 step"),
+    ],
+    ids=str,
+)
+def test_numbers_that_fit_nothing_are_refused(options: dict[str, int], told: str) -> None:
+    with pytest.raises(ws.ConfigError, match=told):
         verified(**options)
 
 
