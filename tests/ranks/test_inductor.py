@@ -67,8 +67,8 @@ def test_what_rank_0_has_not_is_compiled_where_it_is_needed(pool2: Any) -> None:
     assert told.count("this rank compiles for itself: rank 0 has compiled no such segments") == 1
 
 
-def _with_a_shelf_that(fails: str) -> tuple[int, str]:
-    """How often Inductor is called where the shelf fails, and what was said."""
+def _with_a_blob_store_that(fails: str) -> tuple[int, str]:
+    """How often Inductor is called where the blob store fails, and what was said."""
     ws.init()
     told = io.StringIO()
     handler, log = logging.StreamHandler(told), logging.getLogger("wholestep")
@@ -78,7 +78,7 @@ def _with_a_shelf_that(fails: str) -> tuple[int, str]:
     try:
         with (
             patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called,
-            patch.object(BlobStore, fails, side_effect=OSError("the shelf is broken")),
+            patch.object(BlobStore, fails, side_effect=OSError("the store is broken")),
         ):
             step(torch.ones(4, 3))
     finally:
@@ -88,11 +88,11 @@ def _with_a_shelf_that(fails: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("fails", ["put", "take"])
-def test_every_rank_compiles_where_the_shelf_fails(pool2: Any, fails: str) -> None:
-    (first, of_rank_0), (second, of_rank_1) = pool2.run(_with_a_shelf_that, fails)
+def test_every_rank_compiles_where_the_blob_store_fails(pool2: Any, fails: str) -> None:
+    (first, of_rank_0), (second, of_rank_1) = pool2.run(_with_a_blob_store_that, fails)
     assert (first, second) == (1, 1)
     told = of_rank_0 if fails == "put" else of_rank_1
-    assert "OSError: the shelf is broken" in told
+    assert "OSError: the store is broken" in told
 
 
 def _one_cannot_compile() -> tuple[str, int]:

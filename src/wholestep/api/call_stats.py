@@ -14,7 +14,7 @@ class CallStats:
     dispatched_calls: int = 0
     """Calls that did not go the native way."""
     dispatched_hits: int = 0
-    """Those of them for which an entry was there."""
+    """Dispatched calls for which an entry was there."""
     traces: int = 0
     """Entries that were captured."""
     loaded: int = 0

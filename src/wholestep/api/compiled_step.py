@@ -45,7 +45,7 @@ class CompiledStep:
         self._stages = stages(step, options, self._stats, saved)
         self._dispatcher = Dispatcher(self._stages, self._stats)
         self._fast_call: FastCall | None = None
-        """That of the dispatcher, an attribute nearer."""
+        """`Dispatcher.fast_call`, one attribute nearer."""
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class CompiledStep:
         return self._last().plan
 
     def explain(self) -> Explanation:
-        """What the last signature used runs: collectives, buckets, reasons; predicted and measured times, memory."""
+        """Describes the last signature used: collectives, buckets, reasons; predicted and measured times, memory."""
         entry, stages = self._last(), self._stages
         strategy = "DDP" if entry.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
         mode = stages.backend.execution_mode(entry.executable.runner)
@@ -132,7 +132,7 @@ class CompiledStep:
         self._stages.save(self._last(), Path(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """What `PowerSGD` remembers on this rank, for checkpoints; tensors are the step's own. {} without it."""
+        """The state of `PowerSGD` on this rank, for checkpoints; tensors are the step's own. {} without it."""
         compression = self._stages.compression
         return compression.state_dict() if compression is not None else {}
 

@@ -58,7 +58,7 @@ class Entry:
     compression: CompressionBuffers | None
     """The state of compressed communication that the program reads."""
     lookup: CacheLookup
-    """What the step cache had before the step was captured."""
+    """The lookup in the step cache before the step was captured."""
     fast_call: FastCall | None = None
     """The native call, once there is one."""
 
@@ -127,7 +127,7 @@ class Stages:
         """
         world, scheduled = init(), programs[Stage.SCHEDULED]
         with self.rendezvous.abandoned_on_error(world):
-            compression = self.compression.hold(scheduled) if self.compression is not None else None
+            compression = self.compression.buffers_for(scheduled) if self.compression is not None else None
             runner = compile_before(scheduled)
         plan = self._agree(scheduled, world)
         binding = captured.binding if compression is None else captured.binding.with_tensors(compression.tensors)
@@ -208,13 +208,13 @@ class Stages:
     # The step cache.
 
     def _lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: Rendezvous | None) -> CacheLookup:
-        """What the cache has of this step, from earlier processes."""
+        """The lookup of this call in the cache of earlier processes."""
         if not self.uses_cache:
             return CacheLookup(fingerprint=None, step=None, why_not="the older surface captures in every process")
         return self.cache.lookup(args, kwargs, self._cache_context(), first)
 
     def _load(self, lookup: CacheLookup, cached: CachedStep) -> Entry:
-        """What follows capture and plan, for a step that was saved."""
+        """Makes an entry of a saved step, without capture, placement and passes."""
         world, scheduled = init(), cached.programs[Stage.SCHEDULED]
         self.rendezvous.recall(cached.choices)
         nccl_connect.begin(data_axis(world, self.options.mesh), world.device)

@@ -1,4 +1,4 @@
-"""What compressed communication remembers from call to call: tensors of the compiled step, and how far it has come.
+"""State of compressed communication from call to call: tensors of the compiled step, and counts.
 
 Every rank counts calls alike and draws the same random factors, so nothing here is ever sent. The draws are those of
 PyTorch's ``powerSGD_hook``: a seed for each bucket from numpy's generator, the factors from torch's CPU generator.
@@ -32,7 +32,7 @@ class CompressionBuffers:
 
     tensors: list[torch.Tensor]
     """One per COMM input, in order."""
-    drawn: list[list[torch.Tensor]]
+    redrawn: list[list[torch.Tensor]]
     """By bucket, those that are random at every call: nobody writes them."""
     reduces: bool
     """Whether a call reduces gradients, and so counts."""
@@ -90,7 +90,7 @@ class CompressionState:
         """The pass that compresses what the next call sends."""
         return partial(compress, how=self._how, started=self.started)
 
-    def hold(self, program: Program) -> CompressionBuffers:
+    def buffers_for(self, program: Program) -> CompressionBuffers:
         """The tensors behind the COMM inputs of `program`, on their devices.
 
         What belongs to a rank is zeros at first; what is the same on all of them is random.
@@ -106,7 +106,7 @@ class CompressionState:
             if record.kind is InputKind.COMM
         ]
         tensors: list[torch.Tensor] = []
-        drawn: list[list[torch.Tensor]] = []
+        redrawn: list[list[torch.Tensor]] = []
         for _, bucket in groupby(wanted, key=lambda one: one[0].bucket):
             once: list[torch.Tensor] = []
             each_call: list[torch.Tensor] = []
@@ -118,9 +118,9 @@ class CompressionState:
             if once:
                 _draw(once, self._seeds.peek(0))
                 self._seeds.use(1)
-            drawn += [each_call] if each_call else []
+            redrawn += [each_call] if each_call else []
         reduces = any(node_meta.bucket(node) is not None for node in program.graph.nodes)
-        return CompressionBuffers(tensors=tensors, drawn=drawn, reduces=reduces, phase=self._phase)
+        return CompressionBuffers(tensors=tensors, redrawn=redrawn, reduces=reduces, phase=self._phase)
 
     def is_outdated(self, held: CompressionBuffers) -> bool:
         """Whether the next call wants another program: compression starts, or other state was loaded."""
@@ -129,11 +129,11 @@ class CompressionState:
     @contextmanager
     def call(self, held: CompressionBuffers) -> Iterator[None]:
         """Around a call. One behind a call that failed starts from the same numbers."""
-        for number, tensors in enumerate(held.drawn):
+        for number, tensors in enumerate(held.redrawn):
             _draw(tensors, self._seeds.peek(number))
         yield
         self._calls += held.reduces
-        self._seeds.use(len(held.drawn))
+        self._seeds.use(len(held.redrawn))
 
     def state_dict(self) -> dict[str, Any]:
         """Two numbers, and the tensors themselves by name. Errors are the rank's own, so each rank saves its state."""

@@ -42,14 +42,14 @@ class Executable:
         self._writes_early = writes_during_communication(program)
         self._timer: StepTimer | None = None
         self.measured: StepTimes | None = None
-        """What `measure` has seen; None until it has seen enough."""
+        """Times that `measure` has taken; None until it has timed enough calls."""
 
     def measure(self, num_calls: int, lower: Callable[[Wait], Runner]) -> None:
         """Times the next calls, behind one that is not; see `StepTimer`."""
         self._timer = StepTimer(num_calls, self._world.device, lower)
 
     def run(self) -> fast_guards.FastRun | None:
-        """What a call does, once there has been one; None while calls are measured."""
+        """The parts of a call for the native fast call; None while calls are measured."""
         if self._timer is not None:
             return None
         if isinstance(self._inputs, fast_guards.PythonInputFiller):  # the native ones may have come

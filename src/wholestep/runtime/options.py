@@ -21,7 +21,7 @@ Passes = DefaultPasses | Pass | Sequence[Pass] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What `compile` was asked for, checked."""
+    """The checked options of `compile`."""
 
     strategy: Strategy | None
     mesh: DeviceMesh | None

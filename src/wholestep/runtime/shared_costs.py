@@ -14,7 +14,7 @@ COSTS = "costs"
 
 
 def agreed_costs(rendezvous: Rendezvous, world: World) -> CostModel:
-    """Those of the calibration on rank 0's host, else the defaults of its device; they stay the same for good."""
+    """Costs from the calibration of rank 0's host, else the defaults of its device; always the same ones."""
     chosen = rendezvous.choose(
         COSTS, lambda: calibrate.to_json(calibrate.find(world.device, host_fingerprint(world))), world
     )
@@ -22,6 +22,6 @@ def agreed_costs(rendezvous: Rendezvous, world: World) -> CostModel:
 
 
 def host_fingerprint(world: World) -> calibrate.Fingerprint:
-    """What a calibration for this world depends on."""
+    """The facts that a calibration for this world depends on."""
     backend = "none" if world.mesh is None else dist.get_backend(world.mesh.get_group())
     return calibrate.fingerprint(world.device, backend, world.size)

@@ -69,7 +69,7 @@ class StepTimer:
 
     @property
     def measured(self) -> StepTimes | None:
-        """What was seen once enough was; None before that."""
+        """The times once enough calls were timed; None before that."""
         if self._num_remaining > 0:
             return None
         return StepTimes(step_us=tuple(self._steps[1:]), waits_us=tuple(self._waits[1:]))

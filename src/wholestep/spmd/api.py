@@ -41,7 +41,7 @@ MAX_RETRACES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What a compiled function runs for one signature."""
+    """The graph of a compiled function for one signature, and the state it reads."""
 
     gm: fx.GraphModule
     """The graph that runs."""
@@ -132,7 +132,7 @@ class _Stages(Stages):
         self._gradients, self._transforms = gradients, transforms
         self._overrides, self._replacements = overrides, Replacements(overrides)
         self.transformations: list[GraphModuleTransformation] = []
-        """Those of the user's that the last passes ran."""
+        """The user's GraphModuleTransformation objects that the last passes ran."""
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         reachable = reachability.find_reachable(self.step, args, kwargs)
@@ -178,7 +178,7 @@ class _Step(CompiledStep):
         self._compiled: dict[int, Compiled] = {}
 
     def describe(self, leaves: list[Any]) -> Compiled:
-        """What the last call ran. `leaves` are those of its arguments."""
+        """Describes the last call; `leaves` are those of its arguments."""
         entry = self._last()
         known = self._compiled.get(id(entry))
         if known is None:

@@ -65,7 +65,7 @@ class _PendingWork:
 
 
 class _SharedTensor:
-    """What the wrappers of one tensor share."""
+    """The state that the wrappers of one tensor share."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.base = self.latest = tensor

@@ -43,5 +43,5 @@ class DataParallel:
 
     @property
     def strategy(self) -> DDP:
-        """What placement is asked for."""
+        """The strategy that placement gets."""
         return DDP(reduce="sum")

@@ -38,7 +38,7 @@ class GraphExchange:
 
     @property
     def module(self) -> fx.GraphModule:
-        """What user code gets."""
+        """The module that user code gets."""
         return self._copy.module
 
     def to_program(self, returned: Any, author: str) -> Program:
@@ -92,7 +92,7 @@ class GraphExchange:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    """What makes a call the same call: operator and arguments, nodes by name."""
+    """The identity of a call: operator and arguments, nodes by name."""
     return (node.op, node.target, str(node.args), str(node.kwargs))
 
 

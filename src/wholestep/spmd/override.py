@@ -39,7 +39,7 @@ class Override(ABC):
 
 
 class Replacements:
-    """What the overrides of one step chose, asked once per module: a replacement keeps its parameters over retraces."""
+    """The replacements of one step, asked for once per module: they keep their parameters over retraces."""
 
     def __init__(self, overrides: Sequence[Override]) -> None:
         self._overrides = overrides

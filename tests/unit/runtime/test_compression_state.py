@@ -40,7 +40,7 @@ def at_its_start(how: ws.PowerSGD) -> CompressionState:
     state = CompressionState(how)
     for _ in range(how.start_iter):
         assert not state.started
-        with state.call(state.hold(program(state))):
+        with state.call(state.buffers_for(program(state))):
             pass
     assert state.started
     return state
@@ -57,7 +57,7 @@ def as_torch_draws(number: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 def held_by_name(state: CompressionState, one: Program) -> dict[str, Tensor]:
     names = [record.name for record in one.inputs if record.kind is InputKind.COMM]
-    return dict(zip(names, state.hold(one).tensors, strict=True))
+    return dict(zip(names, state.buffers_for(one).tensors, strict=True))
 
 
 def test_new_memory_is_zeros_and_draws_per_bucket():
@@ -85,7 +85,7 @@ def test_another_program_finds_the_same_tensors():
 
 def test_cold_factors_are_drawn_at_every_call_and_again_behind_a_failure():
     state = at_its_start(COLD)
-    held = state.hold(program(state))
+    held = state.buffers_for(program(state))
     q_a, q_c = (one for one in held.tensors if one.shape[1:] == (2,))
     for call in range(3):
         before = copy.deepcopy(state.state_dict())
@@ -101,13 +101,13 @@ def test_cold_factors_are_drawn_at_every_call_and_again_behind_a_failure():
 
 def test_the_global_generator_is_left_alone():
     state, before = at_its_start(WARM), torch.get_rng_state()
-    state.hold(program(state))
+    state.buffers_for(program(state))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_calls_that_reduce_nothing_do_not_count():
     state = CompressionState(WARM)
-    held = state.hold(program(state, lambda a, b, c: a + 1))
+    held = state.buffers_for(program(state, lambda a, b, c: a + 1))
     for _ in range(5):
         with state.call(held):
             pass
@@ -117,14 +117,14 @@ def test_calls_that_reduce_nothing_do_not_count():
 
 def test_a_program_is_outdated_where_compression_starts_and_where_state_is_loaded():
     state = CompressionState(WARM)
-    held = state.hold(program(state))
+    held = state.buffers_for(program(state))
     with state.call(held):
         pass
     assert not state.is_outdated(held)
     with state.call(held):
         pass
     assert state.is_outdated(held)
-    held = state.hold(program(state))
+    held = state.buffers_for(program(state))
     assert not state.is_outdated(held)
     state.load_state_dict(state.state_dict())
     assert state.is_outdated(held)
@@ -132,13 +132,13 @@ def test_a_program_is_outdated_where_compression_starts_and_where_state_is_loade
 
 def test_what_is_loaded_is_a_copy_and_draws_go_on():
     state = at_its_start(COLD)
-    held = state.hold(program(state))
+    held = state.buffers_for(program(state))
     with state.call(held):
         held.tensors[0].fill_(3.0)
     other = CompressionState(COLD)
     other.load_state_dict(state.state_dict())
     held.tensors[0].fill_(7.0)
-    again = other.hold(program(other))
+    again = other.buffers_for(program(other))
     assert (again.tensors[0] == 3.0).all()
     with other.call(again):
         found = [one for one in again.tensors if one.shape[1:] == (2,)]
@@ -147,13 +147,13 @@ def test_what_is_loaded_is_a_copy_and_draws_go_on():
 
 def test_state_of_another_model_is_refused():
     state = at_its_start(WARM)
-    state.hold(program(state))
+    state.buffers_for(program(state))
     kept = state.state_dict()
     kept["tensors"]["powersgd.q.a"] = torch.zeros(12, 1)
     other = CompressionState(WARM)
     other.load_state_dict(kept)
     with pytest.raises(ws.ConfigError, match=r"powersgd.q.a is torch.float32\[12, 1\], the step needs"):
-        other.hold(program(other))
+        other.buffers_for(program(other))
 
 
 @pytest.mark.parametrize("bad", [{}, {"calls": 1, "draws": 0}, {"calls": 1, "draws": 0, "tensors": {"a": 1}}, None])

@@ -22,7 +22,7 @@ from wholestep.runtime.shared_costs import COSTS, host_fingerprint
 
 
 def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerprint:
-    """What a compiled step depends on, as far as it is known before anything is traced. Raises NotComparable."""
+    """The facts a compiled step depends on that are known before a trace. Raises NotComparable."""
     options, world, compression = cache_context.options, cache_context.world, cache_context.compression
     chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
     axis = data_axis(world, options.mesh)

@@ -27,29 +27,29 @@ class Header:
     step: str
     """``module:qualified name`` of the user's function."""
     fingerprint: Fingerprint
-    """What has to be the same in the process that loads it; known before anything is traced."""
+    """Facts that must be the same in the process that loads it; known before anything is traced."""
     environment: Fingerprint
-    """What has to be the same besides: files, packages, variables of the environment, the calibration."""
+    """Further facts: files, packages, environment variables, the calibration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStep:
-    """What is pickled of a compiled step."""
+    """The part of a compiled step that is pickled."""
 
     programs: Mapping[str, bytes]
     spec: BindingSpec
     plan: str
     choices: Mapping[str, Any]
-    """What rank 0 had answered, by question."""
+    """Rank 0's answers, by question."""
     kernels: tuple[bytes | None, ...]
-    """What the backend has compiled."""
+    """Compiled code of the backend, a blob per segment."""
     options: Options | None
-    """What `compile` was asked for, less the mesh; None in the cache, where the process that looks has its own."""
+    """Options of `compile`, without the mesh; None in the cache, where the process that looks has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepToSave:
-    """What there is to save of a compiled step."""
+    """A compiled step, before it is serialized."""
 
     lookup: CacheLookup
     captured: Captured
@@ -76,7 +76,7 @@ class CacheLookup:
     """The outcome of a lookup in the step cache, before a capture."""
 
     fingerprint: Fingerprint | None
-    """What the step depends on; None where another process could not tell."""
+    """The facts that the step depends on; None where another process could not compare them."""
     step: CachedStep | None
     why_not: str
     """Why there is no step; empty where there is one."""
@@ -94,13 +94,13 @@ class CacheLookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheContext:
-    """What a compiled step depends on besides the objects of its call."""
+    """The facts that a compiled step depends on besides the objects of its call."""
 
     options: Options
     world: World
     backend: Backend
     compression: CompressionState | None
     choices: Mapping[str, Any]
-    """What the ranks have agreed on so far."""
+    """Rank 0's answers so far, by question."""
     rebound_locations: Collection[Hashable] = ()
     """Places in which other calls find other tensors."""

@@ -163,7 +163,7 @@ class StepCache:
         raise ArtifactError(f"{folder} holds no {self.name}.")
 
     def _name_in_cache(self, fingerprint: Fingerprint) -> str:
-        """What files of the cache are kept by: the step and the rank, so that ranks do not push out each other's."""
+        """The step and the rank: ranks do not evict each other's files."""
         return f"{self.name} {dict(fingerprint['the mesh'])['the rank']}"
 
     def save(self, path: Path, entry: StepToSave, context: CacheContext) -> None:

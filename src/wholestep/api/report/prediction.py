@@ -1,4 +1,4 @@
-"""What a program is predicted to do: when its collectives run, what stands beside them, what fills memory at its peak.
+"""Predicts when the collectives of a program run, which computation hides them, and its peak of memory.
 
 Source of the categories of memory: those that PyTorch's memory profiler tells apart, with what buckets take besides.
 """
@@ -21,7 +21,7 @@ from wholestep.passes.analysis.task_graph import Tasks, sharing, tasks_of
 
 
 class Category(enum.StrEnum):
-    """What memory is used for."""
+    """Purposes of memory."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"  # what the backward gives and updates or buckets read
@@ -58,7 +58,7 @@ class CommInterval:
     exposed_us: float
     """How long the device stands still for it."""
     hidden_by: tuple[ConcurrentCompute, ...]
-    """What the device computes meanwhile, the longest first."""
+    """Computation of the device meanwhile, the longest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class PeakMemory:
     by_category: dict[str, int]
     """`Category` -> bytes; they add up to `num_bytes`."""
     node: str
-    """What is running then; empty where nothing is."""
+    """The node that runs then; empty where none does."""
     region: str
     module: str
 
@@ -81,17 +81,17 @@ class Prediction:
     compute_us: float
     """Computation, as if nothing were in flight."""
     slowdown_us: float
-    """What it takes longer because collectives are in flight, and what is still in flight at its end."""
+    """How much longer it takes because collectives are in flight, some of them at its end."""
     exposed_us: float
     """How long the device stands still for collectives."""
     host_us: float
-    """What the host needs to drive the device; 0 where both are one thread, and the time is in `compute_us`."""
+    """Time that the host needs to drive the device; 0 where both are one thread, and the time is in `compute_us`."""
     cost_source: str
     """Where the costs come from."""
 
     @property
     def device_us(self) -> float:
-        """What the device needs."""
+        """Time that the device needs."""
         return self.compute_us + self.slowdown_us + self.exposed_us
 
     @property
@@ -147,7 +147,7 @@ def _comm_intervals(tasks: Tasks, timeline: Timeline) -> dict[fx.Node, CommInter
 def _concurrent_compute(
     tasks: Tasks, timeline: Timeline, start_us: float, end_us: float
 ) -> tuple[ConcurrentCompute, ...]:
-    """What is computed between two moments, by part of the step and module."""
+    """Computation between two moments, by region of the step and module."""
     spent: dict[tuple[str, str], float] = {}
     for node, task, begin_us, until_us in zip(
         tasks.nodes, tasks.tasks, timeline.start_us, timeline.end_us, strict=True

@@ -1,4 +1,4 @@
-"""What explain() gives: records that print as tables."""
+"""The records that explain() returns; they print as tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wholestep.ir.printer import bytes_text
 from wholestep.passes.comm.bucketing import bucket_gradients
 
 _MAX_SHOWN = 3
-"""How many modules are named as what hides a collective."""
+"""Modules that are named in the column 'hidden by'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Collective:
     exposed_us: float
     """How long the device stands still for it, predicted."""
     hidden_by: tuple[ConcurrentCompute, ...]
-    """What the device computes while it is under way, predicted; the longest first."""
+    """Computation of the device while it is under way, predicted; the longest first."""
     measured_exposed_us: float | None
     """How long its waits took, the median of the calls measured; None before `CompiledStep.measure` has seen enough."""
 
@@ -58,7 +58,7 @@ class PassLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """What `CompiledStep.measure` saw on this rank, microseconds."""
+    """Times that `CompiledStep.measure` saw on this rank, microseconds."""
 
     num_calls: int
     step_us: float
@@ -71,7 +71,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a compiled step does. Prints as a table; `to_json` for machines."""
+    """The description of a compiled step. Prints as a table; `to_json` for machines."""
 
     step: str
     strategy: str

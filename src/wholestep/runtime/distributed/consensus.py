@@ -42,7 +42,7 @@ __all__ = ["Peers", "abandon", "agree", "default_store"]
 
 
 class Peers(Protocol):
-    """What is known about ranks that have not come to a meeting; usually a `World`."""
+    """News about ranks that have not come to an agreement; usually a `World`."""
 
     def departed(self, ranks: Iterable[int]) -> dict[int, str]:
         """Which of them will not come any more, and how that is known."""

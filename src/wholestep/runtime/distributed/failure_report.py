@@ -1,4 +1,4 @@
-"""What a failed collective means: which rank died, ended or is elsewhere.
+"""Explains a failed collective: which rank died, ended or is elsewhere.
 
 A collective only says that a connection broke or that time ran out. The store still answers, so the ranks' signs of
 life (`wholestep.runtime.distributed.heartbeat`) tell the rest. The first rank that finds out publishes its verdict, and

@@ -1,4 +1,4 @@
-"""How a function call travels to another process: by name, as pickle does it, with hints where names do not suffice."""
+"""Pickles a function call for another process: by name, with hints where names do not suffice."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ OUTSIDE, BEFORE_INIT = "outside of any compiled step", "not yet in its World"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What is known about a rank."""
+    """The last news of a rank."""
 
     count: int
     """How many beats it has sent; 0 when none was seen."""
     activity: str
-    """What it said it was in, such as ``train_step, call 7``."""
+    """The compiled step and call it was in, such as ``train_step, call 7``."""
     line: str
     """Where its code was, ``train.py:41``; empty when unknown."""
     unchanged_s: float

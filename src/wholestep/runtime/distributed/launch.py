@@ -291,7 +291,7 @@ def _end_with_parent() -> None:
 
 
 def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What torchrun would set, with the agent's store in the parent."""
+    """The environment variables of torchrun, with the agent's store in the parent."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

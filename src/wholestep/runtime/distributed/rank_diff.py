@@ -1,4 +1,4 @@
-"""What ranks hold, compared: whether their plans belong together, and a readable difference if they do not."""
+"""Compares the plans of ranks: whether they fit together, and a readable difference if they do not."""
 
 from __future__ import annotations
 

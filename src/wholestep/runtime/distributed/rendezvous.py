@@ -1,4 +1,4 @@
-"""What the ranks that run one compiled step agree on: plans, and choices of rank 0."""
+"""Agreements of the ranks that run one compiled step: on plans, and on choices of rank 0."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Rendezvous:
         self._chosen = {**choices, **self._chosen}
 
     def objection(self, own: str, world: World, what: str) -> str:
-        """What the first rank that objects says, the same on every rank; empty if none does.
+        """The objection of the first rank that has one, the same on every rank; empty if none has.
 
         `own` is what this rank says, empty if it does not object; `what` names the meeting in messages.
         """

@@ -25,7 +25,7 @@ DATA_AXIS = "data"
 """The name of the one axis of the default mesh."""
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for every process, and what `init` reads."""
+"""Environment variables that torchrun sets for every process and `init` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class World:
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
-    """What belongs to a World and changes or cannot be compared."""
+    """The parts of a World that change or cannot be compared."""
 
     world: World
     group: dist.ProcessGroup | None
@@ -204,7 +204,7 @@ def close_current() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankEnvironment:
-    """What the environment says about this process."""
+    """The rank of this process and the rendezvous, as environment variables say."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""What each collective gives when the values of all its ranks are at hand: the arithmetic, without the communication.
+"""The results of every collective, computed from the values of all its ranks, without communication.
 
 A rule takes the arguments of every rank of one group, in rank order, and gives the result of each. Reductions go in
 rank order, one rounding per rank in the dtype of the tensors: ``((x0 + x1) + x2) + x3``. For two ranks those are the

@@ -41,7 +41,7 @@ AMPLIFIED = 4
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one step did to the parameters, by name."""
+    """The gradients and parameter values of one step, by parameter name."""
 
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """As backwards leave them, in order; reduced, where there are ranks."""
@@ -62,7 +62,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualRun:
-    """What virtual ranks did."""
+    """A run of virtual ranks, for the comparison with the eager step."""
 
     strategy: DDP
     step_records: Sequence[tuple[StepRecord, Callable[[], None]]]

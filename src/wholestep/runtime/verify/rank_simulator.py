@@ -54,7 +54,7 @@ class RankGenerators:
         self._first = list(self._states)
 
     def copy(self) -> RankGenerators:
-        """Streams that go on from here by themselves."""
+        """Generators in the same state, which advance independently."""
         made = copy.copy(self)
         made._states = list(self._states)  # a state is replaced, never written to
         return made

@@ -1,4 +1,4 @@
-"""What virtual ranks own: their slices of the user's batch, and their copies of the state from step to step."""
+"""Virtual ranks' slices of the user's batch, and their copies of the state from step to step."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Batch:
         made: dict[int, torch.Tensor] = {}
         for leaf in self._leaves:
             if id(leaf) in self._split and id(leaf) not in made:
-                part = leaf.detach().roll(step, 0)[rows].clone()
-                made[id(leaf)] = part.requires_grad_(leaf.requires_grad)
+                rows_of_rank = leaf.detach().roll(step, 0)[rows].clone()
+                made[id(leaf)] = rows_of_rank.requires_grad_(leaf.requires_grad)
             elif id(leaf) in self._data and id(leaf) not in made:
                 made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return [made.get(id(leaf), leaf) for leaf in self._leaves]
@@ -97,7 +97,7 @@ class RankState:
         binding = captured.binding
         self._add_copies([tensor for tensor in binding.tensors if isinstance(tensor, torch.Tensor)])
         self._add_copies([param.grad for _, param in binding.entry_grads if param.grad is not None])
-        self._held = [comm.hold(program) for comm in self._compression]
+        self._held = [comm.buffers_for(program) for comm in self._compression]
         flat: list[list[Any]] = []
         for rank in range(self._num_ranks):
             own = self._inputs_of_rank(rank, captured, leaves[rank])
@@ -170,7 +170,7 @@ class RankState:
             self._grads[rank] = {key: None if grad is None else grad.clone() for key, grad in grads.items()}
 
     def of_rank(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor of the user's on one rank."""
+        """The copy of a tensor of the user's on one rank."""
         return self._copies[rank][id(tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Everything of the user's that a step may change, kept aside, so that a trial leaves no trace."""
+"""Backs up all objects of the user's that a step may change, and restores them after a trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two values are apart, and how far they may be.
+"""Distances between two values, and the largest that rounding explains.
 
 Note: what may differ
     Passes keep the arithmetic of every element, so nothing may differ, with one exception: a norm that is put together

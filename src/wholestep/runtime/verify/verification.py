@@ -1,4 +1,4 @@
-"""What `CompiledStep.verify` found, as records that print."""
+"""The records that `CompiledStep.verify` returns; they print as tables."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How much is tried: virtual ranks are those of the subject's axis."""
+    """The number of steps and the checks; virtual ranks are those of the subject's axis."""
 
     num_steps: int
     whole_batch: bool
@@ -151,7 +151,7 @@ class _VirtualRanks:
 
     @property
     def ranks(self) -> VirtualRun:
-        """What was done, for the comparison with the eager step."""
+        """The run so far, for the comparison with the eager step."""
         programs = [plan.captured.program for plan in self._plans]
         return VirtualRun(
             strategy=self._subject.strategy,
@@ -305,7 +305,7 @@ class _VirtualRanks:
 
 
 def _comm_states(subject: Subject) -> list[CompressionState]:
-    """What compressed communication remembers on each rank; nothing without compression."""
+    """The state of compressed communication on each rank; none without compression."""
     how = subject.strategy.compress
     comms = [CompressionState(how) for _ in range(subject.axis.size)] if how is not None else []
     for comm in comms:
