@@ -53,6 +53,11 @@ class Job:
     """Called after each call with its index: schedulers, ``load_state_dict``, ``eval()`` and the like."""
 
 
+def recording(job: Job, **objects: object) -> Job:
+    """The job, with more to look at after each call."""
+    return dataclasses.replace(job, objects={**job.objects, **objects})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A named job, and what is allowed to differ."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.behaviour.small_models import FEATURES, loss_of, sgd
-from tests.behaviour.untouched import assert_untouched, batch, everything, finish, net, place_of, warm_up
+from tests.behaviour.untouched import assert_untouched, batch, everything, net, place_of, warm_up
+from tests.harness.training import backward_and_step
 
 HERE = Path(__file__).name
 
@@ -32,7 +33,7 @@ def branch_on_a_tensor(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = loss_of(model, x, y)
     if loss > 3:  # <- here
         loss = loss / 2
-    return finish(loss, opt)
+    return backward_and_step(loss, opt)
 
 
 @refused
@@ -40,12 +41,12 @@ def branch_on_an_item(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = loss_of(model, x, y)
     if loss.item() > 3:  # <- here
         loss = loss / 2
-    return finish(loss, opt)
+    return backward_and_step(loss, opt)
 
 
 @refused
 def branch_after_the_update(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = finish(loss_of(model, x, y), opt)
+    loss = backward_and_step(loss_of(model, x, y), opt)
     if model[0].weight.isnan().any():  # <- here
         loss = loss.nan_to_num()
     return loss
@@ -53,31 +54,31 @@ def branch_after_the_update(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tenso
 
 @refused
 def turned_into_a_float(model: Any, opt: Any, x: Tensor, y: Tensor) -> float:
-    return float(finish(loss_of(model, x, y), opt))  # <- here
+    return float(backward_and_step(loss_of(model, x, y), opt))  # <- here
 
 
 @refused
 def turned_into_an_index(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     kept = x[: int(y.max())]  # <- here
-    return finish(loss_of(model, kept, y[: len(kept)]), opt)
+    return backward_and_step(loss_of(model, kept, y[: len(kept)]), opt)
 
 
 @refused
 def a_mask_that_changes_shapes(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = model(x)
     kept = logits[y > 0]  # <- here
-    return finish(kept.square().mean(), opt)
+    return backward_and_step(kept.square().mean(), opt)
 
 
 @refused
 def converted_to_numpy(model: Any, opt: Any, x: Tensor, y: Tensor) -> Any:
-    loss = finish(loss_of(model, x, y), opt)
+    loss = backward_and_step(loss_of(model, x, y), opt)
     return loss.detach().numpy()  # <- here
 
 
 @refused
 def formatted_with_a_precision(model: Any, opt: Any, x: Tensor, y: Tensor) -> str:
-    loss = finish(loss_of(model, x, y), opt)
+    loss = backward_and_step(loss_of(model, x, y), opt)
     return f"{loss.detach():.3f}"  # <- here
 
 
@@ -89,20 +90,20 @@ def without_fake(x: Tensor) -> Tensor:
 @refused
 def operator_without_fake_kernel(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     doubled = without_fake(x)  # <- here
-    return finish(loss_of(model, doubled, y), opt)
+    return backward_and_step(loss_of(model, doubled, y), opt)
 
 
 @refused
 def shapes_that_do_not_fit(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = model(x) @ x  # <- here
-    return finish(logits.mean(), opt)
+    return backward_and_step(logits.mean(), opt)
 
 
 @refused
 def devices_that_do_not_fit(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     far = torch.zeros(5, 3, device="meta")
     logits = model(x) + far  # <- here
-    return finish(F.cross_entropy(logits, y), opt)
+    return backward_and_step(F.cross_entropy(logits, y), opt)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
@@ -129,18 +130,18 @@ def test_the_models_are_usable_after_an_error() -> None:
     x, y = batch()
     with pytest.raises(ws.CaptureError):
         ws.compile(branch_on_a_tensor, backend="eager")(twins[0], opts[0], x, y)
-    good = ws.compile(lambda model, opt, x, y: finish(loss_of(model, x, y), opt), backend="eager")
+    good = ws.compile(lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager")
     for _ in range(3):
         torch.manual_seed(1)
         compiled = good(twins[0], opts[0], x, y)
         torch.manual_seed(1)
-        assert torch.equal(compiled, finish(loss_of(twins[1], x, y), opts[1]))
+        assert torch.equal(compiled, backward_and_step(loss_of(twins[1], x, y), opts[1]))
     assert_untouched(everything(module=twins[1].state_dict()), everything(module=twins[0].state_dict()))
 
 
 def test_own_exception_of_the_step_comes_through() -> None:
     def step(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = finish(loss_of(model, x, y), opt)
+        loss = backward_and_step(loss_of(model, x, y), opt)
         raise ValueError("my own complaint")  # <- here
         return loss
 
@@ -169,7 +170,7 @@ def test_error_while_the_graph_runs_leaves_everything() -> None:
 
     @ws.compile(backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
-        return finish(module(x, y), opt)
+        return backward_and_step(module(x, y), opt)
 
     x, y = batch()
     step(x, y)
@@ -275,7 +276,7 @@ def test_more_retraces_than_allowed() -> None:
 
     @ws.compile(backend="eager", max_retraces=2)
     def step(x: Tensor, y: Tensor) -> Tensor:
-        return finish(loss_of(module, x, y), opt)
+        return backward_and_step(loss_of(module, x, y), opt)
 
     x, y = batch()
     for rows in (5, 4, 3):  # the first trace and two more
@@ -346,7 +347,7 @@ def test_one_tensor_in_two_places_that_are_given_different_values(
     module = make_model()
     opt = make_opt(module) if make_opt is sgd else make_opt(module.parameters())
     x, y = batch()
-    step = ws.compile(lambda model, opt, x, y: finish(loss_of(model, x, y), opt), backend="eager")
+    step = ws.compile(lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager")
     before = everything(module=module, opt=opt, x=x, y=y)
     with pytest.raises(ws.CaptureError, match=said):
         step(module, opt, x, y)

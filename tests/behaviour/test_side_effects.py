@@ -23,7 +23,8 @@ from torch import Tensor
 import wholestep as ws
 from tests.behaviour.harness import Record
 from tests.behaviour.small_models import loss_of, sgd
-from tests.behaviour.untouched import assert_untouched, batch, everything, finish, net, place_of
+from tests.behaviour.untouched import assert_untouched, batch, everything, net, place_of
+from tests.harness.training import backward_and_step
 
 HERE = Path(__file__).name
 
@@ -41,7 +42,7 @@ class Trainer:
         self.batches = iter([batch()])
 
     def update(self, x: Tensor, y: Tensor) -> Tensor:
-        return finish(loss_of(self.model, x, y), self.opt)
+        return backward_and_step(loss_of(self.model, x, y), self.opt)
 
     def counter(self, x: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
@@ -190,7 +191,7 @@ def test_iterators_that_the_step_makes_are_its_own() -> None:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         first = next(module.parameters())
-        return finish(loss_of(module, x.to(next(iter([first.dtype]))), y), opt)
+        return backward_and_step(loss_of(module, x.to(next(iter([first.dtype]))), y), opt)
 
     x, y = batch()
     ws.compile(step, backend="eager")(x, y)
@@ -202,7 +203,7 @@ CALLS = 0
 def counting_in_a_global(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
-    return finish(loss_of(model, x, y), opt)
+    return backward_and_step(loss_of(model, x, y), opt)
 
 
 def test_a_counter_in_a_global_goes_on() -> None:
@@ -226,7 +227,7 @@ def test_a_counter_in_a_closure_goes_on_and_is_branched_on() -> None:
             nonlocal calls
             calls += 1
             loss = loss_of(module, x, y)
-            return finish(loss / 2 if calls % 4 == 0 else loss, opt)
+            return backward_and_step(loss / 2 if calls % 4 == 0 else loss, opt)
 
         return step
 
@@ -245,7 +246,7 @@ def test_losses_collected_in_a_closure_are_refused_and_undone() -> None:
     opt = sgd(module)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        losses.append(finish(loss_of(module, x, y), opt))
+        losses.append(backward_and_step(loss_of(module, x, y), opt))
         return losses[-1]
 
     with pytest.raises(ws.CaptureError, match="losses") as raised:
@@ -255,7 +256,7 @@ def test_losses_collected_in_a_closure_are_refused_and_undone() -> None:
 
 
 def printing(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = finish(loss_of(model, x, y), opt)
+    loss = backward_and_step(loss_of(model, x, y), opt)
     print(loss)  # <- here
     return loss
 
@@ -284,7 +285,7 @@ def test_a_step_without_side_effects_is_not_suspected() -> None:
             parts.append(module(half))
             count += len(half)
         report = {"loss": F.cross_entropy(torch.cat(parts), y)}
-        report["scaled"] = finish(report["loss"], opt) * count
+        report["scaled"] = backward_and_step(report["loss"], opt) * count
         return report
 
     x, y = batch()

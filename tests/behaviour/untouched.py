@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.behaviour.harness import Record, observe, same
 from tests.behaviour.small_models import FEATURES, loss_of
+from tests.harness.training import backward_and_step
 
 MARK = "# <- here"
 """Ends the line of a step that an error or a warning must name."""
@@ -33,13 +34,6 @@ def net() -> nn.Sequential:
 
 def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(5, FEATURES), torch.randint(3, (5,))
-
-
-def finish(loss: Tensor, opt: torch.optim.Optimizer) -> Tensor:
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss
 
 
 def everything(**objects: object) -> Record:
@@ -65,5 +59,5 @@ def assert_untouched(before: Record, after: Record) -> None:
 def warm_up(module: nn.Module, opt: torch.optim.Optimizer) -> None:
     """One eager update, and gradients left behind: there is state that an error could spoil."""
     x, y = batch()
-    finish(loss_of(module, x, y), opt)
+    backward_and_step(loss_of(module, x, y), opt)
     loss_of(module, x, y).backward()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.behaviour.small_models import FEATURES, batch_norm_net, loss_of, mlp, sgd
-from tests.behaviour.untouched import assert_untouched, batch, everything, finish
+from tests.behaviour.untouched import assert_untouched, batch, everything
+from tests.harness.training import backward_and_step
 from wholestep.ir.printer import source
 from wholestep.ir.program import Stage
 from wholestep.runtime.distributed import heartbeat
@@ -56,7 +57,7 @@ def models_differ(what: str) -> tuple[type, str, int, float]:
 
     @ws.compile(strategy=ws.DDP(), backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
-        return finish(loss_of(module, x.to(next(module.parameters()).dtype), y), opt)
+        return backward_and_step(loss_of(module, x.to(next(module.parameters()).dtype), y), opt)
 
     return outcome(step, [batch()], module=module, opt=opt)
 
@@ -82,7 +83,7 @@ def code_paths_differ(how: str) -> tuple[type, str, int, float]:
         loss = nn.functional.cross_entropy(hidden, y)
         if how == "no_backward" and rank == 1:
             return loss
-        return finish(loss, opt)
+        return backward_and_step(loss, opt)
 
     return outcome(step, [batch()], module=module, opt=opt)
 
@@ -116,7 +117,9 @@ def paths_part_later() -> tuple[type, str, int, float]:
         @ws.compile(strategy=ws.DDP(hold_updates=True), backend="eager")
         def step(x: Tensor, y: Tensor, with_head: bool) -> Tensor:
             hidden = module["body"](x)
-            return finish(nn.functional.cross_entropy(module["head"](hidden) if with_head else hidden, y), opt)
+            return backward_and_step(
+                nn.functional.cross_entropy(module["head"](hidden) if with_head else hidden, y), opt
+            )
 
         batches: list[Any] = [(*batch(), True), (*batch(), True), (*batch(), dist.get_rank() == 0)]
         return outcome(step, batches, module=module, opt=opt)
@@ -140,7 +143,7 @@ def one_rank_captures_again() -> tuple[list[float], int, str]:
 
     @ws.compile(strategy=ws.DDP(), backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
-        return finish(loss_of(module, x, y), opt)
+        return backward_and_step(loss_of(module, x, y), opt)
 
     x, y = batch()
     rows = 3 if dist.get_rank() == 1 else len(x)
@@ -192,7 +195,7 @@ def one_rank_cannot_capture() -> tuple[type, str, int, float]:
         loss = loss_of(module, x, y)
         if dist.get_rank() == 1 and loss > 3:
             loss = loss / 2
-        return finish(loss, opt)
+        return backward_and_step(loss, opt)
 
     return outcome(step, [batch()], module=module, opt=opt)
 
@@ -212,7 +215,7 @@ def exits_before_the_first_step(how: str) -> None:
 
     @ws.compile(strategy=ws.DDP(), backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
-        return finish(loss_of(module, x, y), opt)
+        return backward_and_step(loss_of(module, x, y), opt)
 
     if dist.get_rank() == 1:
         if how == "dies":
@@ -269,7 +272,7 @@ def dies_in_the_middle_of_a_step(hold_updates: bool) -> None:
 
     @ws.compile(strategy=ws.DDP(bucket_bytes=100, hold_updates=hold_updates), backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
-        return finish(loss_of(module, x, y), opt)
+        return backward_and_step(loss_of(module, x, y), opt)
 
     # The operator runs in forward and backward. Two steps and the forward of the third: dies in its backward.
     FUSE["calls_left"] = 5 if dist.get_rank() == 1 else -1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.behaviour.harness import Job, Registry, Run
@@ -14,16 +16,18 @@ from tests.behaviour.small_models import (
     CLASSES,
     FEATURES,
     HIDDEN,
+    add_step,
     batch_norm_net,
     class_batches,
     loss_of,
     mlp,
     sgd,
+    unwrap,
     usual_job,
 )
 
 registry = Registry()
-case = registry.add
+case, step_case = registry.add, partial(add_step, registry)
 
 
 class RoundStraightThrough(torch.autograd.Function):
@@ -119,26 +123,19 @@ def custom_operator(run: Run) -> Job:
     return usual_job(run, with_layer(lambda x: smooth(x, 0.7)))
 
 
-@case()
-def custom_operator_that_mutates(run: Run) -> Job:
+@step_case()
+def custom_operator_that_mutates(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """An operator that writes its argument: gradients before the update, weights after it."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        for param in module.parameters():
-            assert param.grad is not None
-            decay_(param.grad, 0.5)
-        opt.step()
-        opt.zero_grad()
-        for param in module.parameters():
-            decay_(param.detach(), 0.99)
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    loss = loss_of(model, x, y)
+    loss.backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        decay_(param.grad, 0.5)
+    opt.step()
+    opt.zero_grad()
+    for param in model.parameters():
+        decay_(param.detach(), 0.99)
+    return loss
 
 
 @case()
@@ -209,22 +206,15 @@ def optimizer_in_backward(run: Run) -> Job:
     return Job(step=step, batches=class_batches(run), objects={"model": module, **states})
 
 
-@case()
-def hook_set_inside_the_step(run: Run) -> Job:
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        handle = module[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-        loss = loss_of(model, x, y)
-        loss.backward()
-        handle.remove()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+@step_case()
+def hook_set_inside_the_step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    handle = unwrap(model)[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    loss = loss_of(model, x, y)
+    loss.backward()
+    handle.remove()
+    opt.step()
+    opt.zero_grad()
+    return loss
 
 
 class Checkpointed(nn.Module):
@@ -254,19 +244,11 @@ for _reentrant in (False, True):
 
 @case()
 def checkpoint_under_autocast(run: Run) -> Job:
-    module = Checkpointed(mlp(dropout=0.5), use_reentrant=False)
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+            return loss_of(model, x, y)
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return usual_job(run, Checkpointed(mlp(dropout=0.5), use_reentrant=False), loss=loss)
 
 
 @case()

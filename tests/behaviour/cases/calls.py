@@ -19,6 +19,7 @@ from tests.behaviour.small_models import (
     sgd,
     usual_job,
 )
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case = registry.add
@@ -32,10 +33,7 @@ def found_in_arguments(run: Run) -> Job:
     @run.compile
     def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(loss, opt)
 
     return Job(
         step=lambda x, y: step(model, opt, x, y),
@@ -52,10 +50,7 @@ def found_in_keyword_arguments(run: Run) -> Job:
     @run.compile
     def step(x: Tensor, *, targets: Tensor, training: dict[str, Any], scale: float = 1.0) -> Tensor:
         loss = scale * loss_of(training["model"], x, targets)
-        loss.backward()
-        training["opt"].step()
-        training["opt"].zero_grad()
-        return loss
+        return backward_and_step(loss, training["opt"])
 
     return Job(
         step=lambda x, y: step(x, targets=y, training={"model": model, "opt": opt}, scale=0.5),
@@ -77,10 +72,7 @@ def trainer_class(run: Run) -> type:
         @run.compile
         def step(self, x: Tensor, y: Tensor) -> Tensor:
             loss = nn.functional.cross_entropy(self.model(x), y, label_smoothing=self.smoothing)
-            loss.backward()
-            self.opt.step()
-            self.opt.zero_grad()
-            return loss
+            return backward_and_step(loss, self.opt)
 
     return Trainer
 
@@ -114,10 +106,7 @@ def bound_method_compiled(run: Run) -> Job:
 
         def step(self, x: Tensor, y: Tensor) -> Tensor:
             loss = loss_of(self.model, x, y)
-            loss.backward()
-            self.opt.step()
-            self.opt.zero_grad()
-            return loss
+            return backward_and_step(loss, self.opt)
 
     trainer = Trainer()
     step = run.compile(trainer.step)
@@ -129,10 +118,7 @@ WORLD = SimpleNamespace()
 
 def step_on_globals(x: Tensor, y: Tensor) -> Tensor:
     loss = loss_of(WORLD.model, x, y)
-    loss.backward()
-    WORLD.opt.step()
-    WORLD.opt.zero_grad()
-    return loss
+    return backward_and_step(loss, WORLD.opt)
 
 
 @case()
@@ -155,10 +141,7 @@ def helper_on_globals(x: Tensor, y: Tensor) -> Tensor:
 
 def step_through_a_helper(x: Tensor, y: Tensor) -> Tensor:
     loss = helper_on_globals(x, y)
-    loss.backward()
-    OPTIMIZER.step()
-    OPTIMIZER.zero_grad()
-    return loss
+    return backward_and_step(loss, OPTIMIZER)
 
 
 @case(traces=(2,))
@@ -224,10 +207,7 @@ def parameters_without_module(run: Run) -> Job:
     @run.compile
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(x @ weight, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(loss, opt)
 
     return Job(step=step, batches=class_batches(run), objects={"weight": weight, "opt": opt})
 

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.small_models import FEATURES, HIDDEN, batch_norm_net, class_batches, loss_of, mlp, sgd, usual_job
+from tests.behaviour.small_models import (
+    FEATURES,
+    HIDDEN,
+    add_step,
+    batch_norm_net,
+    class_batches,
+    cut,
+    loss_of,
+    mlp,
+    sgd,
+    step_job,
+    usual_job,
+)
+from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case, step_case = registry.add, partial(add_step, registry)
 
 
 @case(traces=(2,))
 def last_batch_is_smaller(run: Run) -> Job:
     """Two epochs of two full batches and a smaller one: traced once per size."""
-    job = usual_job(run, batch_norm_net())
-    sizes = [5, 5, 3, 5, 5, 3]
-    batches = [(x[:size], y[:size]) for (x, y), size in zip(class_batches(run, 6), sizes, strict=True)]
-    return Job(step=job.step, batches=batches, objects=job.objects)
+    return usual_job(run, batch_norm_net(), batches=cut(class_batches(run, 6), [5, 5, 3, 5, 5, 3]))
 
 
 @case(traces=(2,))
 def train_and_eval_flips(run: Run) -> Job:
     """One step in both modes: dropout and batch statistics follow the flag, and each mode is traced once."""
     module = nn.Sequential(batch_norm_net(), nn.Dropout(0.5))
-    job = usual_job(run, module)
-
-    def between(call: int) -> None:
-        module.train(call % 2 == 1)
-
-    return Job(step=job.step, batches=class_batches(run, 6), objects=job.objects, between=between)
+    return usual_job(run, module, calls=6, between=lambda call: module.train(call % 2 == 1))
 
 
 @case(traces=(2,))
@@ -47,13 +53,13 @@ def changed(
     run: Run, module: nn.Module, change: Callable[[torch.optim.Optimizer], object], *, calls: int = 4, **options: Any
 ) -> Job:
     """The usual step, with ``change(opt)`` made once, after the second call."""
-    job = usual_job(run, module, **options)
 
     def between(call: int) -> None:
         if call == 1:
             change(job.objects["opt"])  # type: ignore[arg-type]
 
-    return Job(step=job.step, batches=class_batches(run, calls), objects=job.objects, between=between)
+    job = usual_job(run, module, calls=calls, between=between, **options)
+    return job
 
 
 @case()
@@ -81,10 +87,9 @@ def nesterov_switched_on(run: Run) -> Job:
 def parameter_added_to_group(run: Run) -> Job:
     """The head is trained from the third call on."""
     module = mlp()
-    model, opt = run.model(module), sgd(module[0])
+    opt = sgd(module[0])
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
         loss.backward()
         opt.step()
@@ -96,16 +101,14 @@ def parameter_added_to_group(run: Run) -> Job:
         if call == 1:
             opt.add_param_group({"params": list(module[2].parameters()), "lr": 0.02})
 
-    return Job(step=step, batches=class_batches(run, 4), objects={"model": module, "opt": opt}, between=between)
+    return step_job(run, step, module, optimizer=lambda _: opt, batches=class_batches(run, 4), between=between)
 
 
 @case(traces=(1, 2))
 def state_loaded(run: Run) -> Job:
     """Back to the state after the first call: parameters, buffers, moments and rate."""
-    module = batch_norm_net()
-    job = usual_job(run, module)
-    opt: Any = job.objects["opt"]
-    saved: list[Any] = []
+    module, saved = batch_norm_net(), list[Any]()
+    opt = sgd(module)
 
     def between(call: int) -> None:
         if call == 0:
@@ -115,7 +118,7 @@ def state_loaded(run: Run) -> Job:
             module.load_state_dict(saved[0])
             opt.load_state_dict(saved[1])
 
-    return Job(step=job.step, batches=class_batches(run, 5), objects=job.objects, between=between)
+    return usual_job(run, module, optimizer=lambda _: opt, calls=5, between=between)
 
 
 @case(ranks=False, traces=(2,))  # DistributedDataParallel goes on with the parameter it was built around
@@ -142,10 +145,7 @@ def parameter_replaced_by_another_shape(run: Run) -> Job:
     @run.compile
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(module, x, y)
-        loss.backward()
-        holder["opt"].step()
-        holder["opt"].zero_grad()
-        return loss
+        return backward_and_step(loss, holder["opt"])
 
     def between(call: int) -> None:
         if call == 1:
@@ -199,21 +199,13 @@ class Settings:
 @case(traces=(2,))
 def attribute_put_in_front_of_that_of_the_class(run: Run) -> Job:
     """An object that had no attributes of its own gets one."""
-    settings, module = Settings(), mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y) * settings.factor
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    def between(call: int) -> None:
-        settings.factor = 0.5
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt}, between=between)
+    settings = Settings()
+    return usual_job(
+        run,
+        mlp(),
+        loss=lambda model, x, y: loss_of(model, x, y) * settings.factor,
+        between=lambda call: setattr(settings, "factor", 0.5),
+    )
 
 
 @case(traces=(2,))
@@ -299,20 +291,13 @@ def optimizer_state_cleared(run: Run) -> Job:
 @case(traces=(2,))
 def argument_changed(run: Run) -> Job:
     """A Python number given at every call; its second value comes back and is not traced again."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor, smoothing: float) -> Tensor:
-        loss = nn.functional.cross_entropy(model(x), y, label_smoothing=smoothing)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+    def loss(model: Any, x: Tensor, y: Tensor, smoothing: float) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y, label_smoothing=smoothing)
 
     values = [0.1, 0.2, 0.1, 0.2]
     batches = [(x, y, value) for (x, y), value in zip(class_batches(run, 4), values, strict=True)]
-    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+    return usual_job(run, mlp(), loss=loss, batches=batches)
 
 
 class ToFloat(nn.Module):
@@ -323,19 +308,15 @@ class ToFloat(nn.Module):
 @case(traces=(2,))
 def dtype_of_the_batch_changed(run: Run) -> Job:
     """The same shapes in float64 every second call."""
-    job = usual_job(run, nn.Sequential(ToFloat(), mlp()))
-    made = class_batches(run, 4)
-    batches = [(x if call % 2 else x.double(), y) for call, (x, y) in enumerate(made)]
-    return Job(step=job.step, batches=batches, objects=job.objects)
+    batches = [(x if call % 2 else x.double(), y) for call, (x, y) in enumerate(class_batches(run, 4))]
+    return usual_job(run, nn.Sequential(ToFloat(), mlp()), batches=batches)
 
 
 @case(traces=(1, 2))
 def strides_of_the_batch_changed(run: Run) -> Job:
     """Every second batch is a transposed view with the same shape."""
-    job = usual_job(run, mlp())
-    made = class_batches(run, 4)
-    batches = [(x if call % 2 else x.t().contiguous().t(), y) for call, (x, y) in enumerate(made)]
-    return Job(step=job.step, batches=batches, objects=job.objects)
+    batches = [(x if call % 2 else x.t().contiguous().t(), y) for call, (x, y) in enumerate(class_batches(run, 4))]
+    return usual_job(run, mlp(), batches=batches)
 
 
 @case()
@@ -347,29 +328,23 @@ def rows_differ_by_rank(run: Run) -> Job:
 @case(traces=(1, 2))
 def last_batch_is_smaller_on_one_rank(run: Run) -> Job:
     """Uneven data: the last rank retraces and the others do not, and nobody waits for nobody."""
-    job = usual_job(run, batch_norm_net())
-    sizes = [5, 5, 5 - 2 * run.rank, 5, 5 - 2 * run.rank]
-    batches = [(x[:size], y[:size]) for (x, y), size in zip(class_batches(run, 5), sizes, strict=True)]
-    return Job(step=job.step, batches=batches, objects=job.objects)
+    last = 5 - 2 * run.rank
+    return usual_job(run, batch_norm_net(), batches=cut(class_batches(run, 5), [5, 5, last, 5, last]))
 
 
-@case(traces=(5,))
-def number_of_the_batch_given(run: Run) -> Job:
+@step_case(
+    optimizer=lambda module: sgd(module, momentum=0.9),
+    batches=lambda run: [(*batch, number) for number, batch in enumerate(class_batches(run, 9))],
+    traces=(5,),
+)
+def number_of_the_batch_given(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor, number: int) -> Tensor:
     """Gradients are added up over three batches. With the number and without gradients, with both, the update."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module, momentum=0.9)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor, number: int) -> Tensor:
-        loss = loss_of(model, x, y) / 3
-        loss.backward()
-        if (number + 1) % 3 == 0:
-            opt.step()
-            opt.zero_grad()
-        return loss
-
-    batches = [(*batch, number) for number, batch in enumerate(class_batches(run, 9))]
-    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+    loss = loss_of(model, x, y) / 3
+    loss.backward()
+    if (number + 1) % 3 == 0:
+        opt.step()
+        opt.zero_grad()
+    return loss
 
 
 @case(traces=(2,))
@@ -383,9 +358,7 @@ def weight_and_rate_by_numbers_of_the_call(run: Run) -> Job:
         rate = 0.1 * (number + 1) / 8
         opt.param_groups[0]["lr"] = rate
         loss = loss_of(model, x, y) + beta * sum(param.square().sum() for param in module.parameters())
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         return loss, rate
 
     batches = [(*batch, 0.1 / (1 + number), number) for number, batch in enumerate(class_batches(run, 6))]
@@ -408,9 +381,4 @@ class Cooled(nn.Module):
 @case(traces=(2,))
 def attribute_set_before_every_call(run: Run) -> Job:
     module = Cooled()
-    job = usual_job(run, module)
-
-    def between(call: int) -> None:
-        module.temperature = 1.0 + call / 4
-
-    return Job(step=job.step, batches=class_batches(run, 6), objects=job.objects, between=between)
+    return usual_job(run, module, calls=6, between=lambda call: setattr(module, "temperature", 1.0 + call / 4))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd, usual_job
+from tests.behaviour.harness import Job, Registry, Run, recording
+from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd, step_job, usual_job
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case = registry.add
@@ -57,18 +58,8 @@ def numbers(opt: torch.optim.Optimizer) -> Callable[[], object]:
 @case(traces=(2,))
 def an_optimizer_counts(run: Run) -> Job:
     """Its first call makes the state, the second goes on from there, and so do all others."""
-    module = mlp()
-    model, opt = run.model(module), Adamlike(module.parameters())
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run, 5), objects={"model": module, "opt": opt, "numbers": numbers(opt)})
+    job = usual_job(run, mlp(), optimizer=lambda module: Adamlike(module.parameters()), calls=5)
+    return recording(job, numbers=numbers(job.objects["opt"]))
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -89,11 +80,10 @@ def scheduled(name: str) -> Callable[[Run], Job]:
 
     def build(run: Run) -> Job:
         module = mlp()
-        model, opt = run.model(module), sgd(module, momentum=0.9)
+        opt = sgd(module, momentum=0.9)
         scheduler = SCHEDULES[name](opt)
 
-        @run.compile
-        def step(x: Tensor, y: Tensor) -> Tensor:
+        def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
             loss = loss_of(model, x, y)
             loss.backward()
             opt.step()
@@ -105,8 +95,7 @@ def scheduled(name: str) -> Callable[[Run], Job]:
             shown = {key: value for key, value in scheduler.state_dict().items() if key != "_schedulers"}
             return repr((shown, scheduler.get_last_lr(), opt.param_groups[0]["lr"]))
 
-        objects = {"model": module, "opt": opt, "scheduler": held}
-        return Job(step=step, batches=class_batches(run, 7), objects=objects)
+        return step_job(run, step, module, optimizer=lambda _: opt, batches=class_batches(run, 7), scheduler=held)
 
     build.__name__ = f"{name}_schedule_inside"
     return build
@@ -120,11 +109,10 @@ for _name in SCHEDULES:
 def schedule_of_fused_updates_inside(run: Run) -> Job:
     """Two updates in a call, each at a rate and with betas that the scheduler has just set."""
     module = mlp()
-    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)
+    opt = torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)
     scheduler = SCHEDULES["one_cycle"](opt)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         for number in range(2):
             opt.zero_grad()
             loss = loss_of(model, x + number, y)
@@ -134,7 +122,8 @@ def schedule_of_fused_updates_inside(run: Run) -> Job:
         opt.zero_grad()
         return loss
 
-    return Job(step=step, batches=class_batches(run, 5), objects={"model": module, "opt": opt, "numbers": numbers(opt)})
+    batches = class_batches(run, 5)
+    return step_job(run, step, module, optimizer=lambda _: opt, batches=batches, numbers=numbers(opt))
 
 
 class Trainer:
@@ -152,9 +141,7 @@ class Trainer:
         for group in self.opt.param_groups:
             group["lr"] = 0.1 * min(1.0, self.steps / 3)
         loss = loss_of(self.model, x, y)
-        (loss * (1 + self.average)).backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        backward_and_step(loss * (1 + self.average), self.opt)
         return loss * 2 if self.steps % 4 == 0 else loss
 
 
@@ -170,17 +157,17 @@ def a_trainer_counts(run: Run) -> Job:
     return Job(step=run.compile(trainer.step), batches=class_batches(run, 9), objects=objects)
 
 
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * math.exp(-self.calls / 50)  # type: ignore[no-any-return]
+
+
 @case(traces=(1,))
 def a_module_counts_its_calls(run: Run) -> Job:
-    class Annealed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.calls = mlp(), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.inner(x) * math.exp(-self.calls / 50)  # type: ignore[no-any-return]
-
     module = Annealed()
-    job = usual_job(run, module, calls=4)
-    return Job(step=job.step, batches=job.batches, objects={**job.objects, "calls": lambda: module.calls})
+    return recording(usual_job(run, module, calls=4), calls=lambda: module.calls)

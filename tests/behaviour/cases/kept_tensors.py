@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.behaviour.harness import Job, Registry, Run
 from tests.behaviour.small_models import FEATURES, class_batches, loss_of, mlp, sgd
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case = registry.add
@@ -27,9 +28,7 @@ class Trainer:
     def step(self, x: Tensor, y: Tensor) -> float:
         logits = self.model(x)
         loss = F.cross_entropy(logits, y)
-        loss.backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        backward_and_step(loss, self.opt)
         self.last = loss.detach()
         self.logits["now"] = logits.detach()
         return loss.item()
@@ -82,10 +81,7 @@ def leaves_what_hooks_keep(run: Run) -> Job:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y) + seen["second"].square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(loss, opt)
 
     return leaving(run, step, lambda: (seen["first"], seen["second"].detach()), module, opt)
 
@@ -114,10 +110,7 @@ def leaves_losses_on_modules(run: Run) -> Job:
         for part in module:
             if isinstance(part, Expert):
                 loss = loss + 0.1 * part.loss
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(loss, opt)
 
     return leaving(run, step, lambda: [part.loss.detach() for part in module[:2]], module, opt)
 
@@ -129,9 +122,7 @@ def leaving_in(run: Run, keep: Callable[[Tensor, Tensor], Any], seen: Callable[[
 
     def step(x: Tensor, y: Tensor) -> Any:
         loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         return keep(loss.detach(), x)
 
     return leaving(run, step, seen, module, opt)
@@ -316,9 +307,7 @@ def leaves_a_dict_that_others_put_away(run: Run) -> Job:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y) * (1 if held.logs is None else 2)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         held.logs = {"loss": loss.detach()}
         return loss.detach()
 
@@ -342,9 +331,7 @@ def switches_its_module(run: Run) -> Job:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         module.eval()
         return loss.detach()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.behaviour.harness import Job, Registry, Run
 from tests.behaviour.small_models import (
@@ -14,16 +16,16 @@ from tests.behaviour.small_models import (
     FEATURES,
     HIDDEN,
     ROWS,
+    add_step,
     batch_norm_net,
-    class_batches,
-    loss_of,
     mlp,
     sgd,
+    unwrap,
     usual_job,
 )
 
 registry = Registry()
-case = registry.add
+case, step_case = registry.add, partial(add_step, registry)
 
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 
@@ -43,22 +45,15 @@ class Tied(nn.Module):
 
 @case()
 def tied_weights(run: Run) -> Job:
-    module = Tied()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(tokens: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
     generator = torch.Generator().manual_seed(run.rank)
     batches = [
         (torch.randint(FEATURES, (ROWS, 4), generator=generator, device="cpu").to(run.device),) for _ in range(3)
     ]
-    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+
+    def loss(model: Any, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return usual_job(run, Tied(), loss=loss, batches=batches)
 
 
 @case()
@@ -97,35 +92,15 @@ def unused_parameters(run: Run) -> Job:
 
 @case()
 def unused_parameters_adam(run: Run) -> Job:
-    module = Extras()
-    model, opt = run.model(module, **UNUSED), torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return usual_job(
+        run, Extras(), ddp=UNUSED, optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2)
+    )
 
 
 @case(traces=(2,))
 def parameters_without_optimizer(run: Run) -> Job:
     """The optimizer holds half of the parameters: the gradients of the others pile up."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module[2])
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return usual_job(run, mlp(), optimizer=lambda module: sgd(module[2]))
 
 
 class Counting(nn.Module):
@@ -156,24 +131,18 @@ def batch_norm(run: Run) -> Job:
     return usual_job(run, batch_norm_net())
 
 
-@case()
-def batch_norm_called_twice(run: Run) -> Job:
+# Broadcasting buffers before the second forward would write what the first backward still needs.
+@step_case(module=batch_norm_net, ddp={"broadcast_buffers": False})
+def batch_norm_called_twice(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """Two forwards of one model in one step: the statistics move twice."""
-    module = batch_norm_net()
-    # Broadcasting buffers before the second forward would write what the first backward still needs.
-    model, opt = run.model(module, broadcast_buffers=False), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(torch.cat([x, -x])), torch.cat([y, y])) + module[0].weight.square().sum()
-        loss.backward()
-        with torch.no_grad():
-            module(x)
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    module = unwrap(model)
+    loss = F.cross_entropy(model(torch.cat([x, -x])), torch.cat([y, y])) + module[0].weight.square().sum()
+    loss.backward()
+    with torch.no_grad():
+        module(x)
+    opt.step()
+    opt.zero_grad()
+    return loss
 
 
 @case()

@@ -6,6 +6,7 @@ Rates change at every call in each of them, so a rate that a trace has frozen ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.small_models import FEATURES, HIDDEN, class_batches, loss_of, mlp
+from tests.behaviour.small_models import FEATURES, HIDDEN, class_batches, loss_of, mlp, step_job, usual_job
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case = registry.add
@@ -91,26 +93,14 @@ def training(
     calls: int = 4,
 ) -> Job:
     """The usual step; ``schedule(opt)`` gives what is called after each step with the loss it returned."""
-    model, opt = run.model(module), make(module)
-    advance = schedule(opt)
-    last: list[Any] = []
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+    job = usual_job(run, module, optimizer=make, calls=calls)
+    advance, last = schedule(job.objects["opt"]), list[Any]()  # type: ignore[arg-type]
 
     def remembering(x: Tensor, y: Tensor) -> object:
-        last[:] = [step(x, y)]
+        last[:] = [job.step(x, y)]
         return last[0]
 
-    objects = {"model": module, "opt": opt}
-    return Job(
-        step=remembering, batches=class_batches(run, calls), objects=objects, between=lambda call: advance(last[0])
-    )
+    return replace(job, step=remembering, between=lambda call: advance(last[0]))
 
 
 def falling(opt: torch.optim.Optimizer) -> Callable[[Any], object]:
@@ -140,11 +130,8 @@ for _name, (_, _, _variants) in OPTIMIZERS.items():
 def several_updates(run: Run, name: str) -> Job:
     """Three updates in a call, by kernels over lists, each with the step counter of its own."""
     make, options, _ = OPTIMIZERS[name]
-    module = body()
-    model, opt = run.model(module), make(module.parameters(), **options, **FOREACH)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         for number in range(3):
             opt.zero_grad()
             loss = loss_of(model, x + number, y)
@@ -153,7 +140,7 @@ def several_updates(run: Run, name: str) -> Job:
         opt.zero_grad()
         return loss
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return step_job(run, step, body(), optimizer=lambda module: make(module.parameters(), **options, **FOREACH))
 
 
 for _name, (_, _, _variants) in OPTIMIZERS.items():
@@ -165,42 +152,35 @@ for _name, (_, _, _variants) in OPTIMIZERS.items():
 def rate_read_beside_a_fused_update(run: Run) -> Job:
     """Fused kernels take no symbolic numbers; what else reads the group does, and follows the scheduler."""
     module = body()
-    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    opt = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
     scheduler = schedules.ExponentialLR(opt, 0.5)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        loss = backward_and_step(loss_of(model, x, y), opt)
         rate = opt.param_groups[0]["lr"]
         with torch.no_grad():
             for one in module.parameters():
                 one.mul_(1 - rate * 0.1)
         return loss * rate, rate
 
-    objects = {"model": module, "opt": opt}
-    return Job(step=step, batches=class_batches(run, 4), objects=objects, between=lambda call: scheduler.step())
+    batches = class_batches(run, 4)
+    return step_job(run, step, module, optimizer=lambda _: opt, batches=batches, between=lambda call: scheduler.step())
 
 
 def with_closure(run: Run, make: Maker, by_name: bool) -> Job:
     """Forward and backward are in a closure, which the optimizer calls: gradients are not there before."""
-    module = body()
-    model, opt = run.model(module), make(module.parameters())
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         def closure() -> Tensor:
             opt.zero_grad()
             loss = loss_of(model, x, y)
             loss.backward()
             return loss
 
-        loss: Tensor = opt.step(closure=closure) if by_name else opt.step(closure)
-        return loss
+        return opt.step(closure=closure) if by_name else opt.step(closure)  # type: ignore[no-any-return]
 
-    return Job(step=step, batches=class_batches(run, 4), objects={"model": module, "opt": opt})
+    batches = class_batches(run, 4)
+    return step_job(run, step, body(), optimizer=lambda module: make(module.parameters()), batches=batches)
 
 
 case(name="closure_sgd", traces=(2,))(

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.behaviour.cases.kept_tensors import leaving
 from tests.behaviour.harness import Job, Registry, Run
 from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd
-from tests.behaviour.untouched import finish
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case = registry.add
@@ -50,7 +50,7 @@ def replacing(
     model, opt = run.model(module), sgd(module)
 
     def step(x: Tensor, y: Tensor) -> Any:
-        loss = finish(loss_of(model, x, y), opt)
+        loss = backward_and_step(loss_of(model, x, y), opt)
         return loss.detach(), keep(held, loss.detach())
 
     more: dict[str, Any] = {} if between is None else {"between": lambda call: between(call, held)}
@@ -170,7 +170,7 @@ def replaces_what_is_an_argument_too(run: Run) -> Job:
     model, opt, first = run.model(module), sgd(module), held.mean
 
     def step(x: Tensor, y: Tensor, start: Tensor) -> Tensor:
-        loss = finish(loss_of(model, x, y), opt)
+        loss = backward_and_step(loss_of(model, x, y), opt)
         held.mean = held.mean + loss.detach()
         return loss.detach() + start
 
@@ -209,11 +209,11 @@ def replaces_what_an_optimizer_has_too(run: Run) -> Job:
     module = mlp()
     held = Holder(rate=torch.tensor(0.1))
     opt = torch.optim.SGD(module.parameters(), lr=held.rate, momentum=0.9)
-    finish(loss_of(module, *class_batches(run, 1)[0]), opt)
+    backward_and_step(loss_of(module, *class_batches(run, 1)[0]), opt)
     held.momentum = opt.state[module[0].bias]["momentum_buffer"]  # type: ignore[index]
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = finish(loss_of(module, x, y), opt)
+        loss = backward_and_step(loss_of(module, x, y), opt)
         held.rate, held.momentum = held.rate * 0.5, held.momentum * 0.5 + 1
         return loss.detach()
 
@@ -254,7 +254,7 @@ def reads_what_its_owner_replaces(run: Run) -> Job:
     held, listed, variable = Holder(x=batches[0][0]), [batches[0][1]], torch.zeros(())
 
     def step(number: Tensor) -> Tensor:
-        loss = finish(loss_of(model, held.x, listed[0]) * (1 + variable) + number, opt)
+        loss = backward_and_step(loss_of(model, held.x, listed[0]) * (1 + variable) + number, opt)
         held.before = held.x
         return loss.detach()
 
@@ -291,7 +291,7 @@ def reads_what_another_step_replaces(run: Run) -> Job:
     model, opt = run.model(module), sgd(module)
 
     def train(x: Tensor, y: Tensor) -> Tensor:
-        loss = finish(loss_of(model, x, y), opt)
+        loss = backward_and_step(loss_of(model, x, y), opt)
         average(held, loss.detach())
         return loss.detach()
 
@@ -340,7 +340,7 @@ def replaces_in_two_steps(run: Run) -> Job:
     model, opt = run.model(module), sgd(module)
 
     def train(x: Tensor, y: Tensor) -> Tensor:
-        loss = finish(loss_of(model, x, y), opt)
+        loss = backward_and_step(loss_of(model, x, y), opt)
         average(held, loss.detach())
         return loss.detach()
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import swa_utils
+from torch.optim import Optimizer, swa_utils
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.small_models import batch_norm_net, class_batches, loss_of, mlp, sgd
+from tests.behaviour.small_models import add_step, batch_norm_net, class_batches, loss_of, mlp, sgd, step_job, usual_job
+from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case, step_case = registry.add, partial(add_step, registry)
 
 
 class Named(NamedTuple):
@@ -35,18 +38,12 @@ class Result:
 def returning(run: Run, make: Any) -> Job:
     """The usual step, returning ``make(loss, logits, x, module)``."""
     module = mlp()
-    model, opt = run.model(module), sgd(module)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> object:
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> object:
         logits = model(x)
-        loss = F.cross_entropy(logits, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return make(loss, logits, x, module)
+        return make(backward_and_step(F.cross_entropy(logits, y), opt), logits, x, module)
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return step_job(run, step, module)
 
 
 RETURNS = {
@@ -91,20 +88,16 @@ def returns_items_and_arithmetic(run: Run) -> Job:
 def returns_the_rate(run: Run) -> Job:
     """A number of a parameter group, for a log: that of the call, not of the first one."""
     module = mlp()
-    model, opt = run.model(module), sgd(module)
+    opt = sgd(module)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, float, float]:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, float, float]:
+        loss = backward_and_step(loss_of(model, x, y), opt)
         return loss, opt.param_groups[0]["lr"], opt.param_groups[0]["lr"] * loss.item()
 
     def between(call: int) -> None:
         opt.param_groups[0]["lr"] *= 0.5
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt}, between=between)
+    return step_job(run, step, module, optimizer=lambda _: opt, between=between)
 
 
 def returning_gradients(
@@ -187,11 +180,7 @@ def train_and_evaluate(run: Run, mode: Any, module: nn.Module) -> Job:
 
     @run.compile
     def train(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(loss_of(model, x, y), opt)
 
     @run.compile
     def evaluate(x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -224,42 +213,30 @@ def evaluation_decorated(run: Run) -> Job:
 @case(traces=(2,))
 def caller_turns_grad_off(run: Run) -> Job:
     """The caller's grad mode is part of what the step means."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
-        if torch.is_grad_enabled():
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-        return loss
+        return backward_and_step(loss, opt) if torch.is_grad_enabled() else loss
 
-    calls = [0]
+    job, calls = step_job(run, step, mlp(), batches=class_batches(run, 4)), count(1)
 
     def caller(x: Tensor, y: Tensor) -> object:
-        calls[0] += 1
-        with torch.set_grad_enabled(calls[0] % 2 == 1):
-            return step(x, y)
+        with torch.set_grad_enabled(next(calls) % 2 == 1):
+            return job.step(x, y)
 
-    return Job(step=caller, batches=class_batches(run, 4), objects={"model": module, "opt": opt})
+    return replace(job, step=caller)
 
 
 def clipping(run: Run, clip: Any) -> Job:
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> tuple[object, ...]:
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> tuple[object, ...]:
         loss = loss_of(model, x, y)
         loss.backward()
-        norm = clip(module.parameters())
+        norm = clip(model.parameters())
         opt.step()
         opt.zero_grad()
         return loss, norm
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return step_job(run, step, mlp())
 
 
 CLIPS = {
@@ -279,40 +256,30 @@ for _name, _clip in CLIPS.items():
 def weight_ema(run: Run) -> Job:
     """A moving average of the weights, kept in a copy of the module and written inside the step."""
     module = mlp()
-    model, opt = run.model(module), sgd(module)
     average = copy.deepcopy(module).requires_grad_(False)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = backward_and_step(loss_of(model, x, y), opt)
         with torch.no_grad():
             for mean, param in zip(average.parameters(), module.parameters(), strict=True):
                 mean.lerp_(param, 0.1)
         return loss
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "average": average})
+    return step_job(run, step, module, average=average)
 
 
 def averaged_model(run: Run, options: dict[str, Any]) -> Job:
     """Its counter decides whether weights are copied or averaged, so the second call is one retrace."""
     module = mlp()
-    model, opt = run.model(module), sgd(module)
     with torch.device("cpu"):  # where its counter is, unless somebody says where it is to be
         average = swa_utils.AveragedModel(module, **options)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = backward_and_step(loss_of(model, x, y), opt)
         average.update_parameters(module)
         return loss
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "average": average})
+    return step_job(run, step, module, average=average)
 
 
 AVERAGES: dict[str, dict[str, Any]] = {
@@ -327,35 +294,18 @@ for _name, _options in AVERAGES.items():
 @case()
 def input_written_in_the_step(run: Run) -> Job:
     """The caller's own batch tensor changes, as it does eagerly."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        x.mul_(0.5)
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return usual_job(run, mlp(), loss=lambda model, x, y: loss_of(model, x.mul_(0.5), y))
 
 
 @case()
 def loose_tensor_written(run: Run) -> Job:
     """A tensor of the closure that belongs to no module."""
     module, total = mlp(), torch.zeros(())
-    model, opt = run.model(module), sgd(module)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = backward_and_step(loss_of(model, x, y), opt)
         with torch.no_grad():
             total.add_(loss)
         return loss
 
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt, "total": total})
+    return step_job(run, step, module, total=total)

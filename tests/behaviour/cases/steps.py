@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.behaviour.harness import Job, Registry, Run
 from tests.behaviour.small_models import (
@@ -12,106 +16,72 @@ from tests.behaviour.small_models import (
     FEATURES,
     HIDDEN,
     ROWS,
+    add_step,
     class_batches,
     loss_of,
     mlp,
     sgd,
+    unwrap,
     usual_job,
 )
+from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case, step_case = registry.add, partial(add_step, registry)
 
 
-@case()
-def backward_and_step(run: Run) -> Job:
-    return usual_job(run, mlp())
+case(name="backward_and_step")(lambda run: usual_job(run, mlp()))
 
 
-@case(traces=(1, 2))
-def values_are_checked(run: Run) -> Job:
+@step_case(traces=(1, 2))
+def values_are_checked(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """Branches on data that only raise; the step goes on in one graph."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        if y is not None and y.max() >= CLASSES:
-            raise ValueError(f"labels must be below {CLASSES}")
-        opt.zero_grad()
-        loss = loss_of(model, x, y)
-        assert torch.isfinite(loss), "the loss has diverged"
-        loss.backward()
-        opt.step()
-        return loss.detach()
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    if y is not None and y.max() >= CLASSES:
+        raise ValueError(f"labels must be below {CLASSES}")
+    opt.zero_grad()
+    loss = loss_of(model, x, y)
+    assert torch.isfinite(loss), "the loss has diverged"
+    loss.backward()
+    opt.step()
+    return loss.detach()
 
 
-@case(traces=(1, 2))
-def zero_grad_at_start(run: Run) -> Job:
+@step_case(traces=(1, 2))
+def zero_grad_at_start(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """The gradients of the last step stay readable after the call."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        opt.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    opt.zero_grad()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    return loss
 
 
-@case(traces=(2,))
-def zero_grad_to_zeros_at_end(run: Run) -> Job:
+@step_case(traces=(2,))
+def zero_grad_to_zeros_at_end(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """``set_to_none=False``: no gradient at the first call, zeros at the later ones."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad(set_to_none=False)
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    return loss
 
 
-@case(traces=(2,))
-def zero_grad_to_zeros_at_start(run: Run) -> Job:
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        opt.zero_grad(set_to_none=False)
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+@step_case(traces=(2,))
+def zero_grad_to_zeros_at_start(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    opt.zero_grad(set_to_none=False)
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    return loss
 
 
-@case(traces=(2,))
-def gradients_never_zeroed(run: Run) -> Job:
+@step_case(optimizer=lambda module: sgd(module, lr=0.02), traces=(2,))
+def gradients_never_zeroed(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """Gradients accumulate over the calls, after every optimizer step."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module, lr=0.02)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    loss = loss_of(model, x, y)
+    loss.backward()
+    opt.step()
+    return loss
 
 
 @case(traces=(2,))
@@ -195,9 +165,7 @@ def accumulation(run: Run) -> Job:
             half = loss_of(model, *first) / 2
             half.backward()
         other = loss_of(model, *second) / 2
-        other.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(other, opt)
         return half + other
 
     return Job(step=step, batches=class_batches(run, rows=6), objects={"model": module, "opt": opt})
@@ -218,127 +186,76 @@ def accumulation_in_a_loop(run: Run) -> Job:
                 losses.append(loss_of(model, *part))
                 (losses[-1] / len(parts)).backward()
         losses.append(loss_of(model, *parts[-1]))
-        (losses[-1] / len(parts)).backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(losses[-1] / len(parts), opt)
         return losses
 
     return Job(step=step, batches=class_batches(run, rows=6), objects={"model": module, "opt": opt})
 
 
-@case()
-def two_updates_in_one_step(run: Run) -> Job:
+@step_case()
+def two_updates_in_one_step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Both gradients of each parameter are used, so both must be reduced."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        losses = []
-        for _ in range(2):
-            losses.append(loss_of(model, x, y))
-            losses[-1].backward()
-            opt.step()
-            opt.zero_grad()
-        return losses[0], losses[1]
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    losses = []
+    for _ in range(2):
+        losses.append(loss_of(model, x, y))
+        backward_and_step(losses[-1], opt)
+    return losses[0], losses[1]
 
 
-@case(ranks=False)  # DistributedDataParallel reduces once per forward, so it has no meaning for this step
-def two_backwards_through_one_graph(run: Run) -> Job:
-    module = mlp()
-    opt = sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(module, x, y)
-        loss.backward(retain_graph=True)
-        (loss * loss).backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+@step_case(ranks=False)  # DistributedDataParallel reduces once per forward, so it has no meaning for this step
+def two_backwards_through_one_graph(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    loss.backward(retain_graph=True)
+    backward_and_step(loss * loss, opt)
+    return loss
 
 
-@case()
-def backward_with_gradient(run: Run) -> Job:
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, weights: Tensor) -> Tensor:
-        out = model(x)
-        out.backward(gradient=weights)
-        opt.step()
-        opt.zero_grad()
-        return out
-
-    batches = run.batches(3, (ROWS, FEATURES), (ROWS, CLASSES))
-    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+@step_case(batches=lambda run: run.batches(3, (ROWS, FEATURES), (ROWS, CLASSES)))
+def backward_with_gradient(model: Any, opt: Optimizer, x: Tensor, weights: Tensor) -> Tensor:
+    out = model(x)
+    out.backward(gradient=weights)
+    opt.step()
+    opt.zero_grad()
+    return out
 
 
-@case()
-def gradient_edited_by_hand(run: Run) -> Job:
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        for param in module.parameters():
-            assert param.grad is not None
-            param.grad.mul_(0.5)
-            param.grad.add_(torch.randn_like(param), alpha=1e-2)
-        module[0].weight.grad = module[0].weight.grad.clamp(-0.1, 0.1)
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+@step_case()
+def gradient_edited_by_hand(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+        param.grad.add_(torch.randn_like(param), alpha=1e-2)
+    unwrap(model)[0].weight.grad = unwrap(model)[0].weight.grad.clamp(-0.1, 0.1)
+    opt.step()
+    opt.zero_grad()
+    return loss
 
 
-@case()
-def gradient_penalty(run: Run) -> Job:
+@step_case(
+    module=lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)),
+    optimizer=lambda module: sgd(module, lr=0.02),
+    batches=lambda run: run.batches(3, (ROWS, FEATURES)),
+)
+def gradient_penalty(model: Any, opt: Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:
     """A second derivative: the gradient with respect to the input is part of the loss."""
-    module = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+    points = x.detach().requires_grad_(True)
     # The bias of the last layer has no part in the penalty, but it has one in the score: every parameter is used.
-    model, opt = run.model(module), sgd(module, lr=0.02)
-
-    @run.compile
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        points = x.detach().requires_grad_(True)
-        score = model(points).sum()
-        (slope,) = torch.autograd.grad(score, points, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).square().mean()
-        loss = score / len(x) + 10 * penalty
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss, penalty
-
-    return Job(step=step, batches=run.batches(3, (ROWS, FEATURES)), objects={"model": module, "opt": opt})
+    score = model(points).sum()
+    (slope,) = torch.autograd.grad(score, points, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    return backward_and_step(score / len(x) + 10 * penalty, opt), penalty
 
 
-@case()
-def adversarial_input(run: Run) -> Job:
+@step_case()
+def adversarial_input(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient with respect to an input made inside the step, used for a second forward."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        points = x.clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(loss_of(module, points, y), points)
-        loss = loss_of(model, (points + 0.1 * slope.sign()).detach(), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss, slope
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    points = x.clone().requires_grad_(True)
+    (slope,) = torch.autograd.grad(loss_of(unwrap(model), points, y), points)
+    loss = loss_of(model, (points + 0.1 * slope.sign()).detach(), y)
+    backward_and_step(loss, opt)
+    return loss, slope
 
 
 @case()
@@ -357,13 +274,9 @@ def gan(run: Run) -> Job:
         judged = discriminator(torch.cat([real, fake.detach()]))
         truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)]).to(judged.device)
         judges_loss = F.binary_cross_entropy_with_logits(judged, truth)
-        judges_loss.backward()
-        judges_opt.step()
-        judges_opt.zero_grad()
+        backward_and_step(judges_loss, judges_opt)
         makes_loss = -discriminator(fake).mean()
-        makes_loss.backward()
-        makes_opt.step()
-        makes_opt.zero_grad()
+        backward_and_step(makes_loss, makes_opt)
         judges_opt.zero_grad()
         return {"judges": judges_loss, "makes": makes_loss}
 
@@ -374,18 +287,7 @@ def gan(run: Run) -> Job:
 @case()
 def parameter_groups(run: Run) -> Job:
     module = mlp()
-    model = run.model(module)
     weights = [p for p in module.parameters() if p.ndim > 1]
     biases = [p for p in module.parameters() if p.ndim == 1]
     groups = [{"params": weights, "lr": 0.1, "weight_decay": 0.1}, {"params": biases, "lr": 0.3, "momentum": 0.0}]
-    opt = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return usual_job(run, module, optimizer=lambda _: torch.optim.SGD(groups, lr=0.1, momentum=0.9))

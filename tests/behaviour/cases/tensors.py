@@ -2,77 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.behaviour.harness import Job, Registry, Run
-from tests.behaviour.small_models import CLASSES, FEATURES, HIDDEN, ROWS, class_batches, loss_of, mlp, sgd, usual_job
+from tests.behaviour.small_models import (
+    CLASSES,
+    FEATURES,
+    HIDDEN,
+    ROWS,
+    add_step,
+    class_batches,
+    loss_of,
+    mlp,
+    step_job,
+    usual_job,
+)
+from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case, step_case = registry.add, partial(add_step, registry)
 
 
-@case()
-def bf16_autocast(run: Run) -> Job:
-    module = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU(), nn.Linear(HIDDEN, CLASSES))
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(x)
-            loss = nn.functional.cross_entropy(logits, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss, logits
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+@step_case(
+    module=lambda: nn.Sequential(
+        nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU(), nn.Linear(HIDDEN, CLASSES)
+    )
+)
+def bf16_autocast(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(x)
+        loss = nn.functional.cross_entropy(logits, y)
+    return backward_and_step(loss, opt), logits
 
 
-@case()
-def autocast_reads_weights_twice(run: Run) -> Job:
+@step_case()
+def autocast_reads_weights_twice(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """Each weight is cast once, so that its gradients are added in half precision; with the cache off, in float32."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, x, y) + loss_of(model, x * 2 + 1, y)
-        loss.backward()
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            more = loss_of(model, x - 1, y) + loss_of(model, x * 3, y)
-        more.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss + more
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, x, y) + loss_of(model, x * 2 + 1, y)
+    loss.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        more = loss_of(model, x - 1, y) + loss_of(model, x * 3, y)
+    backward_and_step(more, opt)
+    return loss + more
 
 
 @case(traces=(2,))
 def autocast_of_the_caller(run: Run) -> Job:
     """Autocast around the call, on and off in turn, is part of what the step means."""
-    job = usual_job(run, mlp(), calls=4)
-    calls = [0]
+    job, calls = usual_job(run, mlp(), calls=4), count(1)
 
     def caller(*batch: object) -> object:
-        calls[0] += 1
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=calls[0] % 2 == 0):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=next(calls) % 2 == 0):
             return job.step(*batch)
 
-    return Job(step=caller, batches=job.batches, objects=job.objects)
+    return replace(job, step=caller)
 
 
 @case()
 def loss_without_the_autocast_of_the_caller(run: Run) -> Job:
     """What a step keeps out of autocast stays out of it in every call, here the backward, too."""
-    module = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
-    model, opt = run.model(module), sgd(module)
 
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         hidden = model(x)
         with torch.autocast("cpu", enabled=False):
             loss = nn.functional.cross_entropy(hidden.float() @ hidden.float().t(), y)
@@ -83,15 +81,15 @@ def loss_without_the_autocast_of_the_caller(run: Run) -> Job:
 
     def caller(*batch: object) -> object:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return step(*batch)
+            return job.step(*batch)
 
-    return Job(step=caller, batches=class_batches(run), objects={"model": module, "opt": opt})
+    module = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
+    job = step_job(run, step, module)
+    return replace(job, step=caller)
 
 
 def cast_job(run: Run, module: nn.Module, dtype: torch.dtype) -> Job:
-    job = usual_job(run, module.to(dtype))
-    batches = [(x.to(dtype), y) for x, y in job.batches]  # type: ignore[attr-defined]
-    return Job(step=job.step, batches=batches, objects=job.objects)
+    return usual_job(run, module.to(dtype), batches=[(x.to(dtype), y) for x, y in class_batches(run)])
 
 
 @case()
@@ -140,18 +138,7 @@ def complex_parameters(run: Run) -> Job:
 
 @case()
 def complex_parameters_adam(run: Run) -> Job:
-    module = Complex()
-    model, opt = run.model(module), torch.optim.Adam(module.parameters(), lr=1e-2)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=class_batches(run), objects={"model": module, "opt": opt})
+    return usual_job(run, Complex(), optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=1e-2))
 
 
 class Scalars(nn.Module):
@@ -193,18 +180,8 @@ def empty_parameter(run: Run) -> Job:
 @case()
 def empty_batch(run: Run) -> Job:
     """No rows: a mean over nothing would be NaN, so the loss is a sum; every gradient is zero."""
-    module = mlp()
-    model, opt = run.model(module), sgd(module, weight_decay=0.1)
-
-    @run.compile
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().sum()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return Job(step=step, batches=run.batches(3, (0, FEATURES)), objects={"model": module, "opt": opt})
+    batches = run.batches(3, (0, FEATURES))
+    return usual_job(run, mlp(), loss=lambda model, x: model(x).square().sum(), batches=batches, weight_decay=0.1)
 
 
 @case()
@@ -220,16 +197,6 @@ def channels_last(run: Run) -> Job:
     module = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, CLASSES)
     ).to(memory_format=torch.channels_last)
-    model, opt = run.model(module), sgd(module)
-
-    @run.compile
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
     batches = run.batches(3, (ROWS, 3, 6, 6), classes=CLASSES)
     batches = [(x.to(memory_format=torch.channels_last), y) for x, y in batches]
-    return Job(step=step, batches=batches, objects={"model": module, "opt": opt})
+    return usual_job(run, module, batches=batches)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.behaviour.harness import Job, Registry, Run
 from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 case = registry.add
@@ -43,9 +44,7 @@ def given(
 
     def update(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         return loss.detach()
 
     compiled = run.compile(lambda batch: step(update, batch))
@@ -182,9 +181,7 @@ def counts_in_an_average_it_is_given(run: Run) -> Job:
     @run.compile
     def step(average: Average, x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         average.update(list(module.parameters()))
         return loss.detach()
 
@@ -232,9 +229,7 @@ def counts_in_a_meter_it_is_given(run: Run) -> Job:
     @run.compile
     def step(meter: Meter, x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         meter.update(loss.item(), len(x))
         return loss.detach()
 
