@@ -102,8 +102,8 @@ MUTATIONS = (
         name="agreement_skipped",
         what="ranks never compare their plans",
         file="runtime/distributed/consensus.py",
-        old="    if size == 1:\n        return\n    meeting",
-        new="    if size > 0:\n        return\n    meeting",
+        old="    if size == 1:\n        return\n    agreement =",
+        new="    if size > 0:\n        return\n    agreement =",
         tests=("tests/ranks/test_consensus.py::test_a_mismatch_is_the_same_on_every_rank",),
     ),
     Mutation(
