@@ -34,7 +34,7 @@ class CannotMove(ValueError):
     """Why what was compiled for a GPU stays there."""
 
 
-def moved(text: str, old: int, new: int) -> str:
+def relocate(text: str, old: int, new: int) -> str:
     """The module of a segment for GPU `new`, written by Inductor for GPU `old`; comments are moved, too.
 
     Raises CannotMove for a text that may name a GPU in a form that is not known, or that names another one.

@@ -32,7 +32,7 @@ from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.triton_bundler import TritonBundler
 
 from wholestep.lower.codecache.prune_imports import lightened
-from wholestep.lower.codecache.relocate_device import CannotMove, kernel_texts, moved
+from wholestep.lower.codecache.relocate_device import CannotMove, kernel_texts, relocate
 from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _move(compiled: CompiledFxGraph, number: int) -> None:
     (old,) = compiled.device_idxs
     if old == number:
         return
-    text = moved(compiled.source_code, old, number)
+    text = relocate(compiled.source_code, old, number)
     bundle: Any = compiled._triton_bundle
     if bundle is not None:
         key = async_compile.CompiledTritonKernels.key

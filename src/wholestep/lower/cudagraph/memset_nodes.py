@@ -85,11 +85,11 @@ class Graph:
         (found,) = self._asked(self._driver.cuGraphKernelNodeGetParams, node)
         return found
 
-    def before(self, node: Any) -> list[Any]:
+    def predecessors(self, node: Any) -> list[Any]:
         """The nodes that a node waits for. Raises if it does so in another way than by their end."""
         return self._listed(self._driver.cuGraphNodeGetDependencies, node)
 
-    def behind(self, node: Any) -> list[Any]:
+    def successors(self, node: Any) -> list[Any]:
         """The nodes that wait for a node, likewise."""
         return self._listed(self._driver.cuGraphNodeGetDependentNodes, node)
 
@@ -98,9 +98,9 @@ class Graph:
         (node,) = self._asked(self._driver.cuGraphAddKernelNode, self._graph, list(before), len(before), launch)
         return node
 
-    def add_edges(self, node: Any, behind: Sequence[Any]) -> None:
+    def add_edges(self, node: Any, successors: Sequence[Any]) -> None:
         """Has nodes wait for a node."""
-        pairs = ([node] * len(behind), list(behind), *(() if self._old else (None,)), len(behind))
+        pairs = ([node] * len(successors), list(successors), *(() if self._old else (None,)), len(successors))
         self._asked(self._driver.cuGraphAddDependencies, self._graph, *pairs)
 
     def remove(self, node: Any) -> None:
@@ -155,9 +155,9 @@ def replace_memsets(captured: torch.cuda.CUDAGraph, capture: Capture, device: to
 
 def _launches(fills: Graph, count: int) -> list[Any]:
     """What the kernels of a captured sequence are launched with, in order."""
-    chain = [node for node in fills.nodes() if not fills.before(node)]
-    while chain and (behind := fills.behind(chain[-1])):
-        chain += behind
+    chain = [node for node in fills.nodes() if not fills.predecessors(node)]
+    while chain and (successors := fills.successors(chain[-1])):
+        chain += successors
     kinds = [fills.kind(node) for node in chain]
     if kinds != ["KERNEL"] * count:
         raise RuntimeError(f"{count} fills were captured as {', '.join(kinds)}")
@@ -165,11 +165,11 @@ def _launches(fills: Graph, count: int) -> list[Any]:
 
 
 def _replace(graph: Graph, node: Any, launch: Any) -> None:
-    before, behind = graph.before(node), graph.behind(node)
+    before, successors = graph.predecessors(node), graph.successors(node)
     kernel = graph.add_kernel(launch, before)
     try:
-        if behind:
-            graph.add_edges(kernel, behind)
+        if successors:
+            graph.add_edges(kernel, successors)
     except Exception:
         graph.remove(kernel)  # nobody waits for it yet
         raise

@@ -158,7 +158,7 @@ def operators() -> dict[Any, Callable[..., Any]]:
 
 
 def _asked(
-    a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = Epilogue.NOTHING, lent: tuple[Tensor, ...] = ()
+    a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = Epilogue.NOTHING, extras: tuple[Tensor, ...] = ()
 ) -> Product | None:
     """The product as cublasLt sees it; None for what is left to torch."""
     if not (a.is_cuda and a.dtype is b.dtype and a.dtype in _HALF and a.ndim == b.ndim == out.ndim == 2):
@@ -173,7 +173,7 @@ def _asked(
     first, second, result = factors
     return Product(
         rows=out.shape[0], columns=out.shape[1], inner=a.shape[1], a=first, b=second, out=result,  # type: ignore[arg-type]
-        type=a.dtype, out_type=out.dtype, epilogue=epilogue, lent_alignment_bytes=tuple(map(_alignment_bytes, lent)),
+        type=a.dtype, out_type=out.dtype, epilogue=epilogue, lent_alignment_bytes=tuple(map(_alignment_bytes, extras)),
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def _is_extra(extra: Tensor) -> bool:
 
 
 def _run(
-    product: Product | None, operands: tuple[Tensor, Tensor, Tensor], torchs: Callable[[], object], **lent: Tensor
+    product: Product | None, operands: tuple[Tensor, Tensor, Tensor], torchs: Callable[[], object], **extras: Tensor
 ) -> None:
     """Writes a product by what was chosen for it, which is chosen if it was not. `torchs` is how torch does it."""
     if product is None:
@@ -217,13 +217,13 @@ def _run(
         return
     with torch.cuda.device_of(operands[2]):
         if product not in _chosen:
-            _chosen[product] = _fastest(product, operands, torchs, lent)
+            _chosen[product] = _fastest(product, operands, torchs, extras)
         algorithm = _chosen[product]
         if algorithm is None:
             torchs()
             return
         call = _call_of(product, operands[2].device)
-        call.lend(**lent)
+        call.lend(**extras)
         call.run(algorithm, *operands)
 
 
@@ -235,12 +235,12 @@ def _call_of(product: Product, device: torch.device) -> Call:
 
 
 def _fastest(
-    product: Product, operands: tuple[Tensor, Tensor, Tensor], torchs: Callable[[], object], lent: dict[str, Tensor]
+    product: Product, operands: tuple[Tensor, Tensor, Tensor], torchs: Callable[[], object], extras: dict[str, Tensor]
 ) -> Algorithm | None:
     """The algorithm that beats torch and all others; None where none does."""
     try:
         call = _call_of(product, operands[2].device)
-        call.lend(**lent)
+        call.lend(**extras)
         tried: list[Algorithm | None] = [None, *call.algorithms(_TRIED)]
     except (OSError, RuntimeError) as error:
         log_once(logging.INFO, f"products are left to torch: {error}")

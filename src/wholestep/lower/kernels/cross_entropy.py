@@ -51,14 +51,14 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _cross_entropy(tensors, numbers, block: tl.constexpr, log2e: tl.constexpr, all_classes: tl.constexpr):  # type: ignore[no-untyped-def]
     logits, target, share, losses, gradient = tensors
     classes, columns, stride, ignored = numbers
-    lanes: tl.constexpr = block[0]
+    partials: tl.constexpr = block[0]
     width: tl.constexpr = block[1]
-    at = tl.arange(0, lanes)[:, None] * width + tl.arange(0, width)[None, :]
+    at = tl.arange(0, partials)[:, None] * width + tl.arange(0, width)[None, :]
     row = tl.program_id(0)
     read = logits + tl.cast(row, tl.int64) * stride
-    highest = tl.full([lanes], float("-inf"), tl.float32)
-    total = tl.full([lanes], 0.0, tl.float32)
-    for first in range(0, columns, lanes * width):
+    highest = tl.full([partials], float("-inf"), tl.float32)
+    total = tl.full([partials], 0.0, tl.float32)
+    for first in range(0, columns, partials * width):
         x = tl.load(read + first + at, mask=first + at < columns, other=float("-inf")).to(tl.float32)
         if not all_classes:
             x = tl.where(first + at < classes, x, float("-inf"))
@@ -78,7 +78,7 @@ def _cross_entropy(tensors, numbers, block: tl.constexpr, log2e: tl.constexpr, a
     tl.store(losses + row, tl.where(counts, lse / log2e - picked, 0.0))
     factor = tl.where(counts, tl.load(share), 0.0)
     write = gradient + tl.cast(row, tl.int64) * columns
-    for first in range(0, columns, lanes * width):
+    for first in range(0, columns, partials * width):
         inside = first + at < columns
         x = tl.load(read + first + at, mask=inside, other=0.0).to(tl.float32)
         chance = tl.exp2(x * log2e - lse)

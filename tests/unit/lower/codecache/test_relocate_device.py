@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wholestep.lower.codecache.prune_imports import lightened
-from wholestep.lower.codecache.relocate_device import _COMMENT, CannotMove, anywhere, kernel_texts, moved
+from wholestep.lower.codecache.relocate_device import _COMMENT, CannotMove, anywhere, kernel_texts, relocate
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for `generated`
 
@@ -54,9 +54,9 @@ def test_a_moved_module_is_the_one_that_would_have_been_written(generated: dict[
     old, new = generated["old"][kind], generated["new"][kind]
     assert SIGN[kind] in old
     assert old != new
-    assert _COMMENT.sub("", moved(old, OLD, NEW)) == _COMMENT.sub("", new)
-    assert _COMMENT.sub("", moved(new, NEW, OLD)) == _COMMENT.sub("", old)
-    assert moved(old, OLD, OLD) == old
+    assert _COMMENT.sub("", relocate(old, OLD, NEW)) == _COMMENT.sub("", new)
+    assert _COMMENT.sub("", relocate(new, NEW, OLD)) == _COMMENT.sub("", old)
+    assert relocate(old, OLD, OLD) == old
     assert len(kernel_texts(new)) == new.count("async_compile.triton(") > 0
 
 
@@ -128,14 +128,14 @@ def test_kernels_of_ours_are_built_as_they_are_launched(generated: dict[str, Any
 def test_a_number_in_an_unknown_form_is_refused(line: str) -> None:
     text = f"stream0 = get_raw_stream(0)\n    {line}\n"
     with pytest.raises(CannotMove, match="in a form that is not known") as told:
-        moved(text, 0, 2)
+        relocate(text, 0, 2)
     assert line[:20].rsplit("stream0", 1)[0] in str(told.value)
 
 
 @pytest.mark.parametrize("line", ["torch.cuda.set_device(1)", "x.to('cuda:1')", "stream1 = get_raw_stream(1)"])
 def test_a_text_that_names_two_gpus_is_refused(line: str) -> None:
     with pytest.raises(CannotMove, match="compiled for GPU 0 and names GPU 1"):
-        moved(f"torch.cuda.set_device(0)\n{line}\n", 0, 2)
+        relocate(f"torch.cuda.set_device(0)\n{line}\n", 0, 2)
 
 
 def test_only_numbers_of_the_gpu_are_changed() -> None:
@@ -147,7 +147,7 @@ def test_only_numbers_of_the_gpu_are_changed() -> None:
         "triton_poi_fused_0.run(buf0, 0, stream=stream0)\n"
         "x = rand_strided((10,), (1,), device='cuda:0')\n"
     )
-    assert moved(text, 0, 12) == (
+    assert relocate(text, 0, 12) == (
         "# 'cuda:12', and on cuda:1 in a comment\n"
         "buf0 = empty_strided_cuda((0, 3), (1, 0), torch.float32)\n"
         "tl.device_assert((0 <= tmp0) & (tmp0 < 10), 'out of bounds: 0 <= tmp0 < 10')\n"
@@ -155,7 +155,7 @@ def test_only_numbers_of_the_gpu_are_changed() -> None:
         "triton_poi_fused_0.run(buf0, 0, stream=stream12)\n"
         "x = rand_strided((10,), (1,), device='cuda:12')\n"
     )
-    assert moved(moved(text, 0, 12), 12, 0) == text
+    assert relocate(relocate(text, 0, 12), 12, 0) == text
 
 
 def test_kernels_are_found_in_order_and_as_they_are_given() -> None:
