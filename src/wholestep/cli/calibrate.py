@@ -127,7 +127,7 @@ def _calibrate_on_rank(nproc: int, quiet: bool, sizes: Sizes | None) -> Calibrat
     marks = host_fingerprint(world)
     with _progress(quiet or world.rank != 0) as report:
         name = None if group is None else group.group_name
-        instead = onednn.instead() if world.device.type == "cpu" else {}
+        instead = onednn.replacements() if world.device.type == "cpu" else {}
         model = calibrate.calibrate(world.device, name, marks, sizes=sizes, report=report, instead=instead)
     if world.rank != 0:
         return None

@@ -145,7 +145,7 @@ def backend_for(
     if chosen != "eager" and device.type == "cuda":
         # Before threads import parts of it: modules that import each other cannot be imported from two sides at once.
         importlib.import_module("wholestep.lower.inductor.segment_compiler")
-        toolchain_hash.begun()
+        toolchain_hash.start()
     if isinstance(chosen, InductorOptions):
         return InductorBackend(chosen, device, blob_store)
     if chosen == "inductor":

@@ -78,14 +78,14 @@ def form_inductor_segments(device_type: str) -> Pass:
         form_segments,
         compiles=partial(segment_compiler.only_on, device_type, segment_compiler.compiles),
         separate_nodes=multi_tensor.apart,
-        may_postpone=segment_compiler.follows,
+        may_postpone=segment_compiler.may_follow,
         pays_single=segment_compiler.pays_alone,
-        by_library=segment_compiler.by_library,
+        by_library=segment_compiler.is_library_call,
         # Calls cost nothing within a CUDA graph. On a CPU they do, and Inductor compiles equal kernels of a segment
         # once anyway, and its different ones side by side.
         cuts_repeats=on_gpu,
         # A core takes longer for a tanh than for reading one.
-        is_pointwise=segment_compiler.goes_by_number if on_gpu else None,
+        is_pointwise=segment_compiler.is_pointwise if on_gpu else None,
     )
 
 
@@ -98,4 +98,4 @@ def copy_engine_wire_format(grad: fx.Node, ranks: int, *, supports: SupportsOutD
 
 def _fuses_cross_entropy(product: fx.Node) -> bool:
     """Whether logits go to our own kernel: where a library has written them to memory anyway."""
-    return segment_compiler.by_library(product) and cross_entropy.takes(product)
+    return segment_compiler.is_library_call(product) and cross_entropy.takes(product)

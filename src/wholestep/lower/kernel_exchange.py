@@ -38,7 +38,7 @@ class KernelExchange:
 
     def mark_seen(self, program: Program) -> str | None:
         """The key of a program, whose kernels are not sent from now on; None if that was so already."""
-        key = segment_compiler.key_of(segments_of(program), self._device)
+        key = segment_compiler.segments_key(segments_of(program), self._device)
         if key in self._seen:
             return None
         self._seen.add(key)

@@ -44,14 +44,16 @@ class ProgramCompiler:
         segments = segments_of(program)
         if self._on_gpu:
             self.multi_tensor.begin(program)
-            triton_cache.build_beside(_kernels_called(program), self._device)
+            triton_cache.build_in_background(_kernels_called(program), self._device)
         for number, segment in enumerate(segments, 1):
             report_stage(f"compiling segment {number} of {len(segments)}")
             if not self.multi_tensor.has(segment):
                 self.inductor.begin(segment)
         if self._on_gpu:
             text = "\n".join(self.inductor.texts())
-            triton_cache.build_beside(itertools.chain(column_sum.builds(text), row_sum.builds(text)), self._device)
+            triton_cache.build_in_background(
+                itertools.chain(column_sum.builds(text), row_sum.builds(text)), self._device
+            )
         report_stage("waiting for kernels")
         self.inductor.finish()
 

@@ -103,7 +103,7 @@ def test_choices_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul_autotune, "_chosen", {})
     monkeypatch.setattr(matmul_autotune, "_calls", {})
     monkeypatch.setattr(matmul_autotune, "_fastest", None)  # whoever times calls it
-    matmul_autotune.take(found)
+    matmul_autotune.load_choices(found)
     second = matmul_autotune.mm(a, b, out=torch.empty_like(first))
     assert torch.equal(first, second)
 

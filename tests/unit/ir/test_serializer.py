@@ -39,7 +39,8 @@ def tensors() -> list[Tensor]:
 def with_segments() -> Program:
     """Three segments; the last one writes to an input."""
     compiles = partial(
-        form_segments, compiles=lambda node: segment_compiler.compiles(node) and not segment_compiler.by_library(node)
+        form_segments,
+        compiles=lambda node: segment_compiler.compiles(node) and not segment_compiler.is_library_call(node),
     )
     program = builders.without_gradients(builders.capture(step, tensors()))
     return run_passes(program, [compiles, partial(reinplace, hold_updates=True)])

@@ -102,7 +102,9 @@ def test_all_segments_are_written_before_anybody_waits(
     monkeypatch.setattr(program_compiler, "_kernels_called", lambda program: iter(["called"]))
     monkeypatch.setattr(column_sum, "builds", lambda text: iter([("columns", text)]))
     monkeypatch.setattr(row_sum, "builds", lambda text: iter([("rows", text)]))
-    monkeypatch.setattr(triton_cache, "build_beside", lambda jobs, device: happened.append(("build", device, *jobs)))
+    monkeypatch.setattr(
+        triton_cache, "build_in_background", lambda jobs, device: happened.append(("build", device, *jobs))
+    )
     compiler(GPU if on_gpu else torch.device("cpu")).compile_all(program)
     ours = [("lists",), ("build", GPU, "called")], [("build", GPU, ("columns", "one\ntwo"), ("rows", "one\ntwo"))]
     before, behind = ours if on_gpu else ([], [])

@@ -30,7 +30,7 @@ _SUSPECT = re.compile(r"\w*(?:cuda|device|gpu|stream|guard|generator)\w*[^\w\n]{
 """A number behind a word that has to do with devices."""
 
 
-class CannotMove(ValueError):
+class CannotRelocate(ValueError):
     """Why what was compiled for a GPU stays there."""
 
 
@@ -41,11 +41,11 @@ def relocate(text: str, old: int, new: int) -> str:
     """
     code = _COMMENT.sub("", text)
     if others := {int(found[2]) for found in _FORM.finditer(code)} - {old}:
-        raise CannotMove(f"it was compiled for GPU {old} and names GPU {min(others)}")
+        raise CannotRelocate(f"it was compiled for GPU {old} and names GPU {min(others)}")
     rest = _HARMLESS.sub("(", _FORM.sub("it", code))
     if (found := _SUSPECT.search(rest)) is not None:
         line = rest[rest.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0]
-        raise CannotMove(f"a number of a GPU may stand in a form that is not known: {line.strip()[:200]!r}")
+        raise CannotRelocate(f"a number of a GPU may stand in a form that is not known: {line.strip()[:200]!r}")
     return _FORM.sub(lambda form: f"{form[1]}{new if int(form[2]) == old else form[2]}", text)
 
 
@@ -59,11 +59,11 @@ def kernel_texts(module: str) -> list[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
             text = node.args[1] if len(node.args) > 1 else None
             if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
-                raise CannotMove("the text of a kernel is not written in its module")
+                raise CannotRelocate("the text of a kernel is not written in its module")
             texts.append(text.value)
     return texts
 
 
-def anywhere(text: str, number: int) -> str:
+def without_device_index(text: str, number: int) -> str:
     """A text of ours, with torch.device as it prints itself, without the number of the GPU `number`."""
     return text.replace(f"device(type='cuda', index={number})", "device(type='cuda')")

@@ -32,7 +32,7 @@ from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.triton_bundler import TritonBundler
 
 from wholestep.lower.codecache.prune_imports import lightened
-from wholestep.lower.codecache.relocate_device import CannotMove, kernel_texts, relocate
+from wholestep.lower.codecache.relocate_device import CannotRelocate, kernel_texts, relocate
 from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ else:
     codecache = lazy_import("torch._inductor.codecache")
     select_algorithm = lazy_import("torch._inductor.select_algorithm")
 
-_OF_A_RUN = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
+_RUNTIME_ATTRIBUTES = ("_reload_kernel", "_debug_call", "_profiler_ctx", "save_cache_hook")
 """What a kernel holds of the process that it runs in, besides what it takes off itself. The last one keeps the block
 size that was measured to be the fastest in that process's cache; here it travels with the kernel."""
 
@@ -75,11 +75,11 @@ def loads(data: bytes, device: torch.device) -> tuple[CompiledFxGraph, Callable[
     What runs it takes a list, which it empties, and gives a list. To call the compiled segment itself is to import the
     compiler, which keeps a list of calls for who debugs it.
 
-    Raises CannotMove, OSError, and whatever reading a pickle and running a module raise.
+    Raises CannotRelocate, OSError, and whatever reading a pickle and running a module raise.
     """
     compiled: CompiledFxGraph = pickle.loads(data)
     if device.type == "cuda":
-        _move(compiled, device.index)
+        _relocate(compiled, device.index)
     constants, bundle = CompiledFxGraphConstants(), compiled._triton_bundle
     if bundle is None or not bundle.kernel_artifacts:
         compiled.after_deserialization(constants)
@@ -100,10 +100,10 @@ def _is_torchs(name: str) -> bool:
     return known is not None and known is getattr(torch, name, None)
 
 
-def _move(compiled: CompiledFxGraph, number: int) -> None:
-    """Has a compiled segment that is not ready yet run on the GPU with this number. Raises CannotMove."""
+def _relocate(compiled: CompiledFxGraph, number: int) -> None:
+    """Has a compiled segment that is not ready yet run on the GPU with this number. Raises CannotRelocate."""
     if len(compiled.device_idxs) != 1:
-        raise CannotMove(f"it was compiled for the GPUs {sorted(compiled.device_idxs)}")
+        raise CannotRelocate(f"it was compiled for the GPUs {sorted(compiled.device_idxs)}")
     (old,) = compiled.device_idxs
     if old == number:
         return
@@ -114,9 +114,9 @@ def _move(compiled: CompiledFxGraph, number: int) -> None:
         pairs = zip(kernel_texts(compiled.source_code), kernel_texts(text), strict=True)
         keys = {key(before): key(after) for before, after in pairs}
         if stray := [one.kernel_name for one in bundle.static_autotuners if one.cache_key not in keys]:
-            raise CannotMove(f"the kernel {stray[0]} belongs to no text of its module")
+            raise CannotRelocate(f"the kernel {stray[0]} belongs to no text of its module")
         for entry in bundle.static_autotuners:
-            _move_kernel(entry.kernel, number)
+            _relocate_kernel(entry.kernel, number)
         compiled._triton_bundle = replace(
             bundle,
             static_autotuners=[replace(one, cache_key=keys[one.cache_key]) for one in bundle.static_autotuners],
@@ -126,7 +126,7 @@ def _move(compiled: CompiledFxGraph, number: int) -> None:
     compiled.device_idxs = type(compiled.device_idxs)([number])
 
 
-def _move_kernel(kernel: Any, number: int) -> None:
+def _relocate_kernel(kernel: Any, number: int) -> None:
     """Writes the number of another GPU into a kernel that has not been loaded."""
     kernel.device_props = kernel.device_props._replace(index=number)
     for held in (kernel.triton_meta, *(result.compile_meta for result in kernel.compile_results)):
@@ -152,10 +152,10 @@ def _rested(bundle: Any, scope: Mapping[str, Any], resting: contextlib.ExitStack
         kept |= _hashes(rested)
         entries.append(replace(entry, kernel=rested))
     wanted = [one for one in bundle.kernel_artifacts if one.kernel_hash not in compiled - kept]
-    return replace(bundle, static_autotuners=entries, kernel_artifacts=list(map(_lean, wanted)))
+    return replace(bundle, static_autotuners=entries, kernel_artifacts=list(map(_without_texts, wanted)))
 
 
-def _lean(binary: Any) -> Any:
+def _without_texts(binary: Any) -> Any:
     """A kernel's files without the texts that Triton has gone through, which are most of them."""
     files = [one for one in binary.artifacts if PurePath(one.filename).suffix not in _TEXTS]
     return replace(binary, artifacts=files)
@@ -172,7 +172,7 @@ def _at_rest(kernel: Any) -> Iterator[Any]:
     held = kernel.prepare_for_pickle()
     try:
         state = kernel.__getstate__()
-        state |= {name: None for name in _OF_A_RUN if name in state}
+        state |= {name: None for name in _RUNTIME_ATTRIBUTES if name in state}
         if len(chosen) == 1:
             state["compile_results"] = [one for one in kernel.compile_results if one.config is chosen[0]]
         if chosen:

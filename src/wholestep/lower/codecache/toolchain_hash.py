@@ -25,7 +25,7 @@ else:
 
 
 @functools.cache
-def begun() -> tuple[threading.Thread, threading.Thread]:
+def start() -> tuple[threading.Thread, threading.Thread]:
     """Starts the threads, once a process, and gives them: that of Inductor and that of Triton."""
     first, second = (threading.Thread(target=_tried, args=(work,), daemon=True) for work in (_inductor, _triton))
     first.start()
@@ -35,12 +35,12 @@ def begun() -> tuple[threading.Thread, threading.Thread]:
 
 def wait_for_inductor() -> None:
     """Returns when Inductor's keys can be made. Who asks for one before finds all out a second time."""
-    begun()[0].join()
+    start()[0].join()
 
 
 def wait_for_triton() -> None:
     """Returns when Triton's keys can be made, likewise."""
-    begun()[1].join()
+    start()[1].join()
 
 
 def _tried(work: Callable[[], object]) -> None:

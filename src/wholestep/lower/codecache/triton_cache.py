@@ -22,7 +22,7 @@ Job = Callable[[], Any]
 
 _kept: dict[str, Any] = {}
 """Kernels that any step may launch, by their key in Triton's cache."""
-_underway: list[threading.Thread] = []
+_builds: list[threading.Thread] = []
 
 
 def keep(compiled: Any) -> None:
@@ -31,18 +31,18 @@ def keep(compiled: Any) -> None:
         _kept[compiled.hash] = compiled
 
 
-def build_beside(jobs: Iterable[Job], device: torch.device) -> None:
+def build_in_background(jobs: Iterable[Job], device: torch.device) -> None:
     """Builds kernels that any step may launch, each in a thread: Triton works without Python's lock for the most part.
 
     What goes wrong there goes wrong again where the kernel is launched, and is told there.
     """
-    _underway.extend(background.start_in_background(partial(_build, job, device)) for job in jobs)
+    _builds.extend(background.start_in_background(partial(_build, job, device)) for job in jobs)
 
 
 def wait() -> None:
     """Returns when what was begun is built. Who launches such a kernel without would build it a second time."""
-    while _underway:
-        _underway.pop().join()
+    while _builds:
+        _builds.pop().join()
 
 
 def _build(job: Job, device: torch.device) -> None:
@@ -71,19 +71,19 @@ def addresses(types: Iterable[torch.dtype]) -> tuple[Any, ...]:
     return tuple(map(mock, types))
 
 
-def kept() -> list[Any]:
+def kept_kernels() -> list[Any]:
     """What `keep` was given, each once, when what was begun is built."""
     wait()
     return list(_kept.values())
 
 
-def written(compiled: Iterable[Any]) -> bytes:
+def dumps(compiled: Iterable[Any]) -> bytes:
     """The files of kernels, as a launch or ``warmup`` of Triton gives them."""
     return pickle.dumps([_files(one) for one in compiled])
 
 
-def take(data: bytes) -> None:
-    """Puts what `written` gave where Triton looks for it. Raises whatever reading a pickle and writing files raise."""
+def loads(data: bytes) -> None:
+    """Puts what `dumps` gave where Triton looks for it. Raises whatever reading a pickle and writing files raise."""
     for key, files in pickle.loads(data):
         cache = _caches().get_cache_manager(key)
         group = {name: cache.put(content, name) for name, content in files.items()}

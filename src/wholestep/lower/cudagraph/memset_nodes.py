@@ -93,9 +93,11 @@ class Graph:
         """The nodes that wait for a node, likewise."""
         return self._listed(self._driver.cuGraphNodeGetDependentNodes, node)
 
-    def add_kernel(self, launch: Any, before: Sequence[Any]) -> Any:
-        """A new node that launches a kernel behind the nodes `before`."""
-        (node,) = self._asked(self._driver.cuGraphAddKernelNode, self._graph, list(before), len(before), launch)
+    def add_kernel(self, launch: Any, dependencies: Sequence[Any]) -> Any:
+        """A new node that launches a kernel after its `dependencies`."""
+        (node,) = self._asked(
+            self._driver.cuGraphAddKernelNode, self._graph, list(dependencies), len(dependencies), launch
+        )
         return node
 
     def add_edges(self, node: Any, successors: Sequence[Any]) -> None:

@@ -110,7 +110,7 @@ class MultiTensorCompiler:
             self._building.join()
         if not isinstance(found, Plan) or not all(kernel.text in _binaries for kernel in found.kernels):
             return None
-        built = triton_cache.written(_binaries[kernel.text] for kernel in found.kernels)
+        built = triton_cache.dumps(_binaries[kernel.text] for kernel in found.kernels)
         return serializer.dumps(_Dumped(plan=found, binaries=built)) if found.kernels else None
 
     def loads(self, segment: Segment, data: bytes, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class MultiTensorCompiler:
         try:
             found: _Dumped = serializer.loads(data)
             self._plans[segment] = replace(found.plan, device=device)
-            triton_cache.take(found.binaries)
+            triton_cache.loads(found.binaries)
         except Exception as error:  # whatever it is, kernels can be built
             log.warning("%s is built anew: %s: %s", segment.name, type(error).__name__, error)
 
@@ -212,7 +212,7 @@ class MultiTensorSegment:
         if self._building is not None:
             self._building.join()
             self._building = None
-        arriving: copy_all_reduce.Arriving | None = None
+        arriving: copy_all_reduce.PendingMessage | None = None
         if self._awaited is not None:
             arriving = arguments[self._awaited.argument]
             arguments[self._awaited.argument] = arriving.result
@@ -232,7 +232,7 @@ class MultiTensorSegment:
     def _fill(self) -> None:
         self._captured.copy_(self._held, non_blocking=True)
 
-    def _begin(self, table: Tensor, arriving: copy_all_reduce.Arriving) -> int:
+    def _begin(self, table: Tensor, arriving: copy_all_reduce.PendingMessage) -> int:
         """Launches what programs of the first kernel can do without the last piece, and waits for that one.
 
         Gives how many programs have been launched.

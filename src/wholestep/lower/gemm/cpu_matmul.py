@@ -55,7 +55,7 @@ def choose(graph: fx.Graph) -> int:
     """Has oneDNN compute the products of a graph that it is faster at, in operators of Inductor whose nodes know their
     fake tensors (``meta["val"]``). Gives how many there are.
     """
-    instead = onednn.instead()
+    instead = onednn.replacements()
     products = [node for node in graph.nodes if node.target in instead and _may_go(node)]
     found = list(filter(_is_faster, products))
     for node in found:

@@ -65,7 +65,7 @@ class Product:
     """Of the factors, the bias, and what goes into or comes out of an activation."""
     out_type: torch.dtype
     epilogue: Epilogue
-    lent_alignment_bytes: tuple[int, ...] = ()
+    epilogue_alignment_bytes: tuple[int, ...] = ()
     """Of the operands of the epilogue."""
 
 
@@ -110,7 +110,7 @@ class Call:
         self._second = self._layout(small, product.a, product.inner, product.rows)
         self._result = self._layout(large, product.out, product.columns, product.rows)
 
-    def lend(self, *, bias: Tensor | None = None, extra: Tensor | None = None) -> None:
+    def set_epilogue(self, *, bias: Tensor | None = None, extra: Tensor | None = None) -> None:
         """Names the operands of the epilogue, which the choice of an algorithm looks at as well as its run.
 
         `extra`, of the shape of the result and contiguous, is what GELU is computed of, or was.

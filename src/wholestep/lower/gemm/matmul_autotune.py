@@ -36,7 +36,7 @@ _TRIED = 8
 """Algorithms per product."""
 _ROUNDS = 5
 """Timed runs of each."""
-_AHEAD_CYCLES = 1 << 24
+_HEAD_START_CYCLES = 1 << 24
 """For which the GPU is kept busy while launches queue up behind: 9 ms."""
 _GAIN = 0.02
 """By how much an algorithm has to be faster than torch."""
@@ -64,7 +64,7 @@ def choices() -> Choices | None:
     return Choices(version=known, algorithms=tuple(_chosen.items())) if _chosen and known is not None else None
 
 
-def take(found: Choices) -> None:
+def load_choices(found: Choices) -> None:
     """Uses choices of another process, if it had this library."""
     if found.version == _version():
         _chosen.update({product: algorithm for product, algorithm in found.algorithms if product not in _chosen})
@@ -80,14 +80,14 @@ def _version() -> int | None:
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """``torch.mm(a, b, out=out)``."""
-    _run(_asked(a, b, out), (a, b, out), lambda: torch.mm(a, b, out=out))
+    _run(_product_of(a, b, out), (a, b, out), lambda: torch.mm(a, b, out=out))
     return out
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, alpha: float = 1, beta: float = 1) -> Tensor:
     """``torch.addmm(bias, a, b, alpha=alpha, beta=beta, out=out)``."""
     plain = alpha == beta == 1 and _is_bias(bias, out)
-    product = _asked(a, b, out, Epilogue.BIAS, (bias,)) if plain else None
+    product = _product_of(a, b, out, Epilogue.BIAS, (bias,)) if plain else None
     torchs = functools.partial(torch.addmm, bias, a, b, alpha=alpha, beta=beta, out=out)
     _run(product, (a, b, out), torchs, bias=bias)
     return out
@@ -101,7 +101,7 @@ def mm_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def mm_dtype_out(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
     """``aten::mm.dtype_out``, likewise."""
-    _run(_asked(a, b, out), (a, b, out), lambda: _aten.mm.dtype_out(a, b, dtype, out=out))
+    _run(_product_of(a, b, out), (a, b, out), lambda: _aten.mm.dtype_out(a, b, dtype, out=out))
     return out
 
 
@@ -115,7 +115,7 @@ def product_gelu(bias: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         _aten.gelu.out(pre, approximate="tanh", out=hidden)
 
     plain = _is_bias(bias, hidden) and _is_extra(pre)
-    product = _asked(a, b, hidden, Epilogue.BIAS_AND_GELU, (bias, pre)) if plain else None
+    product = _product_of(a, b, hidden, Epilogue.BIAS_AND_GELU, (bias, pre)) if plain else None
     _run(product, (a, b, hidden), apart, bias=bias, extra=pre)
     return hidden, pre
 
@@ -128,7 +128,7 @@ def product_gelu_backward(a: Tensor, b: Tensor, pre: Tensor) -> Tensor:
         product = mm(a, b, out=torch.empty_like(gradient))
         _aten.gelu_backward.grad_input(product, pre, approximate="tanh", grad_input=gradient)
 
-    product = _asked(a, b, gradient, Epilogue.GELU_BACKWARD, (pre,)) if _is_extra(pre) else None
+    product = _product_of(a, b, gradient, Epilogue.GELU_BACKWARD, (pre,)) if _is_extra(pre) else None
     _run(product, (a, b, gradient), apart, extra=pre)
     return gradient
 
@@ -157,7 +157,7 @@ def operators() -> dict[Any, Callable[..., Any]]:
     return {_aten.mm.dtype: mm_dtype, _aten.mm.dtype_out: mm_dtype_out}
 
 
-def _asked(
+def _product_of(
     a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = Epilogue.NOTHING, extras: tuple[Tensor, ...] = ()
 ) -> Product | None:
     """The product as cublasLt sees it; None for what is left to torch."""
@@ -173,7 +173,7 @@ def _asked(
     first, second, result = factors
     return Product(
         rows=out.shape[0], columns=out.shape[1], inner=a.shape[1], a=first, b=second, out=result,  # type: ignore[arg-type]
-        type=a.dtype, out_type=out.dtype, epilogue=epilogue, lent_alignment_bytes=tuple(map(_alignment_bytes, extras)),
+        type=a.dtype, out_type=out.dtype, epilogue=epilogue, epilogue_alignment_bytes=tuple(map(_alignment_bytes, extras)),
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _run(
             torchs()
             return
         call = _call_of(product, operands[2].device)
-        call.lend(**extras)
+        call.set_epilogue(**extras)
         call.run(algorithm, *operands)
 
 
@@ -240,7 +240,7 @@ def _fastest(
     """The algorithm that beats torch and all others; None where none does."""
     try:
         call = _call_of(product, operands[2].device)
-        call.lend(**extras)
+        call.set_epilogue(**extras)
         tried: list[Algorithm | None] = [None, *call.algorithms(_TRIED)]
     except (OSError, RuntimeError) as error:
         log_once(logging.INFO, f"products are left to torch: {error}")
@@ -266,7 +266,7 @@ def _times_ms(runs: Iterable[Callable[[], object]]) -> list[float]:
             able.append(None)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in able]
     # The GPU must not wait for launches, which take longer than small products.
-    getattr(torch.cuda, "_sleep", lambda cycles: None)(_AHEAD_CYCLES)
+    getattr(torch.cuda, "_sleep", lambda cycles: None)(_HEAD_START_CYCLES)
     for _ in range(_ROUNDS):
         for timed, marked in zip(able, marks, strict=True):
             if timed is not None:

@@ -78,7 +78,7 @@ def product_add(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return out
 
 
-def instead() -> dict[Any, Callable[..., Tensor]]:
+def replacements() -> dict[Any, Callable[..., Tensor]]:
     """Operators of torch, and those by oneDNN that may stand in their place; none where it cannot be called."""
     if why_not():
         return {}
@@ -131,15 +131,15 @@ LIBRARY.define("product_add(Tensor bias, Tensor a, Tensor b) -> Tensor")
 LIBRARY.define("product_add.out(Tensor bias, Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)")
 
 
-def _room(a: Tensor, b: Tensor) -> Tensor:
+def _output_like(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-LIBRARY.impl("product", lambda a, b: product(a, b, out=_room(a, b)), "CPU")
+LIBRARY.impl("product", lambda a, b: product(a, b, out=_output_like(a, b)), "CPU")
 LIBRARY.impl("product.out", product, "CPU")
-LIBRARY.impl("product_add", lambda bias, a, b: product_add(bias, a, b, out=_room(a, b)), "CPU")
+LIBRARY.impl("product_add", lambda bias, a, b: product_add(bias, a, b, out=_output_like(a, b)), "CPU")
 LIBRARY.impl("product_add.out", product_add, "CPU")
-torch.library.register_fake("wholestep::product", _room, lib=LIBRARY)
-torch.library.register_fake("wholestep::product_add", lambda bias, a, b: _room(a, b), lib=LIBRARY)
+torch.library.register_fake("wholestep::product", _output_like, lib=LIBRARY)
+torch.library.register_fake("wholestep::product_add", lambda bias, a, b: _output_like(a, b), lib=LIBRARY)
 PRODUCT = torch.ops.wholestep.product
 PRODUCT_ADD = torch.ops.wholestep.product_add

@@ -35,9 +35,9 @@ from wholestep.lower.decompositions import interpolate
 from wholestep.lower.decompositions.tensor_scalars import Numbers
 from wholestep.lower.gemm import cpu_matmul, onednn
 from wholestep.lower.inductor import dependent_launch, post_grad_passes, wrapper_patch
-from wholestep.lower.inductor.config_fallback import config_fallback, is_of_triton
-from wholestep.lower.inductor.deferred_wait import put_off
-from wholestep.lower.inductor.war_order import kept_order
+from wholestep.lower.inductor.config_fallback import config_fallback, is_triton_error
+from wholestep.lower.inductor.deferred_wait import defer_waits
+from wholestep.lower.inductor.war_order import keep_write_order
 from wholestep.lower.kernels import row_sum
 from wholestep.util.log_once import log_once
 
@@ -52,11 +52,11 @@ _SETTINGS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 
-_APART: dict[str, object] = {"max_fusion_size": 1}
+_NO_FUSION: dict[str, object] = {"max_fusion_size": 1}
 """For what Triton compiles with no block size: the kernels it has failed at add up what they store on their way, with
 whole rows at a time or parts of them."""
 
-_BEHIND = "post_grad_custom_post_pass"
+_POST_PASS = "post_grad_custom_post_pass"
 _LENIENT = "triton.mix_order_reduction_non_strict_mode"
 _ROWS_OF_PROGRAM = "triton.mix_order_reduction_split_size"
 _FEWEST_ROWS, _MANY_ROWS = 512, 4096
@@ -81,7 +81,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PendingSegment:
     """A segment whose kernels are being compiled."""
 
     graph: Compiled
@@ -90,47 +90,47 @@ class Begun:
     """Waits for the kernels. Another graph where Triton could not compile those of this one."""
 
 
-def begun(segment: Segment, *, early_launches: bool, own_products: bool) -> Begun:
+def begin_compile(segment: Segment, *, early_launches: bool, own_products: bool) -> PendingSegment:
     """Has a segment written, and its kernels compiled.
 
-    `early_launches` as for `wholestep.Inductor`; `own_products` says whether products are those of `lower.products`, or
-    on a CPU of `lower.host_products`.
+    `early_launches` as for `wholestep.Inductor`; `own_products` says whether matrix products are those of
+    `wholestep.lower.gemm`.
     """
-    begin = partial(_begun, segment, early_launches=early_launches, own_products=own_products)
+    begin = partial(_begin_compile, segment, early_launches=early_launches, own_products=own_products)
     try:
         found, rest = begin({})
     except Exception as error:
-        if not is_of_triton(error):
+        if not is_triton_error(error):
             raise
-        found, rest = begin(_APART)
+        found, rest = begin(_NO_FUSION)
 
     def finish() -> Compiled:
         try:
             rest()
             return found
         except Exception as error:
-            if not is_of_triton(error):
+            if not is_triton_error(error):
                 raise
-        other, other_rest = begin(_APART)
+        other, other_rest = begin(_NO_FUSION)
         other_rest()
         return other
 
-    return Begun(found, finish)
+    return PendingSegment(found, finish)
 
 
-def _begun(
+def _begin_compile(
     segment: Segment, more: dict[str, object], *, early_launches: bool, own_products: bool
 ) -> tuple[Compiled, Callable[[], None]]:
     """What Inductor makes of a segment with some options more, not to be called before the second is."""
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    inputs = [_blank(node_meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
-    graph = decomposed(segment, inputs, mode)
+    inputs = [_empty_like(node_meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
+    graph = decompose(segment, inputs, mode)
     device = _device(segment)
     settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
     context = TracingContext(mode)
-    ways = own_ways(device, early_launches=early_launches, own_products=own_products)
-    with tracing(context), mode, inductor_config.patch(settings), ways, config_fallback(), put_off() as rest:
+    ways = inductor_patches(device, early_launches=early_launches, own_products=own_products)
+    with tracing(context), mode, inductor_config.patch(settings), ways, config_fallback(), defer_waits() as rest:
         found = compile_fx_inner(graph, inputs)
 
     def finish() -> None:
@@ -172,7 +172,7 @@ def _own_passes(device: torch.device, own_products: bool) -> dict[str, object]:
             log_once(logging.INFO, f"products are left to torch, since oneDNN cannot be called: {reason}")
         else:
             own["wholestep::product", torch.get_num_threads()] = cpu_matmul.choose
-    return {_BEHIND: post_grad_passes.PostGradPasses(getattr(inductor_config, _BEHIND), own)}
+    return {_POST_PASS: post_grad_passes.PostGradPasses(getattr(inductor_config, _POST_PASS), own)}
 
 
 def _size(summed: fx.Node) -> tuple[int, int] | None:
@@ -184,20 +184,20 @@ def _size(summed: fx.Node) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def own_ways(device: torch.device, *, early_launches: bool, own_products: bool) -> Iterator[None]:
+def inductor_patches(device: torch.device, *, early_launches: bool, own_products: bool) -> Iterator[None]:
     """While it is open, Inductor keeps the order of writes, and writes for a GPU what it would write otherwise."""
     with contextlib.ExitStack() as ways:
-        ways.enter_context(kept_order())
+        ways.enter_context(keep_write_order())
         if device.type != "cpu":
-            ways.enter_context(wrapper_patch.own_sums())
+            ways.enter_context(wrapper_patch.patch_sums())
             if own_products:
-                ways.enter_context(wrapper_patch.own_products())
+                ways.enter_context(wrapper_patch.patch_products())
             if early_launches:
-                ways.enter_context(dependent_launch.early())
+                ways.enter_context(dependent_launch.launch_early())
         yield
 
 
-def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _empty_like(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor of `mode` with the layout of another one."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     with mode:
@@ -205,7 +205,7 @@ def _blank(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return base.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-class _AsCaptured(Numbers):
+class _CapturedLayouts(Numbers):
     """Runs a graph with every result in the layout that it was captured with.
 
     What operators are decomposed into may give other strides: ``cat`` of one tensor beside empty ones becomes a
@@ -216,25 +216,25 @@ class _AsCaptured(Numbers):
         """The value of a node, copied where its layout is another one; mostly it is not."""
         found, wanted = super().run_node(n), node_meta.value(n)
         both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
-        if not both or n.op != "call_function" or op_info.is_view(n) or _steps(found) == _steps(wanted):
+        if not both or n.op != "call_function" or op_info.is_view(n) or _strides_taken(found) == _strides_taken(wanted):
             return found
         dims = sorted(range(wanted.ndim), key=lambda dim: -wanted.stride(dim))
         back = sorted(range(wanted.ndim), key=dims.__getitem__)
         return found.permute(dims).contiguous().permute(back)
 
 
-def _steps(tensor: torch.Tensor) -> list[int]:
+def _strides_taken(tensor: torch.Tensor) -> list[int]:
     """The strides that anybody takes."""
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1 and tensor.numel()]
 
 
-def decomposed(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+def decompose(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
 
     `inputs` are fake tensors of `mode`, one per argument.
     """
     stored = {result: argument for argument, result in segment.stored}
-    interpreter = _AsCaptured(segment.module)
+    interpreter = _CapturedLayouts(segment.module)
 
     def run(*arguments: Any) -> list[Any]:
         results = list(interpreter.run(*arguments))

@@ -35,7 +35,7 @@ _KNOWN = (
 )
 
 
-def is_of_triton(error: Exception) -> bool:
+def is_triton_error(error: Exception) -> bool:
     """Whether a kernel failed since Triton gave up all of its block sizes."""
     return _FAILURE in str(error)
 
@@ -52,7 +52,7 @@ def config_fallback() -> Iterator[None]:
         try:
             return compiles(kernel, size)
         except RuntimeError as error:
-            if not is_of_triton(error):
+            if not is_triton_error(error):
                 raise
             log.info("Triton cannot compile a kernel with %s: left out", size)
             raise _HEURISTICS.PTXASError(str(error)) from error  # Inductor goes on with the next one
@@ -77,7 +77,7 @@ def _again(result: Callable[[], Any], ask: Callable[[], Any], text: str) -> Any:
     try:
         return result()
     except Exception as error:
-        if not is_of_triton(error):
+        if not is_triton_error(error):
             raise
     async_compile.CompiledTritonKernels.remove_future(text)
     with inductor_config.patch(compile_threads=1):

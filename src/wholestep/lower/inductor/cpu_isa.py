@@ -20,21 +20,21 @@ _check_build = VecISA.check_build
 _lock = Lock()
 
 
-def ask() -> None:
+def probe() -> None:
     """Has Inductor find out what the CPU can do. Takes seconds where nobody knows."""
     with _lock, _with_answers():
         pick_vec_isa()
 
 
-def answers() -> bytes:
-    """What was answered in this process, for `believe` in another one."""
+def dump_answers() -> bytes:
+    """What was answered in this process, for `load_answers` in another one."""
     return json.dumps(_answers, sort_keys=True).encode()
 
 
-def believe(said: bytes) -> None:
-    """Uses what `answers` gave where the CPU, its compiler and torch are the same."""
+def load_answers(said: bytes) -> None:
+    """Uses what `dump_answers` gave where the CPU, its compiler and torch are the same."""
     _answers.update(json.loads(said))
-    ask()
+    probe()
 
 
 @contextmanager

@@ -37,7 +37,7 @@ _KNOWN = all(
 
 
 @contextlib.contextmanager
-def put_off() -> Iterator[Callable[[], None]]:
+def defer_waits() -> Iterator[Callable[[], None]]:
     """While it is open, what this thread has Inductor compile is not waited for. For one graph.
 
     Gives what does the rest, once: it raises what Inductor would have raised for a kernel that cannot be compiled, and
@@ -66,13 +66,13 @@ def put_off() -> Iterator[Callable[[], None]]:
     setattr(_WAITS, _WAIT, wait_later)
     setattr(_WRITES, _WRITE, staticmethod(write_later))
     try:
-        yield partial(_do, waits, writes, write_now)
+        yield partial(_run_deferred, waits, writes, write_now)
     finally:
         setattr(_WAITS, _WAIT, wait)
         setattr(_WRITES, _WRITE, write)
 
 
-def _do(waits: list[Callable[[], None]], writes: list[tuple[Any, ...]], write: Callable[..., None]) -> None:
+def _run_deferred(waits: list[Callable[[], None]], writes: list[tuple[Any, ...]], write: Callable[..., None]) -> None:
     if not writes:  # found in the cache, or there is none
         for wait in waits:
             wait()

@@ -30,7 +30,7 @@ _KNOWN = all(hasattr(TritonKernel, name) for name in (_DECIDES, "_filter_pdl", "
 
 
 @contextlib.contextmanager
-def early() -> Iterator[None]:
+def launch_early() -> Iterator[None]:
     """While it is open, Inductor writes kernels that are launched early, for GPUs that can do that.
 
     Nothing changes with a torch whose generator of kernels has another form.

@@ -32,7 +32,7 @@ from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops.packed_scalars import element
 from wholestep.ir.segment import Segment
 from wholestep.lower.codecache import segment_cache, triton_cache
-from wholestep.lower.codecache.relocate_device import anywhere
+from wholestep.lower.codecache.relocate_device import without_device_index
 from wholestep.lower.decompositions.optimizers import is_written_out
 from wholestep.lower.decompositions.tensor_scalars import takes_numbers
 from wholestep.lower.gemm import matmul_autotune
@@ -42,7 +42,7 @@ from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
     from wholestep.lower.inductor import compile_fx
-    from wholestep.lower.inductor.compile_fx import Begun, Compiled
+    from wholestep.lower.inductor.compile_fx import Compiled, PendingSegment
 else:
     compile_fx = lazy_import("wholestep.lower.inductor.compile_fx")
 
@@ -56,7 +56,7 @@ MOST_PARTS = 16
 """That are put together by a kernel of Inductor for GPUs. Its text grows with each of them, and Triton's time with the
 square: 12 take it 0.6 s, 48 four and the 99 small gradients of W1 19."""
 
-_LEFT_TO_ATEN = (
+_ATEN_ONLY = (
     _aten._local_scalar_dense.default,
     _aten.item.default,
     _aten._grouped_mm.default,  # described for bfloat16 alone
@@ -101,7 +101,7 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if op_info.mutated_args(node.target) or op_info.draws(node):
         return False
-    if node.target in _LEFT_TO_ATEN:
+    if node.target in _ATEN_ONLY:
         return False
     taken = [one for arg in node.all_input_nodes for one in node_meta.tensors(arg)]
     given = list(node_meta.tensors(node))
@@ -120,12 +120,12 @@ def pays_alone(node: fx.Node) -> bool:
     return node.target is _aten.embedding_dense_backward.default and node_meta.tensor(node).is_cuda
 
 
-def by_library(node: fx.Node) -> bool:
+def is_library_call(node: fx.Node) -> bool:
     """Whether Inductor leaves a node that it may have to a library: a product, a convolution, attention."""
     return op_info.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
 
 
-def goes_by_number(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
     """Whether a kernel that reads what the call gives can compute it on its way."""
     if not _is_known(node) or op_info.may_fail(node.target):
         return False
@@ -133,7 +133,7 @@ def goes_by_number(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags or name in _BY_NUMBER  # type: ignore[union-attr]
 
 
-def follows(node: fx.Node) -> bool:
+def may_follow(node: fx.Node) -> bool:
     """Whether a node that Inductor does not have may follow the segment that it reads."""
     return node.target is matmul_out_dtype.WIDE
 
@@ -181,7 +181,7 @@ class SegmentCompiler:
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
-        self._unfinished: dict[str, Begun] = {}
+        self._unfinished: dict[str, PendingSegment] = {}
         self._device, self._on_cpu = device, device.type == "cpu"
         if not self._on_cpu:
             _choose_assembler()
@@ -193,35 +193,35 @@ class SegmentCompiler:
         There is other work to do meanwhile. For kernels of a GPU it does not matter.
         """
         if self._on_cpu and self._asking is None:
-            self._asking = threading.Thread(target=cpu_isa.ask, daemon=True)
+            self._asking = threading.Thread(target=cpu_isa.probe, daemon=True)
             self._asking.start()
 
     def dump_shared(self) -> bytes:
         """What all segments have in common, for another process: what was found out about the CPU, or kernels of ours
         that have run on a GPU and algorithms of products."""
         if self._on_cpu:
-            return cpu_isa.answers()
-        return pickle.dumps((triton_cache.written(triton_cache.kept()), matmul_autotune.choices()))
+            return cpu_isa.dump_answers()
+        return pickle.dumps((triton_cache.dumps(triton_cache.kept_kernels()), matmul_autotune.choices()))
 
     def load_shared(self, data: bytes) -> None:
         """Uses what `dump_shared` gave on such a device with such a compiler, which `fingerprint` names."""
         if self._on_cpu:
-            cpu_isa.believe(data)
+            cpu_isa.load_answers(data)
             return
         try:
             own, choices = pickle.loads(data)
             if choices is not None:
-                matmul_autotune.take(choices)
-            triton_cache.take(own)
+                matmul_autotune.load_choices(choices)
+            triton_cache.loads(own)
         except Exception as error:  # whatever it is, kernels can be built
-            log.warning("kernels that segments share are built anew: %s", _said(error))
+            log.warning("kernels that segments share are built anew: %s", _described(error))
 
     def begin(self, segment: Segment) -> None:
         """Has a segment compiled, if none like it is; others may be begun before somebody waits."""
         likeness = segment.likeness
         if likeness not in self._compiled and likeness not in self._unfinished:
             self._ask()
-            self._unfinished[likeness] = compile_fx.begun(
+            self._unfinished[likeness] = compile_fx.begin_compile(
                 segment, early_launches=self._early_launches, own_products=self._tune_products
             )
 
@@ -257,7 +257,7 @@ class SegmentCompiler:
         try:
             return segment_cache.dumps(compiled)
         except Exception as error:  # whatever a compiler's objects raise, the rest is worth keeping
-            log.warning("%s is compiled in every process: %s", segment.name, _said(error))
+            log.warning("%s is compiled in every process: %s", segment.name, _described(error))
             return None
 
     def loads(self, segment: Segment, data: bytes) -> None:
@@ -269,7 +269,9 @@ class SegmentCompiler:
         try:
             self._compiled[likeness], self._loaded[likeness] = segment_cache.loads(data, self._device)
         except Exception as error:  # likewise
-            log.warning("%s is compiled anew: what another process made cannot be used: %s", segment.name, _said(error))
+            log.warning(
+                "%s is compiled anew: what another process made cannot be used: %s", segment.name, _described(error)
+            )
 
 
 def _choose_assembler() -> None:
@@ -282,7 +284,7 @@ def _choose_assembler() -> None:
         compile_tasks._set_triton_ptxas_path()
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -295,20 +297,22 @@ def fingerprint(device: torch.device) -> list[tuple[str, str]]:
     """What compiled code depends on besides the graph: the device, the compiler of kernels for a CPU, and the options
     of Inductor, as its own cache sees them."""
     options = inductor_config.save_config_portable()
-    spelled = [(f"torch._inductor.config.{name}", _spelled(options[name])) for name in sorted(options)]
+    spelled = [(f"torch._inductor.config.{name}", _stable_text(options[name])) for name in sorted(options)]
     compiler = [] if device.type == "cuda" else [("the C++ compiler", _compiler())]
     return [("the device", str(device)), *compiler, *spelled]
 
 
-def key_of(segments: Iterable[Segment], device: torch.device) -> str:
+def segments_key(segments: Iterable[Segment], device: torch.device) -> str:
     """The same text for ranks that can use each other's compiled segments: these segments, on devices of one kind."""
-    kind = [torch.__version__, str(torch.version.git_version), *_kind(device)]
+    kind = [torch.__version__, str(torch.version.git_version), *_device_kind(device)]
     options = [f"{name} {held}" for name, held in fingerprint(device) if name != "the device"]
-    alike = [one.likeness if device.index is None else anywhere(one.likeness, device.index) for one in segments]
+    alike = [
+        one.likeness if device.index is None else without_device_index(one.likeness, device.index) for one in segments
+    ]
     return hashlib.sha256("\n".join([*kind, *options, *alike]).encode()).hexdigest()
 
 
-def _kind(device: torch.device) -> list[str]:
+def _device_kind(device: torch.device) -> list[str]:
     """What a compiler knows of a device, less its number, and which Triton makes kernels for it."""
     if device.type == "cpu":
         return [platform.machine(), torch.backends.cpu.get_cpu_capability(), calibrate.cpu_model()]
@@ -324,12 +328,12 @@ def _compiler() -> str:
         return "none"
 
 
-def _spelled(option: Any) -> str:
+def _stable_text(option: Any) -> str:
     """The same text in every process: sets have an order of their own in each."""
     if isinstance(option, (set, frozenset)):
-        return f"{type(option).__name__} {sorted(map(_spelled, option))}"
+        return f"{type(option).__name__} {sorted(map(_stable_text, option))}"
     if isinstance(option, (list, tuple)):
-        return f"{type(option).__name__} {[_spelled(one) for one in option]}"
+        return f"{type(option).__name__} {[_stable_text(one) for one in option]}"
     if isinstance(option, dict):
-        return str([(_spelled(key), _spelled(one)) for key, one in option.items()])
+        return str([(_stable_text(key), _stable_text(one)) for key, one in option.items()])
     return repr(option)

@@ -21,7 +21,7 @@ _KNOWN = hasattr(_NODE, _FIT) and hasattr(dependencies, "WeakDep") and hasattr(d
 
 
 @contextlib.contextmanager
-def kept_order() -> Iterator[None]:
+def keep_write_order() -> Iterator[None]:
     """While it is open, no kernel forgets behind whom it runs. Nothing changes with a torch of another form."""
     if not _KNOWN:
         yield

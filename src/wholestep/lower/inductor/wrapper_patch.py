@@ -62,7 +62,7 @@ _LAST_OF_WORKSPACE = re.compile(
 """Without a shape."""
 
 
-def joined(lines: Sequence[Any]) -> list[Any]:
+def join_sums(lines: Sequence[Any]) -> list[Any]:
     """Lines of a wrapper, those that sum up one workspace as one. What is no text stays where it is."""
     found: list[Any] = []
     matches = [_SUM.fullmatch(line) if isinstance(line, str) else None for line in lines]
@@ -85,7 +85,7 @@ def joined(lines: Sequence[Any]) -> list[Any]:
     return found
 
 
-def shaped(lines: Sequence[Any], shape_of: Callable[[str], Sequence[int]]) -> list[Any]:
+def shape_products(lines: Sequence[Any], shape_of: Callable[[str], Sequence[int]]) -> list[Any]:
     """Lines of a wrapper, those that end the reduction of a workspace with the shape of their buffer."""
     found: list[Any] = []
     for line in lines:
@@ -97,7 +97,7 @@ def shaped(lines: Sequence[Any], shape_of: Callable[[str], Sequence[int]]) -> li
     return found
 
 
-def own_sums() -> AbstractContextManager[None]:
+def patch_sums() -> AbstractContextManager[None]:
     """Meanwhile what this thread has Inductor compile for a GPU sums up workspaces by one kernel each."""
 
     def write_joined(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,10 +108,10 @@ def own_sums() -> AbstractContextManager[None]:
         return result
 
     unknown = "sums of gradients of norms' weights are made in a way that is not known, and are left to ATen"
-    return _instead((SIMDScheduling, _METHOD), write_joined, tag=_TAG, unknown=unknown)
+    return _replaced_method((SIMDScheduling, _METHOD), write_joined, tag=_TAG, unknown=unknown)
 
 
-def own_products() -> AbstractContextManager[None]:
+def patch_products() -> AbstractContextManager[None]:
     """Meanwhile what this thread has Inductor compile takes products of matrices from
     `wholestep.lower.gemm.matmul_autotune`."""
 
@@ -121,11 +121,11 @@ def own_products() -> AbstractContextManager[None]:
             module.imports.writeline(line)
 
     unknown = "modules begin in a way that is not known, and their products are left to torch"
-    return _instead((PythonWrapperCodegen, _HEADER), write_header, tag="wholestep::products", unknown=unknown)
+    return _replaced_method((PythonWrapperCodegen, _HEADER), write_header, tag="wholestep::products", unknown=unknown)
 
 
 @contextlib.contextmanager
-def _instead(where: tuple[type, str], method: Callable[..., Any], *, tag: str, unknown: str) -> Iterator[None]:
+def _replaced_method(where: tuple[type, str], method: Callable[..., Any], *, tag: str, unknown: str) -> Iterator[None]:
     """Has this thread run `method` in the place of one of Inductor's, which it is given, with a tag in the keys of
     Inductor's cache. Says `unknown` and changes nothing where there is no such method."""
     owner, name = where
@@ -149,7 +149,7 @@ def _instead(where: tuple[type, str], method: Callable[..., Any], *, tag: str, u
 
 def _join(lines: list[Any], start: int) -> None:
     graph = V.graph
-    fresh = joined(shaped(lines[start:], lambda name: graph.get_buffer(name).get_layout().size))
+    fresh = join_sums(shape_products(lines[start:], lambda name: graph.get_buffer(name).get_layout().size))
     if not any(isinstance(line, str) and _TAG.replace("::", ".") in line for line in fresh):
         log_once(
             logging.INFO, "sums of gradients of norms' weights have a form that is not known, and are left to ATen"

@@ -155,7 +155,7 @@ def all_reduce(message: Tensor, result: Tensor, peers: Peers, add: Add, *, split
         split: whether somebody waits for pieces. The same on all ranks.
     """
     size, rank = peers.size, peers.rank
-    row_bytes = part_length(size, result.dtype) * result.itemsize
+    row_bytes = chunk_length(size, result.dtype) * result.itemsize
     parts = [_slots(peers, one, row_bytes, message.dtype) for one in range(size)]
     sums = [_slots(peers, one, row_bytes, result.dtype) for one in range(size)]
     others = [(rank + step) % size for step in range(1, size)]
@@ -212,7 +212,7 @@ def copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def part_length(num_ranks: int, dtype: torch.dtype) -> int:
+def chunk_length(num_ranks: int, dtype: torch.dtype) -> int:
     """Elements of a part of the largest piece."""
     aligned = num_ranks * _ALIGNED_BYTES
     return PIECE_BYTES // aligned * _ALIGNED_BYTES // dtype.itemsize
@@ -220,7 +220,7 @@ def part_length(num_ranks: int, dtype: torch.dtype) -> int:
 
 def memory_bytes(num_ranks: int) -> int:
     """Of the symmetric memory of each rank: two sets of slots."""
-    return 2 * num_ranks * part_length(num_ranks, torch.uint8)
+    return 2 * num_ranks * chunk_length(num_ranks, torch.uint8)
 
 
 def _cut(result: Tensor, count: int, itemsize: int, *, split: bool) -> Iterator[Sequence[slice]]:
@@ -233,7 +233,7 @@ def _cut(result: Tensor, count: int, itemsize: int, *, split: bool) -> Iterator[
     if not result.numel():
         return
     step = _ALIGNED_BYTES // itemsize
-    most = part_length(count, result.dtype) // step * step
+    most = chunk_length(count, result.dtype) // step * step
     unit = 2 if split and result.nbytes >= SPLIT_BYTES else 1
     pieces = unit * -(-result.numel() // (unit * count * most))
     length = -(-result.numel() // (pieces * count * step)) * step
@@ -311,7 +311,7 @@ def group_of(name: str, device: torch.device) -> _Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arriving:
+class PendingMessage:
     """A message that is being reduced."""
 
     message: Tensor
@@ -320,7 +320,7 @@ class Arriving:
     pieces: Pieces
 
 
-def start(message: Tensor, reduce_op: str, group: str, *, split: bool = True) -> Arriving:
+def start(message: Tensor, reduce_op: str, group: str, *, split: bool = True) -> PendingMessage:
     """Starts to reduce a contiguous tensor of a GPU, in place, on streams of their own; "sum" or "avg".
 
     `split`: whether somebody waits for its pieces.
@@ -328,22 +328,24 @@ def start(message: Tensor, reduce_op: str, group: str, *, split: bool = True) ->
     return _start(message, message, reduce_op, group, split=split)
 
 
-def start_wide(message: Tensor, reduce_op: str, dtype: torch.dtype, group: str, *, split: bool = True) -> Arriving:
+def start_wide(
+    message: Tensor, reduce_op: str, dtype: torch.dtype, group: str, *, split: bool = True
+) -> PendingMessage:
     """The same of half precision, added in `dtype` and given in it."""
     return _start(message, torch.empty_like(message, dtype=dtype), reduce_op, group, split=split)
 
 
-def _start(message: Tensor, result: Tensor, reduce_op: str, group: str, *, split: bool) -> Arriving:
+def _start(message: Tensor, result: Tensor, reduce_op: str, group: str, *, split: bool) -> PendingMessage:
     peers = group_of(group, message.device).peers
     add = partial(add_parts, rank=peers.rank, averages=reduce_op == "avg")
     for stream in (WIRE, ADD) if split else (WIRE,):
         peers.streams[stream].wait_stream(torch.cuda.current_stream(message.device))
     with torch.no_grad():
         pieces = all_reduce(message.view(-1), result.view(-1), peers, add, split=split)
-    return Arriving(message=message, result=result, pieces=pieces)
+    return PendingMessage(message=message, result=result, pieces=pieces)
 
 
-def _started(arriving: Arriving, group: str) -> Tensor:
+def _started(arriving: PendingMessage, group: str) -> Tensor:
     """The result, of which ``wait_tensor`` knows what to wait for."""
     with torch.cuda.stream(group_of(group, arriving.result.device).peers.streams[WIRE]):
         return started_on_this_stream(arriving.result, arriving.message)
@@ -360,7 +362,7 @@ def _all_reduce_wide(message: Tensor, op: str, dtype: torch.dtype, group: str) -
 LIBRARY.impl("all_reduce_by_copies_", _all_reduce_, "CUDA")
 LIBRARY.impl("all_reduce_wide_by_copies", _all_reduce_wide, "CUDA")
 
-STARTS: Mapping[Any, Callable[..., Arriving]] = {ALL_REDUCE_BY_COPIES_: start, ALL_REDUCE_WIDE: start_wide}
+STARTS: Mapping[Any, Callable[..., PendingMessage]] = {ALL_REDUCE_BY_COPIES_: start, ALL_REDUCE_WIDE: start_wide}
 """What starts the reductions of a scheduled program, and does not wait."""
 
 

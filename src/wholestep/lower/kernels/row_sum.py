@@ -75,13 +75,13 @@ def _add_rows(matrices, parts, size, columns, block: tl.constexpr):  # type: ign
     width: tl.constexpr = block[1]
     number, part = tl.program_id(0), tl.program_id(1)
     matrix, own_columns, place = matrices[0], columns[0], 0
-    behind = (columns[0] + width - 1) // width
-    first_block, behind_columns = 0, columns[0]
+    end = (columns[0] + width - 1) // width
+    first_block, end_columns = 0, columns[0]
     for one in tl.static_range(1, len(columns)):
-        if number >= behind:
-            matrix, own_columns, place, first_block = matrices[one], columns[one], behind_columns, behind
-        behind += (columns[one] + width - 1) // width
-        behind_columns += columns[one]
+        if number >= end:
+            matrix, own_columns, place, first_block = matrices[one], columns[one], end_columns, end
+        end += (columns[one] + width - 1) // width
+        end_columns += columns[one]
     column = (number - first_block) * width + tl.arange(0, width)
     inside = column < own_columns
     row = part * share + tl.arange(0, height)[:, None]
@@ -100,13 +100,13 @@ def _add_parts(parts, results, size, columns, block: tl.constexpr):  # type: ign
     width: tl.constexpr = block[1]
     number = tl.program_id(0)
     result, own_columns, place = results[0], columns[0], 0
-    behind = (columns[0] + width - 1) // width
-    first_block, behind_columns = 0, columns[0]
+    end = (columns[0] + width - 1) // width
+    first_block, end_columns = 0, columns[0]
     for one in tl.static_range(1, len(columns)):
-        if number >= behind:
-            result, own_columns, place, first_block = results[one], columns[one], behind_columns, behind
-        behind += (columns[one] + width - 1) // width
-        behind_columns += columns[one]
+        if number >= end:
+            result, own_columns, place, first_block = results[one], columns[one], end_columns, end
+        end += (columns[one] + width - 1) // width
+        end_columns += columns[one]
     column = (number - first_block) * width + tl.arange(0, width)
     inside = column < own_columns
     part = tl.arange(0, height)[:, None]

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from wholestep.lower.codecache.prune_imports import lightened
-from wholestep.lower.codecache.relocate_device import _COMMENT, CannotMove, anywhere, kernel_texts, relocate
+from wholestep.lower.codecache.relocate_device import (
+    _COMMENT,
+    CannotRelocate,
+    kernel_texts,
+    relocate,
+    without_device_index,
+)
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for `generated`
 
@@ -127,14 +133,14 @@ def test_kernels_of_ours_are_built_as_they_are_launched(generated: dict[str, Any
 )
 def test_a_number_in_an_unknown_form_is_refused(line: str) -> None:
     text = f"stream0 = get_raw_stream(0)\n    {line}\n"
-    with pytest.raises(CannotMove, match="in a form that is not known") as told:
+    with pytest.raises(CannotRelocate, match="in a form that is not known") as told:
         relocate(text, 0, 2)
     assert line[:20].rsplit("stream0", 1)[0] in str(told.value)
 
 
 @pytest.mark.parametrize("line", ["torch.cuda.set_device(1)", "x.to('cuda:1')", "stream1 = get_raw_stream(1)"])
 def test_a_text_that_names_two_gpus_is_refused(line: str) -> None:
-    with pytest.raises(CannotMove, match="compiled for GPU 0 and names GPU 1"):
+    with pytest.raises(CannotRelocate, match="compiled for GPU 0 and names GPU 1"):
         relocate(f"torch.cuda.set_device(0)\n{line}\n", 0, 2)
 
 
@@ -163,10 +169,10 @@ def test_kernels_are_found_in_order_and_as_they_are_given() -> None:
         "a = async_compile.triton('a', '''\nsay('\\\\n')\n''', device_str='cuda')\nb = async_compile.triton('b', 'B')\n"
     )
     assert kernel_texts(module) == ["\nsay('\\n')\n", "B"]
-    with pytest.raises(CannotMove, match="is not written in its module"):
+    with pytest.raises(CannotRelocate, match="is not written in its module"):
         kernel_texts("text = read()\na = async_compile.triton('a', text)\n")
 
 
 def test_a_likeness_is_the_same_on_all_gpus() -> None:
     first, third = (f"aten.full {{'device': device(type='cuda', index={number})}} [1, 0, 2]" for number in (0, 2))
-    assert anywhere(first, 0) == anywhere(third, 2) != anywhere(first, 2)
+    assert without_device_index(first, 0) == without_device_index(third, 2) != without_device_index(first, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wholestep.lower.codecache import segment_cache
-from wholestep.lower.codecache.relocate_device import CannotMove
+from wholestep.lower.codecache.relocate_device import CannotRelocate
 from wholestep.lower.inductor import segment_compiler
 
 
@@ -267,21 +267,21 @@ class Moving:
 
 def test_what_was_compiled_for_two_gpus_stays() -> None:
     segment: Any = Moving("'cuda:0', 'cuda:1'", {0, 1})
-    with pytest.raises(CannotMove, match=r"compiled for the GPUs \[0, 1\]"):
-        segment_cache._move(segment, 2)
+    with pytest.raises(CannotRelocate, match=r"compiled for the GPUs \[0, 1\]"):
+        segment_cache._relocate(segment, 2)
 
 
 def test_a_kernel_without_a_text_stays() -> None:
     bundle = SimpleNamespace(static_autotuners=[SimpleNamespace(kernel_name="triton_sum", cache_key="unknown")])
     segment: Any = Moving("x = 'cuda:0'\n", {0}, bundle)
-    with pytest.raises(CannotMove, match="triton_sum belongs to no text"):
-        segment_cache._move(segment, 2)
+    with pytest.raises(CannotRelocate, match="triton_sum belongs to no text"):
+        segment_cache._relocate(segment, 2)
     assert (segment.source_code, segment.device_idxs, segment.cache_key) == ("x = 'cuda:0'\n", {0}, "before")
 
 
 def test_a_segment_that_stays_where_it_is_is_not_touched() -> None:
     segment: Any = Moving("device_index=3", {3})  # a form that is not known
-    segment_cache._move(segment, 3)
+    segment_cache._relocate(segment, 3)
     assert segment == Moving("device_index=3", {3})
 
 
@@ -294,7 +294,7 @@ def test_ranks_on_gpus_of_one_kind_have_the_same_key(monkeypatch: pytest.MonkeyP
     def key(number: int, what: str = "sin", where: int | None = None) -> str:
         device = f"device(type='cuda', index={number if where is None else where})"
         segment: Any = Named(f"%0 {what} {device}")
-        return segment_compiler.key_of([segment], torch.device("cuda", number))
+        return segment_compiler.segments_key([segment], torch.device("cuda", number))
 
     assert key(0) == key(1)
     assert len({key(0), key(2), key(3), key(0, "cos"), key(0, where=1)}) == 5

@@ -38,13 +38,13 @@ def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[Works]:
     monkeypatch.setattr(threading, "excepthook", errors.append)
     for name in found.may_end:
         monkeypatch.setattr(toolchain_hash, f"_{name}", found.work(name))
-    toolchain_hash.begun.cache_clear()
+    toolchain_hash.start.cache_clear()
     yield found
     for event in found.may_end.values():
         event.set()
-    for thread in toolchain_hash.begun():
+    for thread in toolchain_hash.start():
         thread.join()
-    toolchain_hash.begun.cache_clear()
+    toolchain_hash.start.cache_clear()
     assert errors == []
 
 
@@ -54,7 +54,7 @@ WAITS = {"inductor": toolchain_hash.wait_for_inductor, "triton": toolchain_hash.
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_is_for_its_own(works: Works, name: str) -> None:
     (other,) = WAITS.keys() - {name}
-    threads = toolchain_hash.begun()
+    threads = toolchain_hash.start()
     assert works.done == []
     threading.Timer(0.05, works.may_end[name].set).start()
     WAITS[name]()
@@ -69,11 +69,11 @@ def test_they_are_begun_once_by_whoever_comes_first(works: Works) -> None:
     for event in works.may_end.values():
         event.set()
     toolchain_hash.wait_for_triton()
-    assert toolchain_hash.begun() is toolchain_hash.begun()
+    assert toolchain_hash.start() is toolchain_hash.start()
     for wait in WAITS.values():
         wait()
     assert sorted(works.done) == ["inductor", "triton"]
-    assert all(thread.daemon for thread in toolchain_hash.begun()), "a process that ends does not wait for them"
+    assert all(thread.daemon for thread in toolchain_hash.start()), "a process that ends does not wait for them"
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -121,7 +121,7 @@ def test_a_step_that_may_have_kernels_on_a_gpu_begins_them(
     chosen: Any, device: torch.device, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[bool] = []
-    monkeypatch.setattr(toolchain_hash, "begun", lambda: begun.append(True))
+    monkeypatch.setattr(toolchain_hash, "start", lambda: begun.append(True))
     monkeypatch.setattr(segment_compiler, "_choose_assembler", lambda: None)  # it changes the environment
     backend_for(chosen, device, pytest.fail, pytest.fail)
     assert begun == [True] * begins

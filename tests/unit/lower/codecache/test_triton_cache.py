@@ -43,7 +43,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
     monkeypatch.setattr(triton_cache, "_kept", {})
     yield devices
     triton_cache.wait()
-    assert triton_cache._underway == []
+    assert triton_cache._builds == []
 
 
 def test_each_is_built_with_its_launcher_in_a_thread(current: list[torch.device]) -> None:
@@ -57,10 +57,10 @@ def test_each_is_built_with_its_launcher_in_a_thread(current: list[torch.device]
 
         return build
 
-    triton_cache.build_beside(map(job, made), GPU)
+    triton_cache.build_in_background(map(job, made), GPU)
     together.wait(10)
-    assert triton_cache.kept() == sorted(made, key=triton_cache.kept().index)
-    assert {one.hash for one in triton_cache.kept()} == {"a", "b"}
+    assert triton_cache.kept_kernels() == sorted(made, key=triton_cache.kept_kernels().index)
+    assert {one.hash for one in triton_cache.kept_kernels()} == {"a", "b"}
     assert current == [GPU, GPU]
     threads = [thread for one in made for thread in one.made_ready_by]
     assert len(set(threads)) == 2
@@ -69,28 +69,28 @@ def test_each_is_built_with_its_launcher_in_a_thread(current: list[torch.device]
 
 def test_who_asks_for_what_is_kept_waits(current: list[torch.device]) -> None:
     may_end = threading.Event()
-    triton_cache.build_beside([lambda: may_end.wait(10) and Compiled("late")], GPU)
+    triton_cache.build_in_background([lambda: may_end.wait(10) and Compiled("late")], GPU)
     threading.Timer(0.05, may_end.set).start()
-    assert [one.hash for one in triton_cache.kept()] == ["late"]
+    assert [one.hash for one in triton_cache.kept_kernels()] == ["late"]
 
 
 def test_what_fails_is_told_where_it_is_launched(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[Any]()
     monkeypatch.setattr(threading, "excepthook", told.append)
-    triton_cache.build_beside([lambda: 1 / 0, lambda: Compiled("good")], GPU)
-    assert [one.hash for one in triton_cache.kept()] == ["good"]
+    triton_cache.build_in_background([lambda: 1 / 0, lambda: Compiled("good")], GPU)
+    assert [one.hash for one in triton_cache.kept_kernels()] == ["good"]
     assert told == []
 
 
 def test_a_program_that_ends_builds_nothing_more(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "is_ending", lambda: True)
-    triton_cache.build_beside([lambda: pytest.fail("it was built")], GPU)
-    assert triton_cache.kept() == current == []
+    triton_cache.build_in_background([lambda: pytest.fail("it was built")], GPU)
+    assert triton_cache.kept_kernels() == current == []
 
 
 def test_a_triton_that_makes_launchers_otherwise(current: list[torch.device]) -> None:
-    triton_cache.build_beside([lambda: SimpleNamespace(hash="other")], GPU)
-    assert [one.hash for one in triton_cache.kept()] == ["other"]
+    triton_cache.build_in_background([lambda: SimpleNamespace(hash="other")], GPU)
+    assert [one.hash for one in triton_cache.kept_kernels()] == ["other"]
 
 
 def launch_rows() -> None:

@@ -40,7 +40,7 @@ from wholestep.lower.foreach.triton_codegen import BLOCK, CHUNK, NotPointwise
 from wholestep.lower.inductor import segment_compiler
 from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.kernels import copy_all_reduce
-from wholestep.lower.kernels.copy_all_reduce import Arriving
+from wholestep.lower.kernels.copy_all_reduce import PendingMessage
 from wholestep.passes.comm import use_copy_engine
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.memory.reinplace import reinplace
@@ -312,13 +312,13 @@ def test_the_last_update_begins_with_what_has_arrived(interpreted, monkeypatch):
     program, plans, log = by_copies_last(monkeypatch), multi_tensor.MultiTensorCompiler(), []
     stops = (10_000, 30_000, 40_000)
 
-    def start(message: Tensor, reduce_op: str, group: str) -> Arriving:
+    def start(message: Tensor, reduce_op: str, group: str) -> PendingMessage:
         flat, came = message.view(-1), message.flatten().clone()
         flat.fill_(torch.nan)  # what is read too early stays that
         cuts = zip((0, *stops), stops, strict=False)
         events = [Arrives(log, flat[begin:stop], came[begin:stop]) for begin, stop in cuts]
         unread = torch.full_like(message, torch.nan)
-        return Arriving(message=unread, result=message, pieces=list(zip(stops, events, strict=True)))
+        return PendingMessage(message=unread, result=message, pieces=list(zip(stops, events, strict=True)))
 
     launch = multi_tensor.MultiTensorSegment._launch
     monkeypatch.setattr(copy_all_reduce, "STARTS", {ALL_REDUCE_BY_COPIES_: start})

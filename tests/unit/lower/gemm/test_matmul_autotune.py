@@ -31,16 +31,16 @@ class Call:
     """In the place of cublasLt: notes what it runs, and writes a number per algorithm."""
 
     def __init__(self, known: list[Algorithm]) -> None:
-        self.known, self.lent, self.runs = known, dict[str, Any](), list[Algorithm]()
+        self.known, self.extras, self.runs = known, dict[str, Any](), list[Algorithm]()
 
-    def lend(self, **lent: Any) -> None:
-        self.lent = lent
+    def set_epilogue(self, **extras: Any) -> None:
+        self.extras = extras
 
     def algorithms(self, limit: int) -> list[Algorithm]:
         return self.known[:limit]
 
     def run(self, algorithm: Algorithm, a: Tensor, b: Tensor, out: Tensor) -> None:
-        if algorithm is SECOND and self.lent.get("refuses"):
+        if algorithm is SECOND and self.extras.get("refuses"):
             raise RuntimeError("no")
         self.runs.append(algorithm)
         out.fill_(float(algorithm.data[:1]))
@@ -118,10 +118,10 @@ def test_choices_of_another_library_are_not_used(chosen: dict[Product, Any], mon
     assert found is not None
     chosen.clear()
     monkeypatch.setattr(matmul_autotune, "version", lambda: 130_001)
-    matmul_autotune.take(found)
+    matmul_autotune.load_choices(found)
     assert chosen == {}
     monkeypatch.setattr(matmul_autotune, "version", lambda: 130_000)
-    matmul_autotune.take(found)
+    matmul_autotune.load_choices(found)
     assert chosen == {asked(): FIRST}
 
 
@@ -135,7 +135,7 @@ def test_without_the_library_there_are_no_choices(chosen: dict[Product, Any], mo
     chosen[asked()] = None
     assert matmul_autotune.choices() is None
     chosen.clear()
-    matmul_autotune.take(matmul_autotune.Choices(version=130_000, algorithms=((asked(), FIRST),)))
+    matmul_autotune.load_choices(matmul_autotune.Choices(version=130_000, algorithms=((asked(), FIRST),)))
     assert chosen == {}
 
 
@@ -264,7 +264,7 @@ def test_rows_are_columns_to_the_library(
         out_type=torch.float32, epilogue=epilogue,
     )  # fmt: skip
     call = cublaslt.Call(product, 0)
-    call.lend(bias=bias)
+    call.set_epilogue(bias=bias)
     found = call.algorithms(8)
     assert [one.workspace_bytes for one in found] == [256, 512]  # the one between them has a status
     assert library.wanted == {
@@ -326,7 +326,7 @@ LEFT_TO_TORCH: dict[str, tuple[Matrix, Matrix, Matrix, Epilogue]] = {
 def test_what_is_left_to_torch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     asked_for: Any = LEFT_TO_TORCH[what]
-    assert matmul_autotune._asked(*asked_for) is None
+    assert matmul_autotune._product_of(*asked_for) is None
 
 
 def test_what_a_choice_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,11 +335,11 @@ def test_what_a_choice_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(at: int = 512, bias_at: int = 512, dtype: torch.dtype = torch.bfloat16) -> Product | None:
         operands: Any = (Matrix(4, 8, at=at), Matrix(8, 2, by_columns=True), Matrix(4, 2, dtype=dtype))
         bias: Any = Matrix(2, at=bias_at)
-        return matmul_autotune._asked(*operands, *((Epilogue.BIAS, (bias,)) if dtype is torch.bfloat16 else ()))
+        return matmul_autotune._product_of(*operands, *((Epilogue.BIAS, (bias,)) if dtype is torch.bfloat16 else ()))
 
     first = ask()
     assert first is not None
-    assert (first.rows, first.columns, first.inner, first.lent_alignment_bytes) == (4, 2, 8, (256,))
+    assert (first.rows, first.columns, first.inner, first.epilogue_alignment_bytes) == (4, 2, 8, (256,))
     assert (first.a.by_columns, first.b.by_columns, first.b.stride) == (False, True, 8)
     others = [ask(at=528), ask(bias_at=528), ask(dtype=FLOAT)]
     assert None not in others

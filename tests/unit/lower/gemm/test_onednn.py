@@ -104,7 +104,7 @@ def test_where_it_cannot_be_called_torch_multiplies_and_says_so_once(monkeypatch
     monkeypatch.setattr(onednn, "why_not", onednn.why_not.__wrapped__)
     assert said in onednn.why_not()
     assert "\n" not in onednn.why_not()
-    assert onednn.instead() == {}
+    assert onednn.replacements() == {}
     a, b, bias = torch.randn(19, TERMS), torch.randn(TERMS, 23), torch.randn(23)
     with caplog.at_level(logging.WARNING, "wholestep"):
         found: list[Any] = [torch.ops.wholestep.product(a, b) for _ in range(3)]

@@ -57,7 +57,7 @@ from wholestep.lower.codecache.prune_imports import lightened
 from wholestep.lower.decompositions import optimizers
 from wholestep.lower.foreach import multi_tensor
 from wholestep.lower.inductor import compile_fx
-from wholestep.lower.inductor.deferred_wait import put_off
+from wholestep.lower.inductor.deferred_wait import defer_waits
 from wholestep.lower.kernels import add_chunks, column_sum, cross_entropy, row_sum
 from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
@@ -227,7 +227,7 @@ def text_of(segment: Segment, number: int) -> str:
     graph, inputs, mode = graph_of(segment, number)
     lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
     handlers = (V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()))
-    ways = compile_fx.own_ways(torch.device("cuda", number), early_launches=True, own_products=True)
+    ways = compile_fx.inductor_patches(torch.device("cuda", number), early_launches=True, own_products=True)
     settings = inductor_config.patch(compile_fx.settings_for(graph.graph, "cuda"))
     with ways, mode, tracing(TracingContext(mode)), settings, handlers[0], handlers[1], handlers[2]:
         lowering.run(*inputs)
@@ -309,14 +309,14 @@ def travel_own(old: int, new: int) -> dict[str, Any]:
             *row_sum.builds(f"buf5 = {row}\nbuf7 = {row}\n"),
             add_chunks.build(torch.float32, torch.float32, size=2, rank=0, averages=True),
         ]  # fmt: skip
-        triton_cache.build_beside(jobs, torch.device("cuda", old))
-        data = triton_cache.written(triton_cache.kept())
-    made_by_building, ready = len(made), [one.module is not None for one in triton_cache.kept()]
+        triton_cache.build_in_background(jobs, torch.device("cuda", old))
+        data = triton_cache.dumps(triton_cache.kept_kernels())
+    made_by_building, ready = len(made), [one.module is not None for one in triton_cache.kept_kernels()]
     own = (row_sum._rows_kernel, row_sum._parts_kernel, add_chunks._kernel)
     for kernel in (cross_entropy._kernel, column_sum._kernel, *own):
         kernel.device_caches.clear()  # as in another process
     with counted(made), gpu(new) as loader, fresh_cache():
-        triton_cache.take(data)
+        triton_cache.loads(data)
         cross_entropy.cross_entropy(*tensors, -100)
         cross_entropy.cross_entropy(*tensors, -100, 3990)
         column_sum.column_sums(torch.zeros(2 * 512 * 768), 2, 512, 768)
@@ -343,9 +343,9 @@ def counted(made: list[str]) -> Iterator[None]:
 def compiled(segment: Segment, number: int, early: bool) -> Any:
     """A segment as Inductor compiles it: with kernels that are launched early, or not."""
     graph, inputs, mode = graph_of(segment, number)
-    ways = compile_fx.own_ways(torch.device("cuda", number), early_launches=early, own_products=True)
+    ways = compile_fx.inductor_patches(torch.device("cuda", number), early_launches=early, own_products=True)
     settings, context = inductor_config.patch(compile_fx.settings_for(graph.graph, "cuda")), TracingContext(mode)
-    with ways, mode, tracing(context), settings, put_off() as rest:
+    with ways, mode, tracing(context), settings, defer_waits() as rest:
         found = compile_fx_inner(graph, inputs)
     with tracing(context), mode:
         rest()

@@ -44,7 +44,7 @@ def test_results_have_the_layout_that_they_were_captured_with(fn: Callable[[Tens
     x = torch.arange(24.0).view(4, 3, 2)
     program = builders.without_gradients(builders.capture(fn, [x]))
     (segment,) = segments_of(run_passes(program, [partial(form_segments, compiles=segment_compiler.compiles)]))
-    run = compile_fx.begun(segment, early_launches=False, own_products=False).finish()
+    run = compile_fx.begin_compile(segment, early_launches=False, own_products=False).finish()
     (found,) = run([x.clone()])
     assert torch.equal(found, fn(x))
 
@@ -74,9 +74,9 @@ def test_what_triton_fails_at_is_compiled_otherwise(monkeypatch: pytest.MonkeyPa
     with fresh_cache():
         if text == "syntax error":
             with pytest.raises(RuntimeError, match=text):
-                compile_fx.begun(segment, early_launches=False, own_products=False).finish()
+                compile_fx.begin_compile(segment, early_launches=False, own_products=False).finish()
             return
-        run = compile_fx.begun(segment, early_launches=False, own_products=False).finish()
+        run = compile_fx.begin_compile(segment, early_launches=False, own_products=False).finish()
     assert seen == [True, False]
     assert torch.equal(run([x.clone()])[0], beside_nothing(x))
 

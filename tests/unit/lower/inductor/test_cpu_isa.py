@@ -34,21 +34,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_nothing_is_asked_twice(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_isa.ask()
-    cpu_isa.ask()
+    cpu_isa.probe()
+    cpu_isa.probe()
     assert asked == ["good", "bad"]
-    said = cpu_isa.answers()
+    said = cpu_isa.dump_answers()
     monkeypatch.setattr(cpu_isa, "_answers", {})  # as in another process
-    cpu_isa.believe(said)
+    cpu_isa.load_answers(said)
     assert asked == ["good", "bad"]
-    assert cpu_isa.answers() == said
+    assert cpu_isa.dump_answers() == said
     assert sorted(cpu_isa._answers.values()) == [False, True]
 
 
 def test_other_flags_are_another_question(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_isa.ask()
+    cpu_isa.probe()
     monkeypatch.setattr(Asked, "_arch_flags", "-mmine -mmore")
-    cpu_isa.ask()
+    cpu_isa.probe()
     assert asked == ["good", "bad"] * 2
 
 
@@ -61,5 +61,5 @@ def test_inductor_asks_as_ever_in_the_end(asked: list[str], monkeypatch: pytest.
     monkeypatch.setattr(cpu_isa, "_check_build", before)
     monkeypatch.setattr(cpu_isa, "pick_vec_isa", fails)
     with pytest.raises(OSError, match="no room"):
-        cpu_isa.ask()
+        cpu_isa.probe()
     assert VecISA.check_build is before

@@ -158,7 +158,7 @@ def graph_with(*early: str) -> Any:
 def test_bundles_hold_all_kernels(stand_ins: list[tuple[Any, ...]]) -> None:
     """Those that were there at once, until the workers were up, and those that were waited for."""
     graph = graph_with("early")
-    with deferred_wait.put_off() as rest:
+    with deferred_wait.defer_waits() as rest:
         AsyncCompile().wait({"late": 1, "later": 2})
         FxGraphCache._save_graph("key", graph, [], True, None)
     assert stand_ins == []
@@ -169,7 +169,7 @@ def test_bundles_hold_all_kernels(stand_ins: list[tuple[Any, ...]]) -> None:
 
 def test_what_is_not_written_has_no_bundle(stand_ins: list[tuple[Any, ...]]) -> None:
     """A graph that was found in the cache, or one of a torch that keeps none."""
-    with deferred_wait.put_off() as rest:
+    with deferred_wait.defer_waits() as rest:
         AsyncCompile().wait({"found": 1})
     rest()
     assert stand_ins == [("wait", "found")]
@@ -180,7 +180,7 @@ def test_other_threads_wait_as_they_do(stand_ins: list[tuple[Any, ...]]) -> None
         AsyncCompile().wait({"theirs": 1})
         FxGraphCache._save_graph("their key", graph_with("their own"), [])
 
-    with deferred_wait.put_off() as rest:
+    with deferred_wait.defer_waits() as rest:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -194,7 +194,7 @@ def test_a_torch_of_another_form_waits_at_once(
     stand_ins: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deferred_wait, "_KNOWN", False)
-    with deferred_wait.put_off() as rest:
+    with deferred_wait.defer_waits() as rest:
         AsyncCompile().wait({"one": 1})
     assert stand_ins == [("wait", "one")]
     rest()

@@ -154,7 +154,7 @@ def test_inputs_keep_their_values_as_long_as_those_are_wanted(fn: Callable[..., 
     pairs = ((names.index(f"arg{number}_1"), places[result]) for number, result in stored)
     segment = replace(segment, stored=tuple(pairs))
     with fresh_cache():
-        compiled = compile_fx.begun(segment, early_launches=False, own_products=False).finish()
+        compiled = compile_fx.begin_compile(segment, early_launches=False, own_products=False).finish()
     (found, ours), (wanted, theirs) = ((run, [one.clone() for one in given]) for run in (compiled, segment))
     found_results = found(list(ours))
     for one, other in zip(found_results, wanted(list(theirs)), strict=True):

@@ -12,7 +12,7 @@ from torch._inductor import dependencies, scheduler
 from torch.utils._ordered_set import OrderedSet
 
 from tests.fuzz.random_writes import RandomWrites
-from wholestep.lower.inductor.war_order import kept_order
+from wholestep.lower.inductor.war_order import keep_write_order
 
 NODE: Any = scheduler.SchedulerNode
 LOST = 0
@@ -43,7 +43,7 @@ def test_dependencies_that_no_load_shows_are_kept(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(NODE, "recompute_size_and_body", forget)
     node = Node(order, dependencies.StarDep("buf1"))
-    with kept_order():
+    with keep_write_order():
         NODE.recompute_size_and_body(node)
     assert list(node.read_writes.reads) == [dependencies.StarDep("buf1"), order]  # and arg is known by its new name
     assert NODE.recompute_size_and_body is forget
@@ -52,7 +52,7 @@ def test_dependencies_that_no_load_shows_are_kept(monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_done_where_nothing_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NODE, "recompute_size_and_body", lambda node, **named: None)
     node = Node(dependencies.WeakDep("buf0", "buf2"))
-    with kept_order():
+    with keep_write_order():
         NODE.recompute_size_and_body(node)
     assert not node.num_set
 
@@ -61,7 +61,7 @@ def test_a_write_stays_behind_what_reads() -> None:
     made, device = RandomWrites(LOST), torch.device("cpu")
     wanted = made.run(device)
     torch._dynamo.reset()
-    with kept_order(), inductor_config.patch(fx_graph_cache=False):
+    with keep_write_order(), inductor_config.patch(fx_graph_cache=False):
         found = made.run(device, torch.compile)
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(map(partial(torch.allclose, rtol=1e-12, atol=1e-12), ours, theirs))

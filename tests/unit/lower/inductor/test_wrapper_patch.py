@@ -61,7 +61,7 @@ def test_sums_of_one_workspace_are_one_call(form: str) -> None:
         *(line(form, 4 + 2 * place, place) for place in range(3)),
         line(form, 10, 0, space=1), "del workspace_0", other,
     ]  # fmt: skip
-    found = wrapper_patch.joined(lines)
+    found = wrapper_patch.join_sums(lines)
     assert [one for one in found if "column_sums" in str(one)] == [
         "[buf4, buf6, buf8] = torch.ops.wholestep.column_sums.default(workspace_0, 3, 3, 4)",
         "[buf10] = torch.ops.wholestep.column_sums.default(workspace_1, 1, 3, 4)",
@@ -77,10 +77,10 @@ def test_sums_of_one_workspace_are_one_call(form: str) -> None:
 )
 def test_shapes_and_types_are_kept(rest: str) -> None:
     lines = [line("2.13", 1, 0), line("2.13", 2, 1, rest=rest)]
-    found, wanted = run(wrapper_patch.joined(lines)), run(lines)
+    found, wanted = run(wrapper_patch.join_sums(lines)), run(lines)
     assert [(one.shape, one.dtype) for one in found.values()] == [(one.shape, one.dtype) for one in wanted.values()]
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert len(wrapper_patch.joined(lines)) == (1 if rest in ("", ".view([4])") else 2)
+    assert len(wrapper_patch.join_sums(lines)) == (1 if rest in ("", ".view([4])") else 2)
 
 
 SHAPES = {"buf1": [4], "buf2": [1, 1, 4], "buf3": [2, 2]}
@@ -90,9 +90,9 @@ SHAPES = {"buf1": [4], "buf2": [1, 1, 4], "buf3": [2, 2]}
 @pytest.mark.parametrize("cast", ["", ".to(torch.bfloat16)"])
 def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str) -> None:
     lines = [object(), *(line("2.11", number, number - 1, kind=kind, rest=cast) for number in (1, 2, 3)), "del x"]
-    found = wrapper_patch.shaped(lines, SHAPES.__getitem__)
+    found = wrapper_patch.shape_products(lines, SHAPES.__getitem__)
     assert (found[0], found[-1]) == (lines[0], lines[-1])
-    flat, shaped = run(lines[1:-1]), run(wrapper_patch.joined(found[1:-1]))
+    flat, shaped = run(lines[1:-1]), run(wrapper_patch.join_sums(found[1:-1]))
     for name, shape in SHAPES.items():
         assert (list(shaped[name].shape), shaped[name].dtype) == (shape, flat[name].dtype)
         torch.testing.assert_close(shaped[name].flatten(), flat[name], rtol=0, atol=0)
@@ -100,7 +100,7 @@ def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str) -> 
 
 def test_since_213_they_have_it_already() -> None:
     lines = [line("2.13", 1, 0, rest=".view([1, 4])"), line("2.13", 2, 1, rest=".view([4]).to(torch.float64)")]
-    assert wrapper_patch.shaped(lines, lambda name: [9]) == lines
+    assert wrapper_patch.shape_products(lines, lambda name: [9]) == lines
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_since_213_they_have_it_already() -> None:
     ],
 )
 def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wrapper_patch.joined(lines) == lines
-    monkeypatch.setattr(wrapper_patch, "shaped", lambda lines, shape_of: lines)
+    assert wrapper_patch.join_sums(lines) == lines
+    monkeypatch.setattr(wrapper_patch, "shape_products", lambda lines, shape_of: lines)
     with caplog.at_level(logging.INFO, logger="wholestep"):
         for _ in range(2):
             wrapper_patch._join(lines, 0)
@@ -125,8 +125,8 @@ def test_other_lines_stay(lines: list[str], caplog: pytest.LogCaptureFixture, mo
 
 
 WAYS: dict[str, tuple[Any, type, str]] = {
-    "sums": (wrapper_patch.own_sums, SIMDScheduling, wrapper_patch._METHOD),
-    "products": (wrapper_patch.own_products, PythonWrapperCodegen, wrapper_patch._HEADER),
+    "sums": (wrapper_patch.patch_sums, SIMDScheduling, wrapper_patch._METHOD),
+    "products": (wrapper_patch.patch_products, PythonWrapperCodegen, wrapper_patch._HEADER),
 }
 
 

@@ -65,8 +65,8 @@ def test_a_program_reads_vectors_and_another_process_finds_its_binary(
     height, width = column_sum._BLOCK
     vectors = height * width // (32 * column_sum._WARPS * 4)
     assert len(re.findall(r"ld\.global\.v4\.b32", made.asm["ptx"])) == vectors
-    data = triton_cache.written([made])
+    data = triton_cache.dumps([made])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    triton_cache.take(data)
+    triton_cache.loads(data)
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", None)  # whoever compiles calls it
     assert build().asm["cubin"] == made.asm["cubin"]

@@ -81,7 +81,7 @@ def test_means_round_once(dtype: torch.dtype, monkeypatch):
 def test_no_part_is_longer_than_its_slot(count: int, itemsize: int, split: bool, monkeypatch):
     """Whatever the length is, and also where a slot holds no whole number of aligned parts of a smaller type."""
     small_pieces(monkeypatch)
-    slot = copy_all_reduce.part_length(count, torch.int64)
+    slot = copy_all_reduce.chunk_length(count, torch.int64)
     for length in range(1, 3 * count * slot, 37):
         result = torch.arange(length)
         parts = [part for parts in copy_all_reduce._cut(result, count, itemsize, split=split) for part in parts]
@@ -94,7 +94,7 @@ def test_no_part_is_longer_than_its_slot(count: int, itemsize: int, split: bool,
 @pytest.mark.parametrize("length", [1, 31, 255, 256, 1000, 4096, 10_001])
 def test_pieces_are_few_and_even_and_their_parts_aligned(length: int, itemsize: int, split: bool, monkeypatch):
     small_pieces(monkeypatch)
-    result, most = torch.arange(length), copy_all_reduce.part_length(4, torch.int64)
+    result, most = torch.arange(length), copy_all_reduce.chunk_length(4, torch.int64)
     pieces = [[result[part] for part in parts] for parts in copy_all_reduce._cut(result, 4, itemsize, split=split)]
     assert len(pieces) == (2 * -(-length // (8 * most)) if split and length >= 256 else -(-length // (4 * most)))
     assert torch.equal(torch.cat([part for parts in pieces for part in parts]), result)

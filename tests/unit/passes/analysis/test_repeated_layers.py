@@ -124,7 +124,10 @@ def layers(count: int) -> Program:
 
 def cut(program: Program) -> Program:
     form = partial(
-        form_segments, compiles=segment_compiler.compiles, by_library=segment_compiler.by_library, cuts_repeats=True
+        form_segments,
+        compiles=segment_compiler.compiles,
+        by_library=segment_compiler.is_library_call,
+        cuts_repeats=True,
     )
     return run_passes(program, [form])
 
@@ -188,7 +191,7 @@ def test_an_update_is_not_cut_off_from_a_refusal_behind_it() -> None:
     program = builders.capture(step, [torch.zeros(4, 8), torch.tensor([1, 2, 3, 4]), torch.randn(5, 8), *tensors(4)])
     form = partial(
         form_segments, compiles=lambda node: segment_compiler.compiles(node) or node.target is aten.index.Tensor,
-        by_library=segment_compiler.by_library, cuts_repeats=True,
+        by_library=segment_compiler.is_library_call, cuts_repeats=True,
     )  # fmt: skip
     (whole,) = segments(run_passes(program, [form]))
     assert {aten.mul.Tensor, aten.index.Tensor} <= {node.target for node in whole.calls}

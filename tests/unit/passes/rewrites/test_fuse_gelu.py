@@ -36,7 +36,7 @@ from wholestep.passes.schedule.form_segments import form_segments
 from wholestep.place.strategies import place
 
 FUSE: Pass = partial(fuse_gelu, fuses=lambda product: True)
-FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, may_postpone=segment_compiler.follows)
+FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, may_postpone=segment_compiler.may_follow)
 LAYERS = 3
 GELUS = (aten.gelu.default, aten.gelu_backward.default)
 

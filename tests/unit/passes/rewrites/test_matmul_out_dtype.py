@@ -30,7 +30,7 @@ AXIS = MeshAxis(name="data", size=2, group="0")
 COST = CostModel.default("cpu+gloo")
 WIDEN: Pass = partial(widen_matmul_out_dtype, widens=lambda node: True)
 AVERAGE: Pass = partial(fold_mean, averages=lambda group, device: True)
-FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, may_postpone=segment_compiler.follows)
+FORM: Pass = partial(form_segments, compiles=segment_compiler.compiles, may_postpone=segment_compiler.may_follow)
 
 
 class Net(nn.Module):

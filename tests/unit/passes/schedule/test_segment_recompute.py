@@ -90,11 +90,11 @@ def stack(block: Callable[[], nn.Module], layers: int = 4) -> Program:
 
 
 def formed(program: Program, *, again: bool) -> Program:
-    says = {"goes_by_number": segment_compiler.goes_by_number} if again else {}
+    says = {"goes_by_number": segment_compiler.is_pointwise} if again else {}
     form = partial(
         form_segments,
         compiles=segment_compiler.compiles,
-        by_library=segment_compiler.by_library,
+        by_library=segment_compiler.is_library_call,
         cuts_repeats=True,
         **says,
     )
@@ -240,10 +240,10 @@ def in_two(fn: Callable[..., Any], *tensors: Tensor) -> tuple[list[str], list[st
         part = Region.BACKWARD if node.target is aten.ones_like.default else part
         node_meta.set_origin(node, node_meta.Origin(part))
     form: Any = partial(
-        form_segments, by_library=segment_compiler.by_library,
+        form_segments, by_library=segment_compiler.is_library_call,
         compiles=lambda node: segment_compiler.compiles(node) and node.target is not aten.ones_like.default,
     )  # fmt: skip
-    less = run_passes(program, [partial(form, is_pointwise=segment_compiler.goes_by_number)])
+    less = run_passes(program, [partial(form, is_pointwise=segment_compiler.is_pointwise)])
     assert builders.same(ran(run_passes(program, [form])), ran(less))
     early, late = segments(less)
     return calls(early), calls(late)
