@@ -1,0 +1,113 @@
+"""Captures into the memory that graphs share, and torch after captures that have failed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.lower.cudagraph.fake_cuda import FakeCuda
+from wholestep.lower.cudagraph import memset_nodes
+from wholestep.lower.cudagraph.graph_pool import Pool
+from wholestep.lower.cudagraph.graph_runner import _cause
+
+
+def test_a_pool_outlives_its_graphs(cuda: FakeCuda) -> None:
+    pool = Pool(torch.device("cpu"))
+    assert cuda.log == []
+    graph, results = pool.capture(lambda: ("result",))
+    assert results == ("result",)
+    # What a capture has its own stream do comes before what the user's does with the graph.
+    assert cuda.log == ["capture into pool 1, thread_local", "users waits for stream 2"] * 2
+    gone = str(graph)
+    del graph
+    assert gone not in cuda.alive
+    assert len(cuda.alive) == 1
+    pool.capture(lambda: ())
+    assert set(cuda.log) == {"capture into pool 1, thread_local", "users waits for stream 2"}
+
+
+def test_nothing_is_collected_during_a_capture(cuda: FakeCuda) -> None:
+    pool, seen = Pool(torch.device("cpu")), []
+
+    def body() -> tuple[()]:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise ValueError("refused")
+        return ()
+
+    pool.capture(body)
+    with pytest.raises(RuntimeError, match="previous error"):
+        pool.capture(body)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+def test_torch_is_mended_after_a_capture_that_failed(cuda: FakeCuda) -> None:
+    pool = Pool(torch.device("cpu"))
+    pool.capture(lambda: ())
+    del cuda.log[:]
+
+    def body() -> tuple[()]:
+        assert cuda.stream != "users"
+        error = RuntimeError("operation not permitted when stream is capturing\nand more")
+        error.add_note("while running item (my::op) from train.py:7")
+        raise error
+
+    with pytest.raises(RuntimeError, match="previous error") as found:
+        pool.capture(body)
+    assert _cause(found.value) == (
+        "operation not permitted when stream is capturing, while running item (my::op) from train.py:7"
+    )
+    assert cuda.stream == "users"
+    begun, ended, waits, reset, *rest = cuda.log
+    assert begun == "capture into pool 1, thread_local"
+    assert ended.removeprefix("end of ") == reset.removeprefix("reset of ")
+    # A capture that goes well, in another pool, is what frees the random generator.
+    assert rest[:2] == ["_cuda_endAllocateToPool (3, 'pool 1')", "_cuda_releasePool (3, 'pool 1')"]
+    assert rest[2].startswith("capture into pool ")
+    assert rest[2] != begun
+    assert (waits, rest[3]) == ("users waits for stream 2", "users waits for stream 7")
+    pool.capture(lambda: ())
+    assert cuda.log[-2] == rest[2]
+
+
+def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> None:
+    pool = Pool(torch.device("cpu"))
+    pool.capture(lambda: ())
+    del cuda.log[:]
+    cuda.full = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pool.capture(lambda: ())
+    assert cuda.stream == "users"
+    assert [line.split()[0] for line in cuda.log] == ["capture", "users"]  # that went well, so there is nothing to mend
+    cuda.full = False
+    assert pool.capture(lambda: ("result",))[1] == ("result",)
+
+
+def test_torch_is_mended_where_fills_cannot_be_captured(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for memsets is captured behind the step, which keeps its graph."""
+
+    def as_kernels(graph: Any, capture: Callable[[Callable[[], object]], Any], device: torch.device) -> int:
+        with pytest.raises(RuntimeError, match="previous error"):
+            capture(lambda: [][0])
+        return 0
+
+    pool = Pool(torch.device("cpu"))
+    monkeypatch.setattr(memset_nodes, "replace_memsets", as_kernels)
+    graph, results = pool.capture(lambda: ("result",))
+    assert results == ("result",)
+    assert str(graph) in cuda.alive
+    assert cuda.stream == "users"
+    assert f"reset of {graph}" not in cuda.log
+    assert [line.split()[0] for line in cuda.log if "pool" not in line] == [
+        "users",
+        "users",
+        "end",
+        "users",
+        "reset",
+        "users",
+    ]
