@@ -45,8 +45,8 @@ from wholestep.place.strategies import place
 SEGMENTS = [
     partial(pack_scalars, reads=segment_compiler.reads_packed),
     partial(
-        form_segments, compiles=segment_compiler.compiles, by_library=segment_compiler.is_library_call, cuts_repeats=True,
-        is_pointwise=segment_compiler.is_pointwise,
+        form_segments, compiles=segment_compiler.compiles, by_library=segment_compiler.is_library_call,
+        cuts_repeats=True, is_pointwise=segment_compiler.is_pointwise,
     ),
 ]  # fmt: skip
 """Passes of a backend that compiles, as far as they keep the bits; the segments run node by node here."""

@@ -28,7 +28,7 @@ import torch
 from wholestep.lower import auto_backend
 from wholestep.lower.codecache import toolchain_hash
 wanted = ("wholestep.lower.inductor.segment_compiler", "torch._inductor.output_code", "torch._dynamo.source")
-toolchain_hash.begun = lambda: print(all(name in sys.modules for name in wanted))
+toolchain_hash.start = lambda: print(all(name in sys.modules for name in wanted))
 for chosen in ("eager", "auto"):
     auto_backend.backend_for(chosen, torch.device("cuda"), None, None)
 """
