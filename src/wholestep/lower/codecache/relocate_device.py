@@ -37,7 +37,7 @@ class CannotRelocate(ValueError):
 def relocate(text: str, old: int, new: int) -> str:
     """The module of a segment for GPU `new`, written by Inductor for GPU `old`; comments are moved, too.
 
-    Raises CannotMove for a text that may name a GPU in a form that is not known, or that names another one.
+    Raises CannotRelocate for a text that may name a GPU in a form that is not known, or that names another one.
     """
     code = _COMMENT.sub("", text)
     if others := {int(found[2]) for found in _FORM.finditer(code)} - {old}:
@@ -52,7 +52,7 @@ def relocate(text: str, old: int, new: int) -> str:
 def kernel_texts(module: str) -> list[str]:
     """The text of every kernel of a module, in the order in which the module gives them to Triton.
 
-    Raises CannotMove for one that is not written there as a whole.
+    Raises CannotRelocate for one that is not written there as a whole.
     """
     texts = []
     for node in ast.walk(ast.parse(module)):

@@ -173,7 +173,8 @@ def _product_of(
     first, second, result = factors
     return Product(
         rows=out.shape[0], columns=out.shape[1], inner=a.shape[1], a=first, b=second, out=result,  # type: ignore[arg-type]
-        type=a.dtype, out_type=out.dtype, epilogue=epilogue, epilogue_alignment_bytes=tuple(map(_alignment_bytes, extras)),
+        type=a.dtype, out_type=out.dtype, epilogue=epilogue,
+        epilogue_alignment_bytes=tuple(map(_alignment_bytes, extras)),
     )  # fmt: skip
 
 
