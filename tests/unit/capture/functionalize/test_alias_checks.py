@@ -14,6 +14,8 @@ import wholestep as ws
 from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.errors import CaptureError
 
+HERE = Path(__file__).name
+
 
 def test_views_of_other_parts_have_nothing_in_common() -> None:
     flat = torch.zeros(4, 6)
@@ -169,7 +171,7 @@ def test_items_of_a_call_that_use_one_memory_are_refused(write: Callable[[Tensor
         write(x, y)
         return z * 2
 
-    with pytest.raises(CaptureError, match=r"test_alias_checks.py:\d+\naten\.\w+\.\w+ writes to .*one memory"):
+    with pytest.raises(CaptureError, match=rf"{HERE}:\d+\naten\.\w+\.\w+ writes to .*one memory"):
         ws.compile(step, backend="eager")(torch.ones(3))
     assert torch.equal(x, torch.arange(3.0))
     assert torch.equal(y, torch.ones(3))

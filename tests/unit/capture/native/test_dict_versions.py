@@ -361,16 +361,16 @@ while take():
 from wholestep.capture.guards import fast_guards
 from wholestep.capture.native import build
 from wholestep.capture.native.self_test import PARAMETER
-if sys.version_info >= (3, 14):  # no versions to read either, so there are no native guards
+if sys.version_info >= (3, 14):  # no versions to read either, so there is no native look
     assert "fails its test" in build.wait()
     sys.exit()
 assert build.wait() == "", build.why_not()
 one, two = {"a": 1}, {"a": 1}
 param = torch.nn.Parameter(torch.zeros(2))
 param.register_hook(len)
-look = build.module().StateGuard((), b"", (one, two), (None, None))
-hooks = build.module().StateGuard((param,), bytes([PARAMETER]), (), ())
-assert look.changed() == ()
+look = build.module().Look((), b"", (one, two), (None, None))
+hooks = build.module().Look((param,), bytes([PARAMETER]), (), ())
+assert look.moved() == ()
 one["a"] = 2
 assert look.changed() == (0,) == look.changed()
 two["a"] = 2
@@ -400,7 +400,7 @@ AT_THE_END = """
 import atexit, builtins, sys
 from wholestep.capture.native import build
 assert build.wait() == "", build.why_not()
-look = lambda *dicts: build.module().StateGuard((), b"", dicts, (None,) * len(dicts))
+look = lambda *dicts: build.module().Look((), b"", dicts, (None,) * len(dicts))
 
 class Owner:
     def __del__(self):

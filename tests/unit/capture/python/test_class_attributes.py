@@ -8,6 +8,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,8 @@ import wholestep as ws
 from wholestep.api.cache.object_fingerprint import Line, NotComparable, object_fingerprint
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.step_context import StepContext
+
+HERE = Path(__file__).name
 
 FACTOR = 2.0
 
@@ -281,7 +284,7 @@ class Counts(nn.Module):
 def test_a_step_that_counts_in_the_class_of_a_module_is_refused() -> None:
     module = Counts()
     step = ws.compile(lambda x: module(x).sum(), backend="eager")
-    with pytest.raises(ws.CaptureError, match=r"test_class_attributes.py:\d+ in forward: Counts.calls was 0, is 1"):
+    with pytest.raises(ws.CaptureError, match=rf"{HERE}:\d+ in forward: Counts.calls was 0, is 1"):
         step(torch.ones(2))
     assert Counts.calls == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.unit.capture.steps import Blocks, calls, captured, differing, peak_by
 from wholestep.ir import node_meta
 from wholestep.ir.node_meta import Region
 from wholestep.ir.program import Program
+
+HERE = Path(__file__).name
 
 
 def clipped(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ def of_region(program: Program, region: Region) -> list[Any]:
 
 
 def test_forward_nodes_carry_their_module(program: Program) -> None:
-    loss, backward = (f"test_node_origin.py:{LINES[part]}" for part in ("loss", "backward"))
+    loss, backward = (f"{HERE}:{LINES[part]}" for part in ("loss", "backward"))
     origins = [origin for origin in of_region(program, Region.FORWARD) if origin.source != backward]
     assert [origin.source for origin in origins if not origin.module] == [loss, loss]  # a power and a mean
     parts = [f"blocks.{i}.{part}" for i in range(2) for part in ("norm", "up", "act", "down")]
@@ -80,9 +83,7 @@ def test_the_update_is_the_optimizers(program: Program) -> None:
         )
     for name in ("lerp", "addcmul", "addcdiv"):
         assert regions[name] == {Region.OPTIMIZER}
-    assert {origin.source for origin in of_region(program, Region.OPTIMIZER)} == {
-        f"test_node_origin.py:{LINES['update']}"
-    }
+    assert {origin.source for origin in of_region(program, Region.OPTIMIZER)} == {f"{HERE}:{LINES['update']}"}
 
 
 def test_clipping_is_neither_backward_nor_optimizer(program: Program) -> None:
@@ -90,20 +91,18 @@ def test_clipping_is_neither_backward_nor_optimizer(program: Program) -> None:
     norms = [n for n in calls(program) if n.target in (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)]
     assert len(norms) == 2  # that of every parameter in one call, as eager code has it, and the norm of the norms
     assert {node_meta.origin(n).region for n in norms} == {Region.OTHER}
-    assert {origin.source for origin in of_region(program, Region.OTHER)} == {f"test_node_origin.py:{LINES['clip']}"}
+    assert {origin.source for origin in of_region(program, Region.OTHER)} == {f"{HERE}:{LINES['clip']}"}
 
 
 def test_source_lines_of_the_step(program: Program) -> None:
     square = next(n for n in calls(program) if n.target is torch.ops.aten.pow.Tensor_Scalar)
-    assert node_meta.origin(square).source == f"test_node_origin.py:{LINES['loss']}"
+    assert node_meta.origin(square).source == f"{HERE}:{LINES['loss']}"
     # What has no forward operation behind it, such as the first gradient, carries the line of the backward.
     lonely = [o.source for o in of_region(program, Region.BACKWARD) if not o.module]
-    assert set(lonely) == {f"test_node_origin.py:{LINES['loss']}", f"test_node_origin.py:{LINES['backward']}"}
+    assert set(lonely) == {f"{HERE}:{LINES['loss']}", f"{HERE}:{LINES['backward']}"}
     in_model = {o.source for region in Region for o in of_region(program, region) if o.module}
     # Gradients belong to the module of their parameter; they are accumulated where the backward is called.
-    assert {source.partition(":")[0] for source in in_model - {f"test_node_origin.py:{LINES['backward']}"}} == {
-        "steps.py"
-    }
+    assert {source.partition(":")[0] for source in in_model - {f"{HERE}:{LINES['backward']}"}} == {"steps.py"}
 
 
 def test_nothing_is_without_a_line(program: Program) -> None:

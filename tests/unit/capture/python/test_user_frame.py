@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.capture.steps import captured
 from wholestep.capture.python import user_frame
 from wholestep.errors import CaptureError, ConfigError
 
-HERE = "test_user_frame.py"
+HERE = Path(__file__).name
 
 
 def first_line(function: Callable[..., Any]) -> int:

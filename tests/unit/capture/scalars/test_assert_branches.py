@@ -40,7 +40,7 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
         with pytest.raises(kind) as raised:
             run(BAD)
         assert text is None or str(raised.value) == text
-        assert "checked.py:" in "".join(getattr(raised.value, "__notes__", ())) or fn in (
+        assert "raising_functions.py:" in "".join(getattr(raised.value, "__notes__", ())) or fn in (
             raising_functions.distribution,
             raising_functions.clips,
         )
@@ -63,7 +63,7 @@ def test_the_first_call_is_checked_too() -> None:
 @pytest.mark.parametrize("fn", raising_functions.REFUSED, ids=lambda fn: fn.__name__)
 def test_what_may_do_more_is_refused(fn: Any) -> None:
     run: Any = ws.compile(fn, backend="eager")
-    with pytest.raises(CaptureError, match=f"checked.py:.* in {fn.__name__}(.|\n)*value of a tensor decides"):
+    with pytest.raises(CaptureError, match=f"raising_functions.py:.* in {fn.__name__}(.|\n)*value of a tensor decides"):
         run(GOOD)
 
 

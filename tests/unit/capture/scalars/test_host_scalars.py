@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import wholestep as ws
 from tests.unit.capture.steps import Make, branch_guard, captured, differing, train, twins
 from wholestep.errors import CaptureError
 
-HERE = "test_host_scalars.py"
+HERE = Path(__file__).name
 
 
 def linear(kind: Any, **options: Any) -> Make:

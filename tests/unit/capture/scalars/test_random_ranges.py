@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import wholestep as ws
 from tests.unit.capture.steps import branch_guard, calls, captured, differing, program_of, train
 from wholestep.errors import CaptureError
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code
+
+HERE = Path(__file__).name
 
 Ask = Callable[[Tensor, float], Any]
 """Compares numbers that were drawn with a number."""
@@ -111,7 +114,7 @@ def test_a_probability_that_is_raised_is_seen() -> None:
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_chance_is_refused_with_what_helps(draw: Callable[[], Any]) -> None:
     line = Skipping.forward.__code__.co_firstlineno + 3
-    with pytest.raises(CaptureError, match=f"test_random_ranges.py:{line}") as raised:
+    with pytest.raises(CaptureError, match=f"{HERE}:{line}") as raised:
         ws.compile(Skipping(0.1, draw).forward, backend="eager")(torch.randn(2, 4))
     assert "the value of a tensor decides" in str(raised.value)
     assert "set it to 0 (layerdrop" in str(raised.value)

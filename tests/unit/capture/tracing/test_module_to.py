@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ import wholestep as ws
 from tests.unit.capture.steps import differing, twins
 from wholestep.capture.tracing.module_to import module_to_is_identity
 from wholestep.errors import CaptureError
+
+HERE = Path(__file__).name
 
 
 class Moving(nn.Module):
@@ -59,7 +63,7 @@ def test_what_converts_is_refused_and_changes_nothing(convert: object) -> None:
         convert(model)  # type: ignore[operator]
         return model(x)
 
-    with pytest.raises(CaptureError, match=r"test_module_to.py:\d+") as raised:
+    with pytest.raises(CaptureError, match=rf"{HERE}:\d+") as raised:
         ws.compile(step, backend="eager")(torch.randn(3, 4))
     assert "Do it before the step, once." in str(raised.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from wholestep.ir.program import InputKind, Program
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import run_passes
 from wholestep.place.strategies import place
+
+HERE = Path(__file__).name
 
 RANK, SIZE = 1, 4
 Groups = dict[str, Any]
@@ -477,7 +480,7 @@ def test_refused_by_name_with_the_users_line(what: str) -> None:
     step, reason = REFUSED[what]
     with pytest.raises(CaptureError, match=reason) as caught:
         captured(step)
-    assert re.search(r"captured at \S*test_comm\.py:\d+", str(caught.value))
+    assert re.search(rf"captured at \S*{HERE}:\d+", str(caught.value))
 
 
 def test_a_backward_through_what_was_overwritten_is_refused() -> None:
@@ -491,7 +494,7 @@ def test_a_backward_through_what_was_overwritten_is_refused() -> None:
         return z
 
     captured(step)
-    with pytest.raises(CaptureError, match=r"all_reduce, called at test_comm\.py:\d+, has overwritten"):
+    with pytest.raises(CaptureError, match=rf"all_reduce, called at {HERE}:\d+, has overwritten"):
         captured(lambda x: _through(x))
 
 
@@ -523,5 +526,5 @@ def test_a_branch_on_a_size_that_is_data_is_refused() -> None:
         dist.all_to_all_single(out, x, given, [2] * len(given))
         return out * 2 if out.shape[0] == 1 else out
 
-    with pytest.raises(CaptureError, match=r"test_comm\.py"):
+    with pytest.raises(CaptureError, match=HERE):
         captured(step, torch.randn(2 * dist.get_world_size(), 2), torch.ones(dist.get_world_size(), dtype=torch.int64))
