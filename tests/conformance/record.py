@@ -1,7 +1,7 @@
 """What became of the rows of the conformance suite, as pytest saw it, in a JSON file.
 
     {"torch": "2.13.0", "device": "CPU", "tests": [
-        {"test": "tests/conformance/test_runtime.py::test_x[gloo]", "row": ["S9", "x"], "ranks": 2, "gpu": false,
+        {"test": "tests/conformance/runtime/test_groups.py::test_x[gloo]", "row": ["S9", "x"], "ranks": 2, "gpu": false,
          "outcome": "passed", "reason": ""}, ...]}
 
 `outcome` is passed, failed, skipped or "not run": the test was only collected, or is for GPUs and was left out.

@@ -147,7 +147,7 @@ ROWS: tuple[Row, ...] = (
         store_timeout="a read of a missing key gives up within its time (file, tcp, hash)",
         store_based_barrier="a store barrier raises on every rank that waits for one that never comes",
         barrier_names_the_missing="World.barrier says who is missing, for how long, and where each other rank waits",
-        pulse_ends_a_meeting="ranks in a collective and in a meeting of others find each other out in seconds",
+        heartbeat_ends_a_rendezvous="ranks in a collective and in a meeting of others find each other out in seconds",
     ),
     *_rows(
         "S9",

@@ -1,12 +1,8 @@
-"""A training step compiled as a whole by the older surface, and collectives over the axes of a mesh.
-
-The reference is eager DistributedDataParallel, whose gradients are the mean over the ranks; here they are the sum. With
-two ranks the mean times two is the sum bit for bit, so parameters and buffers must be equal, not close.
-"""
+"""Optimizers, buffers, operators and losses in a compiled step of the older surface; the object that it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,80 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.conformance.spmd.train_step import adam, assert_equal_on_all, differences, floats, row, sgd, train_step
 from wholestep.runtime.distributed.world import init
-from wholestep.spmd import COMPILED_OBJECT_KEY, CommTensor, GraphModuleTransformation, Override, compile
+from wholestep.spmd import COMPILED_OBJECT_KEY, GraphModuleTransformation, Override, compile
 
-row = pytest.mark.row
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-
-
-# ---- S1: a compiled step against DistributedDataParallel ---------------------------------------------------------
-
-
-def train_step(mod: nn.Module, opt: torch.optim.Optimizer, *batch: Tensor) -> None:
-    mod(*batch).sum().backward()
-    opt.step()
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01, foreach=True)
-
-
-def adam(params: Any, **which: bool) -> torch.optim.Optimizer:
-    """On GPUs with its step count there, as whole-step graphs want it."""
-    return torch.optim.Adam(params, lr=0.01, capturable=init().device.type == "cuda", **which)
-
-
-def differences(
-    mod: nn.Module,
-    batches: Sequence[tuple[Tensor, ...]],
-    make_opt: Callable[[Any], torch.optim.Optimizer] = sgd,
-    step: Callable[..., Any] | None = None,
-) -> list[str]:
-    """Names of the parameters and buffers in which `step` leaves `mod` other than DistributedDataParallel would.
-
-    The first batch, which must be the same on every rank, is for an eager step, so that optimizer state exists.
-    """
-    device = init().device
-    mod.to(device)
-    opt, wrapped = make_opt(mod.parameters()), DistributedDataParallel(deepcopy(mod))
-    wrapped_opt = make_opt(wrapped.parameters())
-    first, *rest = [tuple(tensor.to(device) for tensor in batch) for batch in batches]
-    for one, its in ((mod, opt), (wrapped, wrapped_opt)):
-        train_step(one, its, *first)
-        for tensor in (*one.parameters(), *one.buffers()):
-            tensor.grad = None
-    step = compile()(train_step) if step is None else step
-    for batch in rest:
-        step(mod, opt, *batch)
-        wrapped(*batch).sum().backward()
-        with torch.no_grad():
-            for param in wrapped.parameters():
-                param.grad *= dist.get_world_size()
-        wrapped_opt.step()
-        for tensor in (*wrapped.parameters(), *wrapped.buffers()):
-            tensor.grad = None
-    ours, theirs = mod.state_dict(), wrapped.module.state_dict()
-    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-
-
-def floats(count: int = 3) -> list[tuple[Tensor, ...]]:
-    """Batches of floats: the first is the same on every rank, the others are not."""
-    torch.manual_seed(100)
-    first = torch.randn(2, 10)
-    torch.manual_seed(dist.get_rank())
-    return [(first,), *((torch.randn(2, 10),) for _ in range(count - 1))]
-
-
-def assert_equal_on_all(pool: Any, check: Callable[..., list[str]], *args: Any) -> None:
-    assert pool.run(check, *args) == [[]] * pool.nproc
 
 
 def simple() -> list[Tensor]:
@@ -155,133 +86,15 @@ def with_adam(foreach: bool, fused: bool) -> list[str]:
     return found
 
 
-@row("S1", "adam_foreach")
-def test_adam_foreach(ranks2: Any) -> None:
-    assert_equal_on_all(ranks2, with_adam, True, False)
-
-
-@row("S1", "adam_fused")
-def test_adam_fused(ranks2: Any) -> None:
-    assert_equal_on_all(ranks2, with_adam, False, True)
-
-
-# ---- S1: modules that are replaced while the step is captured ----------------------------------------------------
-
-_LIBRARY = torch.library.Library("conformance_tracing", "DEF")
-_LIBRARY.define("forward(Tensor x) -> Tensor")
-_LIBRARY.define("backward(Tensor grad) -> Tensor")
-_LIBRARY.impl("forward", lambda x: x.clone(), "CompositeExplicitAutograd")
-_LIBRARY.impl("backward", lambda grad: grad.clone(), "CompositeExplicitAutograd")
-FORWARD = torch.ops.conformance_tracing.forward.default
-BACKWARD = torch.ops.conformance_tracing.backward.default
-
-
-class Anchors(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return FORWARD(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return BACKWARD(grad)
-
-
-class Untraceable(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("this module has no graph")
-
-
-class Placeholder(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Anchors.apply(x)
-
-
-class Tripled(nn.Module):
-    """What the rewritten graph computes in the place of the untraceable module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 3.0
-
-
-class Rewrites(Override):
-    """Puts a product in the place of each anchor: an operator forward, a function of torch backward."""
-
-    def __init__(self, recompile: bool) -> None:
-        self.recompile = recompile
-        self.fqns: list[str] = []
-        self.targets: list[Any] = []
-
-    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
-        self.fqns.append(fqn)
-        return Placeholder() if isinstance(orig_submodule, Untraceable) else orig_submodule
-
-    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
-        products = {FORWARD: torch.ops.aten.mul.Tensor, BACKWARD: torch.mul}
-        for node in gm.graph.nodes:
-            if node.target in products:
-                self.targets.append(node.target)
-                with gm.graph.inserting_before(node):
-                    product = gm.graph.call_function(products[node.target], args=(*node.args, 3.0))
-                node.replace_all_uses_with(product)
-        gm.graph.lint()
-        gm.graph.eliminate_dead_code()
-        if self.recompile:
-            gm.recompile()
-        return gm
-
-
-class Chain(nn.Module):
-    def __init__(self, holes: int, hole: type[nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [nn.Linear(10, 10) for _ in range(holes + 1)]
-        self.inner = nn.ModuleList(layers)
-        self.holes = nn.ModuleList(hole() for _ in range(holes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, hole in zip(self.inner, self.holes, strict=False):
-            x = hole(layer(x))
-        return torch.relu(self.inner[-1](x))
-
-
-def with_override(holes: int, recompile: bool) -> tuple[Any, ...]:
-    """What the override saw, and whether the step left what the same step with real modules leaves."""
-    device, override = init().device, Rewrites(recompile)
-    mods = [Chain(holes, kind).to(device) for kind in (Untraceable, Tripled if recompile else nn.Identity)]
-    plain = compile()(train_step)
-    step = compile(module_override=[override])(train_step)
-    torch.manual_seed(dist.get_rank())
-    batches = [torch.randn(4, 10).to(device) for _ in range(2)]
-    for mod, run in zip(mods, (step, plain), strict=True):
-        opt = torch.optim.SGD(mod.parameters(), lr=0.01, foreach=False)
-        for batch in batches:
-            run(mod, opt, batch)
-    pairs = zip(*(mod.parameters() for mod in mods), strict=True)
-    equal = [torch.equal(a, b) for a, b in pairs]
-    untouched = all(isinstance(hole, Untraceable) for hole in mods[0].holes)
-    return [target.name() for target in override.targets], override.fqns, all(equal), untouched
-
-
-@pytest.mark.parametrize("recompile", [False, True], ids=["edited", "recompiled"])
 @pytest.mark.parametrize(
-    "holes",
+    ("foreach", "fused"),
     [
-        pytest.param(1, marks=row("S1", "module_override"), id="module_override"),
-        pytest.param(2, marks=row("S1", "module_multi_fqn_override"), id="module_multi_fqn_override"),
+        pytest.param(True, False, id="foreach", marks=row("S1", "adam_foreach")),
+        pytest.param(False, True, id="fused", marks=row("S1", "adam_fused")),
     ],
 )
-def test_module_override(ranks2: Any, holes: int, recompile: bool) -> None:
-    """As with every GraphModule, an edit counts when it was recompiled."""
-    expected = ["conformance_tracing::forward"] * holes + ["conformance_tracing::backward"] * holes
-    fqns = ["inner", *(f"inner.{i}" for i in range(holes + 1)), "holes", *(f"holes.{i}" for i in range(holes))]
-    for targets, asked, equal, untouched in ranks2.run(with_override, holes, recompile):
-        assert targets == expected
-        assert asked == fqns
-        assert equal
-        assert untouched, "the replacement stands in while the step is captured, no longer"
-
-
-# ---- S1: the cached object and the transformation of its graph ---------------------------------------------------
+def test_adam(ranks2: Any, foreach: bool, fused: bool) -> None:
+    assert_equal_on_all(ranks2, with_adam, foreach, fused)
 
 
 def cached(optimized: bool) -> dict[str, Any]:
@@ -323,9 +136,6 @@ def test_gm_cache_and_transformation(ranks2: Any, optimized: bool) -> None:
     for found in ranks2.run(cached, optimized):
         assert found.pop("reductions") == (1 if optimized else 2)
         assert found == {"same": True, "belongs": True, "calls": [2, 2], "other": True}
-
-
-# ---- S1: buffers, sizes, operators -------------------------------------------------------------------------------
 
 
 class Buffered(nn.Module):
@@ -507,80 +317,3 @@ def with_loss(name: str) -> list[str]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=row("S1", name)) for name in LOSSES])
 def test_losses(ranks2: Any, name: str) -> None:
     assert_equal_on_all(ranks2, with_loss, name)
-
-
-# ---- S2: collectives over the axes of a mesh ---------------------------------------------------------------------
-
-
-def over_axes(collective: str, shape: tuple[int, ...]) -> list[str]:
-    """Traces `collective` once per axis with one input and runs the graph with another; what came out wrong."""
-    world = init()
-    mesh = DeviceMesh(world.device.type, torch.arange(world.size).reshape(shape))
-    wrong = []
-    for axis, group in enumerate(mesh.get_all_groups()):
-        ranks = dist.get_process_group_ranks(group)
-        own = torch.ones(3, 3, device=world.device) * world.rank
-        found, expected = COLLECTIVES[collective](own, mesh, axis, ranks)
-        for one, value in zip(found, expected, strict=True):
-            if not torch.equal(one, torch.full_like(own, value)):
-                wrong.append(f"axis {axis} of {shape}, ranks {ranks}: wanted {value}, got {one.flatten().tolist()}")
-    return wrong
-
-
-Found = tuple[Sequence[Tensor], Sequence[float]]
-
-
-def mesh_all_reduce(own: Tensor, mesh: DeviceMesh, axis: int, ranks: list[int]) -> Found:
-    def reduce(tensor: Tensor) -> Tensor:
-        return funcol.all_reduce(tensor, "sum", group=(mesh, axis)) * 1
-
-    return [make_fx(reduce)(own + 1)(own.clone())], [sum(ranks)]
-
-
-def mesh_broadcast(own: Tensor, mesh: DeviceMesh, axis: int, ranks: list[int]) -> Found:
-    def broadcast(tensor: Tensor) -> Tensor:
-        received = CommTensor(tensor.clone())
-        dist.broadcast(received, ranks[0], group=mesh.get_group(axis))
-        return received * 1
-
-    return [make_fx(broadcast)(own + 1)(own)], [ranks[0]]
-
-
-def mesh_scatter(own: Tensor, mesh: DeviceMesh, axis: int, ranks: list[int]) -> Found:
-    def scatter(receive: Tensor, give: list[Tensor]) -> Tensor:
-        received, given = CommTensor(receive), [CommTensor(one) for one in give]
-        root = mesh.get_local_rank(axis) == 0
-        dist.scatter(received, given if root else None, src=ranks[0], group=mesh.get_group(axis))
-        return received * 1
-
-    give = [torch.ones_like(own) * rank for rank in ranks]
-    traced, receive = make_fx(scatter)(torch.empty_like(own), [one + 1 for one in give]), torch.empty_like(own)
-    found, (rank,) = traced(receive, give), {int(own[0, 0])}
-    return [found, receive], [rank, rank]  # in place: the tensor that was wrapped holds the result, too
-
-
-def mesh_all_gather(own: Tensor, mesh: DeviceMesh, axis: int, ranks: list[int]) -> Found:
-    def gather(tensor: Tensor) -> list[Tensor]:
-        gathered = funcol.all_gather_tensor(tensor, gather_dim=0, group=(mesh, axis))
-        return list(torch.chunk(gathered, len(ranks)))
-
-    return make_fx(gather)(own + 1)(own), ranks
-
-
-COLLECTIVES: dict[str, Callable[..., Found]] = {
-    "tracing_all_reduce_nd": mesh_all_reduce,
-    "broadcast_nd": mesh_broadcast,
-    "scatter_nd": mesh_scatter,
-    "all_gather_nd": mesh_all_gather,
-}
-over = pytest.mark.parametrize("name", [pytest.param(name, marks=row("S2", name)) for name in COLLECTIVES])
-
-
-@over
-def test_mesh_2d(ranks4: Any, name: str) -> None:
-    assert_equal_on_all(ranks4, over_axes, name, (2, 2))
-
-
-@over
-def test_mesh_3d(pool8: Any, name: str) -> None:
-    assert_equal_on_all(pool8, over_axes, name, (2, 2, 2))
