@@ -1,0 +1,116 @@
+"""Ranks start warm together, or capture together."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import wholestep as ws
+import wholestep.api.compiled_step
+from tests.behaviour.warm.steps import losses, things, train
+from wholestep.api.cache import artifact
+from wholestep.lower.inductor_backend import Inductor
+from wholestep.runtime.distributed import nccl_connect
+from wholestep.runtime.distributed.rendezvous import Rendezvous
+from wholestep.runtime.distributed.world import init
+
+
+def start(width: int) -> tuple[list[float], int, int]:
+    """Three steps of a new compiled step on one rank; its own batch and cache."""
+    world = init()
+    model, opt, x, y = things(width=width)
+    step = ws.compile(train)
+    torch.manual_seed(world.rank)
+    found = losses(step, (model, opt, x + world.rank, y))
+    return found, step.cache_info().traces, step.cache_info().loaded
+
+
+def own_cache(folder: str) -> Any:
+    """While it is open, a cache of this rank's is switched on."""
+    return patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/{init().rank}", "WHOLESTEP_CACHE": "1"})
+
+
+def start_twice(folder: str, spoilt: int | None = None) -> list[Any]:
+    with own_cache(folder):
+        first = start(8)
+        if spoilt == init().rank:
+            for file in artifact.folder().iterdir():
+                file.unlink()
+        return [first, start(8)]
+
+
+def test_two_ranks_start_warm(pool2: Any, tmp_path: Path) -> None:
+    for cold, warm in pool2.run(start_twice, str(tmp_path)):
+        assert cold[1:] == (1, 0)
+        assert warm[1:] == (0, 1)
+        assert cold[0] == warm[0]
+
+
+def test_a_rank_without_a_file_keeps_the_other_from_loading(pool2: Any, tmp_path: Path) -> None:
+    for cold, warm in pool2.run(start_twice, str(tmp_path), 1):
+        assert cold[1:] == (1, 0)
+        assert warm[1:] == (1, 0)
+        assert cold[0] == warm[0]
+
+
+def start_twice_with_room_for_one(folder: str) -> list[Any]:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "WHOLESTEP_CACHE": "1"}), patch.object(artifact, "_KEPT", 1):
+        return [start(8), start(8)]
+
+
+def test_ranks_do_not_push_each_other_out_of_the_cache(pool2: Any, tmp_path: Path) -> None:
+    """So many files are kept of each, however many ranks share a folder."""
+    assert [warm[1:] for _, warm in pool2.run(start_twice_with_room_for_one, str(tmp_path))] == [(0, 1)] * 2
+    assert len(list(tmp_path.glob("**/*train*"))) == 2
+
+
+def waves(x: Tensor) -> Tensor:
+    return x.cos().sin().sum(0) * 5
+
+
+def order_of_two_starts(folder: str) -> list[list[str]]:
+    """What a first call does once there is a plan, in order: of a step that is captured, and of one that is loaded."""
+    done: list[tuple[Any, ...]] = []
+    watched = [
+        (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Rendezvous, "agree"),
+        (wholestep.api.compiled_step, "broadcast_tensors"),
+    ]  # fmt: skip
+
+    def noted(owner: Any, name: str) -> Any:
+        real = getattr(owner, name)
+
+        def noting(*args: Any) -> Any:
+            done.append((name, *args))
+            return real(*args)
+
+        return patch.object(owner, name, noting)
+
+    found = []
+    with own_cache(folder), ExitStack() as watch:
+        for one in watched:
+            watch.enter_context(noted(*one))
+        for loaded in (0, 1):
+            done.clear()
+            step = ws.compile(waves, backend="inductor", strategy=ws.DDP())
+            step(torch.ones(4, 3))
+            assert step.cache_info().loaded == loaded
+            # Meetings at which rank 0 makes a choice agree on something else.
+            found.append([name for name, *args in done if name != "agree" or step.plan in args])
+    return found
+
+
+def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: Path) -> None:
+    """On all of them, as each has its kernels. Else the others look behind the meeting for what rank 0 has compiled.
+
+    GPUs connect meanwhile, and have done so before anything is sent.
+    """
+    (first, warm), (second, also_warm) = pool2.run(order_of_two_starts, str(tmp_path))
+    assert first == ["begin", "lower", "agree", "wait", "broadcast_tensors"]
+    assert second == ["begin", "agree", "wait", "broadcast_tensors", "lower", "give"]
+    assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "broadcast_tensors"]
