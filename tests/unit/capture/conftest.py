@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from wholestep.capture.capture import capture
 from wholestep.capture.native import build
 
 
@@ -26,3 +28,17 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     else:
         assert build.wait() == ""
     return str(request.param)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each capture, how many numbers were to be inputs."""
+    monkeypatch.setenv("WHOLESTEP_CACHE", "0")
+    counts: list[int] = []
+
+    def counted(step: Any, args: Any, kwargs: Any, moving: Any, moved: Any) -> Any:
+        counts.append(len(moving))
+        return capture(step, args, kwargs, moving, moved)
+
+    monkeypatch.setattr("wholestep.api.compiled_step.capture", counted)
+    return counts

@@ -10,6 +10,8 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
 from wholestep.capture.guards.guards import Guards
@@ -49,11 +51,7 @@ class Blocks(nn.Module):
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss
+    return backward_and_step(model(x).square().mean(), opt)
 
 
 def branch_guard(guards: Guards) -> BranchGuard | None:
@@ -71,6 +69,29 @@ def twins(make: Make) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         torch.manual_seed(3)
         made.append(make())
     return made[0], made[1]
+
+
+def run_both(
+    make: Make,
+    num_calls: int,
+    before: Callable[[int, Any], object] = lambda call, opt: None,
+    *,
+    step: Callable[..., Tensor] = train,
+    batch: Callable[[], Tensor] = lambda: torch.randn(3, 4),
+) -> ws.CompiledStep:
+    """Runs ``step(model, opt, x)`` eagerly and compiled side by side, equal bit for bit; returns the compiled step.
+
+    ``before(call, opt)`` may change the optimizer before each call.
+    """
+    eager, ours = twins(make)
+    compiled = ws.compile(step, backend="eager")
+    for call in range(num_calls):
+        for _, opt in (eager, ours):
+            before(call, opt)
+        x = batch()
+        assert torch.equal(step(*eager, x), compiled(*ours, x))
+        assert differing(eager[0], ours[0]) == []
+    return compiled
 
 
 def captured(step: Callable[..., Any], *args: Any) -> Captured:

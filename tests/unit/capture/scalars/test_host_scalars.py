@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.unit.capture.steps import Make, branch_guard, captured, differing, train, twins
+from tests.harness.training import backward_and_step
+from tests.unit.capture.steps import Make, captured, differing, run_both, train
 from wholestep.errors import CaptureError
 
 HERE = Path(__file__).name
@@ -28,10 +29,7 @@ def two_phases(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tenso
     loss = model(x).square().mean()
     if opt.param_groups[0]["lr"] > 0.05:  # <- the condition
         loss = loss * 2
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss
+    return backward_and_step(loss, opt)
 
 
 CONDITION = f"{HERE}:{two_phases.__code__.co_firstlineno + 2}"
@@ -50,43 +48,33 @@ def test_a_branch_on_a_rate_is_a_predicate() -> None:
 
 
 def test_a_flip_is_one_retrace_that_names_the_condition_and_the_old_graph_is_kept() -> None:
-    eager, ours = twins(linear(torch.optim.SGD, lr=0.1))
-    step = ws.compile(two_phases, backend="eager")
-    for lr in (0.1, 0.07, 0.01, 0.02, 0.3, 0.02):
-        for _, opt in (eager, ours):
-            opt.param_groups[0]["lr"] = lr
-        x = torch.randn(3, 4)
-        assert torch.equal(two_phases(*eager, x), step(*ours, x))
-        assert differing(eager[0], ours[0]) == []
-    info = step.cache_info()
+    rates = (0.1, 0.07, 0.01, 0.02, 0.3, 0.02)
+
+    def change(call: int, opt: torch.optim.Optimizer) -> None:
+        opt.param_groups[0]["lr"] = rates[call]
+
+    info = run_both(linear(torch.optim.SGD, lr=0.1), len(rates), change, step=two_phases).cache_info()
     assert (info.traces, info.hits) == (2, 4)
     assert info.reasons == (f"the condition at {CONDITION} was True, is False",)
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "single"])
 def test_radam_is_captured_again_once_when_its_rectification_starts(foreach: bool) -> None:
-    eager, ours = twins(linear(torch.optim.RAdam, lr=0.01, foreach=foreach))
-    step = ws.compile(train, backend="eager")
-    traces = []
-    for _ in range(9):
-        x = torch.randn(3, 4)
-        assert torch.equal(train(*eager, x), step(*ours, x))
-        assert differing(eager[0], ours[0]) == []
-        traces.append(step.cache_info().traces)
-    assert traces == [1] * 5 + [2] * 4
-    (reason,) = step.cache_info().reasons
+    info = run_both(linear(torch.optim.RAdam, lr=0.01, foreach=foreach), 9).cache_info()
+    assert (info.traces, info.hits) == (2, 7)
+    (reason,) = info.reasons
     assert reason.startswith("the condition at steps.py:")
     assert reason.endswith("was False, is True")
+    assert run_both(linear(torch.optim.RAdam, lr=0.01, foreach=foreach), 5).cache_info().traces == 1
 
 
 def test_a_weight_decay_that_is_switched_on_is_seen() -> None:
-    eager, ours = twins(linear(torch.optim.SGD, lr=0.1, foreach=False))
-    step = ws.compile(train, backend="eager")
-    for decay in (0.0, 0.2, 0.4, 0.0):
-        for _, opt in (eager, ours):
-            opt.param_groups[0]["weight_decay"] = decay
-        assert torch.equal(train(*eager, torch.ones(3, 4)), step(*ours, torch.ones(3, 4)))
-        assert differing(eager[0], ours[0]) == []
+    decays = (0.0, 0.2, 0.4, 0.0)
+
+    def change(call: int, opt: torch.optim.Optimizer) -> None:
+        opt.param_groups[0]["weight_decay"] = decays[call]
+
+    step = run_both(linear(torch.optim.SGD, lr=0.1, foreach=False), len(decays), change)
     assert step.cache_info().traces == 2
 
 
@@ -109,11 +97,7 @@ def test_a_condition_on_a_step_counter_uses_its_value_within_the_step() -> None:
         count = opt.state[model.weight]["step"].item()  # type: ignore[index]
         return x.sum() * (2 if count > 2 else 1)
 
-    eager, ours = twins(linear(torch.optim.Adam, lr=0.01))
-    step = ws.compile(late, backend="eager")
-    x = torch.ones(3, 4)
-    for _ in range(5):
-        assert torch.equal(late(*eager, x), step(*ours, x))
+    step = run_both(linear(torch.optim.Adam, lr=0.01), 5, step=late, batch=lambda: torch.ones(3, 4))
     assert step.cache_info().traces == 2
 
 
@@ -145,12 +129,7 @@ class CountsOnTheDevice(torch.optim.Optimizer):
 
 def test_a_fake_kernel_may_branch_on_a_rate() -> None:
     """``pow`` of a number and a tensor asks whether the number is one while operators are sent to the meta device."""
-    eager, ours = twins(linear(CountsOnTheDevice))
-    step = ws.compile(train, backend="eager")
-    for _ in range(3):
-        x = torch.randn(3, 4)
-        assert torch.equal(train(*eager, x), step(*ours, x))
-        assert differing(eager[0], ours[0]) == []
+    run_both(linear(CountsOnTheDevice), 3)
 
 
 class Counting(nn.Module):
@@ -170,11 +149,7 @@ class Counting(nn.Module):
 
 
 def counted(model: Counting, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss: Tensor = model(x)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss
+    return backward_and_step(model(x), opt)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.int32])
