@@ -200,11 +200,7 @@ def test_detection_of_anomalies_is_refused_before_the_first_call_and_later() -> 
 
     @ws.compile(backend="eager")
     def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(model(x).square().mean(), opt)
 
     x, weight = torch.randn(2, FEATURES), model.weight.detach().clone()
     with torch.autograd.detect_anomaly(), pytest.raises(ws.CaptureError, match="looks at the values of all gradients"):

@@ -9,6 +9,7 @@ import wholestep as ws
 from tests.behaviour.harness import Run, check
 from tests.behaviour.transformers_cases import ARCHITECTURES, registry
 from tests.behaviour.untouched import assert_untouched, everything
+from tests.harness.training import backward_and_step
 
 
 @pytest.mark.parametrize("name", registry.cases)
@@ -27,11 +28,7 @@ def test_experts_with_shapes_that_follow_the_routing_are_refused() -> None:
 
     @ws.compile(backend="eager")
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = module(**batch).loss
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(module(**batch).loss, opt)
 
     before = everything(module=module, opt=opt)
     with pytest.raises(ws.CaptureError, match=r"\.py:\d+"):

@@ -12,11 +12,25 @@ import transformers as hf
 from torch import Tensor
 
 from tests.behaviour.harness import Job, Registry, Run
+from tests.harness.training import backward_and_step
 
 registry = Registry()
 
 VOCABULARY, ROWS, LENGTH, CLASSES = 31, 2, 6, 3
 TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+LAYERS: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+ENCODER_AND_DECODER: dict[str, Any] = {
+    "d_model": 8,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 16),
+}
 
 
 def tokens(generator: torch.Generator, low: int = 3) -> Tensor:
@@ -71,14 +85,7 @@ class Architecture:
 ARCHITECTURES = {
     "bert": Architecture(  # encoder
         config=hf.BertConfig,
-        options={
-            **TEXT,
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 16,
-            "max_position_embeddings": 8,
-        },
+        options={**TEXT, **LAYERS, "max_position_embeddings": 8},
         model=hf.BertForMaskedLM,
         batch=masked_text_batch,
         dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
@@ -92,15 +99,7 @@ ARCHITECTURES = {
     ),
     "llama": Architecture(  # decoder, rotary positions, grouped heads
         config=hf.LlamaConfig,
-        options={
-            **TEXT,
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 16,
-            "max_position_embeddings": 8,
-        },
+        options={**TEXT, **LAYERS, "num_key_value_heads": 1, "max_position_embeddings": 8},
         model=hf.LlamaForCausalLM,
         batch=masked_text_batch,
         dropout={"attention_dropout": 0.1},
@@ -124,11 +123,8 @@ ARCHITECTURES = {
         config=hf.MixtralConfig,
         options={
             **TEXT,
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+            **LAYERS,
             "num_key_value_heads": 1,
-            "intermediate_size": 16,
             "max_position_embeddings": 8,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
@@ -141,15 +137,7 @@ ARCHITECTURES = {
     ),
     "vit": Architecture(  # vision transformer
         config=hf.ViTConfig,
-        options={
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 16,
-            "image_size": 8,
-            "patch_size": 4,
-            "num_labels": CLASSES,
-        },
+        options={**LAYERS, "image_size": 8, "patch_size": 4, "num_labels": CLASSES},
         model=hf.ViTForImageClassification,
         batch=image_batch,
         dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
@@ -191,10 +179,7 @@ ARCHITECTURES = {
     "ast": Architecture(  # speech: a transformer on spectrograms
         config=hf.ASTConfig,
         options={
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 16,
+            **LAYERS,
             "patch_size": 4,
             "frequency_stride": 4,
             "time_stride": 4,
@@ -210,13 +195,7 @@ ARCHITECTURES = {
         config=hf.WhisperConfig,
         options={
             **TEXT,
-            "d_model": 8,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 16,
-            "decoder_ffn_dim": 16,
+            **ENCODER_AND_DECODER,
             "num_mel_bins": 4,
             "max_source_positions": 8,
             "max_target_positions": 8,
@@ -231,18 +210,7 @@ ARCHITECTURES = {
     ),
     "bart": Architecture(  # encoder and decoder, learned positions
         config=hf.BartConfig,
-        options={
-            **TEXT,
-            "d_model": 8,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 16,
-            "decoder_ffn_dim": 16,
-            "max_position_embeddings": 8,
-            "decoder_start_token_id": 2,
-        },
+        options={**TEXT, **ENCODER_AND_DECODER, "max_position_embeddings": 8, "decoder_start_token_id": 2},
         model=hf.BartForConditionalGeneration,
         batch=pair_batch,
         dropout={"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
@@ -289,14 +257,7 @@ ARCHITECTURES = {
     ),
     "deberta": Architecture(
         config=hf.DebertaV2Config,
-        options={
-            **TEXT,
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 16,
-            "max_position_embeddings": 8,
-        },
+        options={**TEXT, **LAYERS, "max_position_embeddings": 8},
         model=hf.DebertaV2ForMaskedLM,
         batch=masked_text_batch,
         dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
@@ -348,9 +309,7 @@ def architecture_job(run: Run, name: str, dropout: bool, draws: bool = False) ->
     @run.compile
     def step(batch: dict[str, Tensor]) -> Any:
         out = model(**batch)
-        out.loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(out.loss, opt)
         return out if name in RETURNED_WHOLE else out.loss
 
     generator = torch.Generator().manual_seed(run.rank)

@@ -12,6 +12,7 @@ import wholestep as ws
 from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
 from tests.behaviour.harness import Compiled, EagerDDP, check
 from tests.behaviour.small_models import class_batches, loss_of, mlp
+from tests.harness.training import backward_and_step
 
 CASES = {**STEP_CASES, **OPTIM_CASES}
 
@@ -75,11 +76,7 @@ def numbers_that_move_on_one_rank(compiled: bool) -> list[Tensor]:
 
     @run.compile
     def step(x: Tensor, y: Tensor, count: int, name: str) -> Tensor:
-        loss = loss_of(model, x, y) / count
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
+        return backward_and_step(loss_of(model, x, y) / count, opt).detach()
 
     found = []
     for number, batch in enumerate(class_batches(run, 6)):

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 
 pytestmark = pytest.mark.ranks
 
@@ -66,11 +67,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def compiled(*, loss_scale: float = 1.0, **options: Any) -> Any:
     @ws.compile(strategy=ws.DDP(**{"bucket_bytes": ONE_BUCKET, **options}), backend="eager")
     def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y) * loss_scale
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(F.cross_entropy(model(x), y) * loss_scale, opt)
 
     return step
 
@@ -86,9 +83,7 @@ def hooked(data: Iterable[Batch], hook: Any, state: Any = None, bucket_bytes: in
     wrapped.register_comm_hook(state, renamed)
     seen = []
     for x, y in data:
-        F.cross_entropy(wrapped(x), y).backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(F.cross_entropy(wrapped(x), y), opt)
         seen.append(weights(model))
     return seen
 

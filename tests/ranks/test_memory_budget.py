@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.ir import node_meta
 from wholestep.ir.node_meta import Region
 
@@ -16,11 +17,7 @@ BUDGET, CALLS = 0.6, 3
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
+    return backward_and_step(model(x).square().mean(), opt).detach()
 
 
 def seen(program: Any) -> Any:

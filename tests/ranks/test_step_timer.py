@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.api.report.records import Explanation
 
 pytestmark = pytest.mark.ranks
@@ -18,11 +19,7 @@ LATE_S, CALLS = 0.5, 3
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
+    return backward_and_step(model(x).square().mean(), opt).detach()
 
 
 def trained(*, measured: bool) -> tuple[list[Tensor], ws.CompiledStep]:

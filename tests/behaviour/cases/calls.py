@@ -32,8 +32,7 @@ def found_in_arguments(run: Run) -> Job:
 
     @run.compile
     def step(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        return backward_and_step(loss, opt)
+        return backward_and_step(loss_of(model, x, y), opt)
 
     return Job(
         step=lambda x, y: step(model, opt, x, y),
@@ -49,8 +48,7 @@ def found_in_keyword_arguments(run: Run) -> Job:
 
     @run.compile
     def step(x: Tensor, *, targets: Tensor, training: dict[str, Any], scale: float = 1.0) -> Tensor:
-        loss = scale * loss_of(training["model"], x, targets)
-        return backward_and_step(loss, training["opt"])
+        return backward_and_step(scale * loss_of(training["model"], x, targets), training["opt"])
 
     return Job(
         step=lambda x, y: step(x, targets=y, training={"model": model, "opt": opt}, scale=0.5),
@@ -105,8 +103,7 @@ def bound_method_compiled(run: Run) -> Job:
             self.model, self.opt = run.model(self.module), sgd(self.module)
 
         def step(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = loss_of(self.model, x, y)
-            return backward_and_step(loss, self.opt)
+            return backward_and_step(loss_of(self.model, x, y), self.opt)
 
     trainer = Trainer()
     step = run.compile(trainer.step)
@@ -117,8 +114,7 @@ WORLD = SimpleNamespace()
 
 
 def step_on_globals(x: Tensor, y: Tensor) -> Tensor:
-    loss = loss_of(WORLD.model, x, y)
-    return backward_and_step(loss, WORLD.opt)
+    return backward_and_step(loss_of(WORLD.model, x, y), WORLD.opt)
 
 
 @case()
@@ -140,8 +136,7 @@ def helper_on_globals(x: Tensor, y: Tensor) -> Tensor:
 
 
 def step_through_a_helper(x: Tensor, y: Tensor) -> Tensor:
-    loss = helper_on_globals(x, y)
-    return backward_and_step(loss, OPTIMIZER)
+    return backward_and_step(helper_on_globals(x, y), OPTIMIZER)
 
 
 @case(traces=(2,))
@@ -206,8 +201,7 @@ def parameters_without_module(run: Run) -> Job:
 
     @run.compile
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(x @ weight, y)
-        return backward_and_step(loss, opt)
+        return backward_and_step(nn.functional.cross_entropy(x @ weight, y), opt)
 
     return Job(step=step, batches=class_batches(run), objects={"weight": weight, "opt": opt})
 

@@ -144,8 +144,7 @@ def parameter_replaced_by_another_shape(run: Run) -> Job:
 
     @run.compile
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(module, x, y)
-        return backward_and_step(loss, holder["opt"])
+        return backward_and_step(loss_of(module, x, y), holder["opt"])
 
     def between(call: int) -> None:
         if call == 1:

@@ -80,8 +80,7 @@ def leaves_what_hooks_keep(run: Run) -> Job:
     model, opt = run.model(module), sgd(module)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y) + seen["second"].square().mean()
-        return backward_and_step(loss, opt)
+        return backward_and_step(loss_of(model, x, y) + seen["second"].square().mean(), opt)
 
     return leaving(run, step, lambda: (seen["first"], seen["second"].detach()), module, opt)
 

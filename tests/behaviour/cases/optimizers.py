@@ -28,43 +28,32 @@ DECAY: dict[str, Any] = {"weight_decay": 0.1}
 
 Maker = Callable[..., torch.optim.Optimizer]
 
+ALL_WAYS, WITHOUT_FUSED = ("single", "foreach", "fused"), ("single", "foreach")
 # name -> (class, options, variants). A variant is a way to run the same rule.
 OPTIMIZERS: dict[str, tuple[Maker, dict[str, Any], tuple[str, ...]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}, ("single", "foreach", "fused")),
-    "sgd_decay": (torch.optim.SGD, {"lr": 0.1, **DECAY}, ("single", "foreach", "fused")),
-    "sgd_momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ("single", "foreach", "fused")),
-    "sgd_nesterov": (
-        torch.optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, **DECAY},
-        ("single", "foreach", "fused"),
-    ),
-    "sgd_dampening": (
-        torch.optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
-        ("single", "foreach", "fused"),
-    ),
-    "sgd_maximize": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, ("single", "foreach", "fused")),
-    "adam": (torch.optim.Adam, {"lr": 0.01}, ("single", "foreach", "fused")),
-    "adam_decay": (torch.optim.Adam, {"lr": 0.01, **DECAY}, ("single", "foreach", "fused")),
-    "adam_amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}, ("single", "foreach", "fused")),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}, ("single", "foreach", "fused")),
-    "adamw_amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}, ("single", "foreach", "fused")),
-    "adamax": (torch.optim.Adamax, {"lr": 0.01, **DECAY}, ("single", "foreach")),
-    "nadam": (torch.optim.NAdam, {"lr": 0.01}, ("single", "foreach")),
-    "nadam_decoupled": (
-        torch.optim.NAdam,
-        {"lr": 0.01, "decoupled_weight_decay": True, **DECAY},
-        ("single", "foreach"),
-    ),
-    "radam": (torch.optim.RAdam, {"lr": 0.01}, ("single", "foreach")),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}, ("single", "foreach", "fused")),
-    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, ("single", "foreach")),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}, ("single", "foreach")),
-    "rmsprop_momentum": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9}, ("single", "foreach")),
-    "rmsprop_centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, **DECAY}, ("single", "foreach")),
-    "rprop": (torch.optim.Rprop, {"lr": 0.01}, ("single", "foreach")),
-    "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2.0, "lambd": 1e-2}, ("single", "foreach")),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}, ("single", "foreach")),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}, ALL_WAYS),
+    "sgd_decay": (torch.optim.SGD, {"lr": 0.1, **DECAY}, ALL_WAYS),
+    "sgd_momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ALL_WAYS),
+    "sgd_nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, **DECAY}, ALL_WAYS),
+    "sgd_dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, ALL_WAYS),
+    "sgd_maximize": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, ALL_WAYS),
+    "adam": (torch.optim.Adam, {"lr": 0.01}, ALL_WAYS),
+    "adam_decay": (torch.optim.Adam, {"lr": 0.01, **DECAY}, ALL_WAYS),
+    "adam_amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}, ALL_WAYS),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}, ALL_WAYS),
+    "adamw_amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}, ALL_WAYS),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01, **DECAY}, WITHOUT_FUSED),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01}, WITHOUT_FUSED),
+    "nadam_decoupled": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True, **DECAY}, WITHOUT_FUSED),
+    "radam": (torch.optim.RAdam, {"lr": 0.01}, WITHOUT_FUSED),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}, ALL_WAYS),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, WITHOUT_FUSED),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}, WITHOUT_FUSED),
+    "rmsprop_momentum": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9}, WITHOUT_FUSED),
+    "rmsprop_centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, **DECAY}, WITHOUT_FUSED),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}, WITHOUT_FUSED),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2.0, "lambd": 1e-2}, WITHOUT_FUSED),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}, WITHOUT_FUSED),
     "muon": (torch.optim.Muon, {"lr": 0.01}, ("default",)),
 }
 
@@ -110,14 +99,10 @@ def falling(opt: torch.optim.Optimizer) -> Callable[[Any], object]:
 
 def optimizer_job(run: Run, name: str, variant: str) -> Job:
     make, options, _ = OPTIMIZERS[name]
+    options = {**options, **VARIANTS[variant]}
     module = body(only_matrices=name == "muon")
-    return training(
-        run,
-        lambda one: make(one.parameters(), **options, **VARIANTS[variant]),
-        falling,
-        module=module,
-        calls=CALLS.get(name, 4),
-    )
+    calls = CALLS.get(name, 4)
+    return training(run, lambda one: make(one.parameters(), **options), falling, module=module, calls=calls)
 
 
 for _name, (_, _, _variants) in OPTIMIZERS.items():
@@ -192,12 +177,8 @@ case(name="closure_adamw", traces=(2,))(partial(with_closure, make=partial(torch
 @case()
 def rate_as_tensor(run: Run) -> Job:
     """The rate is a tensor that the scheduler fills in place."""
-    return training(
-        run,
-        lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01)),
-        falling,
-        module=body(),
-    )
+    optimizer = lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01))  # noqa: E731
+    return training(run, optimizer, falling, module=body())
 
 
 def outside(make: Callable[..., Any], **options: Any) -> Callable[[torch.optim.Optimizer], Callable[[Any], object]]:
@@ -253,13 +234,8 @@ SCHEDULED: dict[str, Maker] = {
 
 
 def schedule_job(run: Run, name: str, optimizer: str) -> Job:
-    return training(
-        run,
-        lambda module: SCHEDULED[optimizer](module.parameters()),
-        SCHEDULES[name],
-        module=body(),
-        calls=5,
-    )
+    make = SCHEDULED[optimizer]
+    return training(run, lambda module: make(module.parameters()), SCHEDULES[name], module=body(), calls=5)
 
 
 # Cyclic and OneCycle move SGD's momentum and Adam's first beta with the rate: one trace all the same.

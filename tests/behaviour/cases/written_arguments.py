@@ -43,9 +43,7 @@ def given(
     kept: list[Any] = []
 
     def update(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        backward_and_step(loss, opt)
-        return loss.detach()
+        return backward_and_step(loss_of(model, x, y), opt).detach()
 
     compiled = run.compile(lambda batch: step(update, batch))
 

@@ -19,6 +19,7 @@ import wholestep as ws
 import wholestep.api.compiled_step
 from tests.behaviour.warm import steps
 from tests.behaviour.warm.steps import counting, run, things, train, why_captured
+from tests.harness.training import backward_and_step
 
 
 def within_a_weight(model: Any, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
@@ -125,11 +126,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def with_helper(module: Any) -> Callable[..., Tensor]:
     def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = module.scaled(nn.functional.cross_entropy(model(x), y))
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
+        return backward_and_step(module.scaled(nn.functional.cross_entropy(model(x), y)), opt).detach()
 
     return step
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.fuzz import random_collectives
+from tests.harness.training import backward_and_step
 from wholestep.ir import op_info
 from wholestep.ir.program import Stage
 
@@ -44,9 +45,7 @@ def step_of(number: int, groups_of_rank: random_collectives.Groups) -> Any:
         out = model(first)
         values = random_collectives.run(lines, groups_of_rank, out.detach() + first, second)
         loss = (out * values[-1].detach()).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         return [*values, loss.detach()]
 
     return training if number % 2 else plain

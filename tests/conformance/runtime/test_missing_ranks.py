@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.harness import fork_server
+from tests.harness.training import backward_and_step
 from wholestep.errors import RankMissingError
 from wholestep.runtime.distributed.world import close_current, init, run
 
@@ -110,11 +111,7 @@ def changes_alone(rank_that_changes: int, folder: Path) -> None:
     opt = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
 
     def step(x: Tensor, *, both: bool) -> Tensor:
-        loss = first(second(x) if both else x).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(first(second(x) if both else x).square().mean(), opt)
 
     compiled = ws.compile(step)
     for _ in range(2):

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.harness.store_group import BACKEND, StoreGroup, register
+from tests.harness.training import backward_and_step
 from wholestep.runtime.distributed.world import close_current, init
 
 row = pytest.mark.row
@@ -34,11 +35,7 @@ def train(model: nn.Module, compiled: bool) -> tuple[list[Tensor], list[Tensor]]
     opt = torch.optim.AdamW(model.parameters(), lr=0.05)
 
     def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+        return backward_and_step(model(x).square().mean(), opt)
 
     run_step = ws.compile(step, strategy=ws.DDP()) if compiled else step
     draw = torch.Generator().manual_seed(dist.get_rank())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.capture.effects.object_effects import ObjectEffects
 from wholestep.capture.effects.tensor_effects import Mirror, MirrorMode
 
@@ -85,9 +86,7 @@ class Trainer:
 
     def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         loss = self.model(x).square().mean()
-        loss.backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        backward_and_step(loss, self.opt)
         before, self.mean = self.mean, 0.5 * self.mean + loss.detach()
         return self.mean, before
 

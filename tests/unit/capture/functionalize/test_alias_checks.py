@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.capture.functionalize.alias_checks import overlaps
 from wholestep.errors import CaptureError
 
@@ -40,11 +41,7 @@ class Flat:
         self.opt = torch.optim.SGD([self.weight], lr=0.01)
 
     def update(self, x: Tensor) -> Tensor:
-        loss = (x @ self.weight).square().sum()
-        loss.backward()
-        self.opt.step()
-        self.opt.zero_grad()
-        return loss
+        return backward_and_step((x @ self.weight).square().sum(), self.opt)
 
     def reads_behind_a_write(self, x: Tensor) -> Tensor:
         loss = self.update(x)
@@ -110,9 +107,7 @@ def test_what_is_read_before_the_write_is_what_eager_code_reads() -> None:
 
 
 def transposed_twins(x: Tensor, weight: nn.Parameter, twin: nn.Parameter, opt: torch.optim.Optimizer) -> None:
-    (x @ weight @ twin).square().sum().backward()
-    opt.step()
-    opt.zero_grad()
+    backward_and_step((x @ weight @ twin).square().sum(), opt)
 
 
 @pytest.mark.parametrize("foreach", [False, True])

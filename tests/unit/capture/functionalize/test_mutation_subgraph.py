@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from tests.harness.training import backward_and_step
 from tests.unit.capture.steps import calls, program_of
 from wholestep.capture.functionalize import mutation_subgraph
 from wholestep.capture.functionalize.functionalize import Functional, functionalize
@@ -219,11 +220,7 @@ def test_forward_and_backward_are_not_traced_again(monkeypatch: pytest.MonkeyPat
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def train(x: Tensor) -> Tensor:
-        loss = model(x).relu().square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
+        return backward_and_step(model(x).relu().square().mean(), opt).detach()
 
     program = program_of(train, torch.ones(3, 4))
     forward = {torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.native_layer_norm.default}

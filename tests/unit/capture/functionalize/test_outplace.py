@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+from tests.harness.training import backward_and_step
 from tests.unit.capture.functionalize import test_mutation_subgraph as steps
 from tests.unit.capture.steps import calls, program_of
 from wholestep.capture import capture
@@ -253,11 +254,7 @@ def test_nobody_reads_pages_about_complex_parameters(caplog: pytest.LogCaptureFi
     opt = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
 
     def step(x: Tensor) -> Tensor:
-        loss = (x.to(torch.complex64) @ weight).abs().sum()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
+        return backward_and_step((x.to(torch.complex64) @ weight).abs().sum(), opt).detach()
 
     logger = torch._subclasses.fake_tensor.log  # which hands nothing on
     logger.addHandler(caplog.handler)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.api.cache.object_fingerprint import Line, NotComparable, object_fingerprint
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.step_context import StepContext
@@ -202,11 +203,7 @@ class Job:
         self.opt = Descent(net.parameters(), lr=0.01)
 
     def step(self, batch: Batch) -> Tensor:
-        loss = self.net(batch.scaled()).square().mean()
-        loss.backward()
-        self.opt.step()
-        self.opt.zero_grad()
-        return loss.detach()
+        return backward_and_step(self.net(batch.scaled()).square().mean(), self.opt).detach()
 
 
 def batch() -> Batch:

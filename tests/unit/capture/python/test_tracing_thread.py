@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.harness.training import backward_and_step
 from wholestep.capture.capture import capture
 from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.ir import node_meta
@@ -69,11 +70,7 @@ class Model(nn.Module):
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).sum()
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss
+    return backward_and_step(model(x).sum(), opt)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

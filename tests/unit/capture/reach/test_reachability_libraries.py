@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from wholestep.errors import CaptureError
 
 LIBRARY = '''
@@ -122,9 +123,7 @@ def test_an_average_of_a_library_is_state_of_the_step(library: Any, as_argument:
 
         def update(average: Any, x: Tensor) -> Tensor:
             loss = model(x).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
+            backward_and_step(loss, opt)
             average.step(list(model.parameters()))
             return loss.detach()
 
@@ -144,11 +143,7 @@ def test_what_is_set_on_an_object_of_a_library_is_not_stale(library: Any) -> Non
         (model, opt), plugin = training(), library.Plugin()
 
         def update(x: Tensor) -> Tensor:
-            loss: Tensor = plugin.scaled(model(x).square().mean())
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss.detach()
+            return backward_and_step(plugin.scaled(model(x).square().mean()), opt).detach()
 
         step = ws.compile(update, backend="eager") if compiled else update
         losses = []
@@ -168,11 +163,7 @@ def test_optimizers_around_others_step_as_these(library: Any, kind: str) -> None
         scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
 
         def update(opt: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss.detach()
+            return backward_and_step(model(x).square().mean(), opt).detach()
 
         step = ws.compile(update, backend="eager") if compiled else update
         losses = []
@@ -192,9 +183,7 @@ def test_an_optimizer_around_another_is_read_at_every_call(library: Any) -> None
 
     @ws.compile(backend="eager")
     def step(x: Tensor) -> None:
-        model(x).square().mean().backward()
-        around.step()
-        around.zero_grad()
+        backward_and_step(model(x).square().mean(), around)
 
     first, second = batches(2)
     step(first)
@@ -218,9 +207,7 @@ def test_two_classes_of_optimizers_in_one_file() -> None:
     @ws.compile(backend="eager")
     def step(x: Tensor) -> None:
         for net, one in ((model, opt), (other, own)):
-            net(x).square().mean().backward()
-            one.step()
-            one.zero_grad()
+            backward_and_step(net(x).square().mean(), one)
 
     for x in batches(3):
         step(x)
@@ -241,9 +228,7 @@ def test_a_class_that_takes_itself_apart_is_not_written_to() -> None:
     @ws.compile(backend="eager")
     def step(node: Node) -> None:
         node.x = node.x * 2
-        model(node.x).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(model(node.x).square().mean(), opt)
 
     (x,) = batches(1)
     node = Node(x)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from tests.unit.capture.steps import Blocks, train, twins
 from wholestep.util.log_once import log_once
 
@@ -51,9 +52,7 @@ def loss(wrap: Wrap, model: Any, opt: Any) -> tuple[Any, ...]:
 
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
         loss = loss_of(model(x))
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         return loss.detach(), last.weight.detach().clone()
 
     return step, ()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.harness.training import backward_and_step
 from tests.unit.capture.scalars import raising_functions
 from tests.unit.capture.steps import calls, program_of
 from wholestep.errors import CaptureError
@@ -94,9 +95,7 @@ def test_nothing_is_half_updated(asked: str, backend: str) -> None:
 
     def step(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        backward_and_step(loss, opt)
         if asked == "the batch":
             return raising_functions.raises(x)[0] + loss.detach()
         return raising_functions.raises(model.weight)[0, 0] + loss.detach()
