@@ -266,7 +266,7 @@ def test_sparse_adam_is_refused(sparse: bool) -> None:
     assert_untouched(before, everything(module=module, opt=opt))
 
 
-def test_more_retraces_than_allowed() -> None:
+def test_more_retraces_than_allowed_are_an_error_with_all_reasons() -> None:
     module = net()
     opt = sgd(module)
 

@@ -35,11 +35,11 @@ def one_bit(cells: Any) -> None:
     weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(10.0))
 
 
-def gradient_left(cells: Any) -> None:
+def gradient_kept(cells: Any) -> None:
     cells["model"][0].bias.grad = torch.zeros(8)
 
 
-def state_left(cells: Any) -> None:
+def state_kept(cells: Any) -> None:
     cells["opt"].state[cells["model"][0].weight]["more"] = torch.zeros(())
 
 
@@ -66,8 +66,8 @@ def other_type_returned(cells: Any) -> float:
 
 SPOILS = [
     one_bit,
-    gradient_left,
-    state_left,
+    gradient_kept,
+    state_kept,
     rate_changed,
     parameter_exchanged,
     number_drawn,
@@ -102,7 +102,7 @@ def test_a_fake_tensor_is_found() -> None:
         list(observe({"left": torch.zeros(2)}, "objects"))
 
 
-def test_leaves() -> None:
+def test_leaves_are_the_same_only_in_value_type_and_shape() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert same(nan, nan.clone())
     assert not same(nan, torch.tensor([float("nan"), 2.0]))

@@ -128,10 +128,10 @@ def assert_collectives(one: Pass, before: Program, after: Program) -> None:
     else:
         assert len(starts(after)) == len(starts(before))
     if pass_name(one) == "bucket_gradients":
-        assert moved(after) == moved(before)
+        assert num_bucketed_bytes(after) == num_bucketed_bytes(before)
 
 
-def moved(program: Program) -> int:
+def num_bucketed_bytes(program: Program) -> int:
     return sum(node_meta.num_bytes(node) for node in starts(program) if node_meta.bucket(node) is not None)
 
 

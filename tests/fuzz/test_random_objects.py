@@ -34,7 +34,7 @@ def test_equals_eager(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FAULTS)
-def test_seeds_that_showed_faults(seed: int) -> None:
+def test_seeds_that_showed_faults_equal_eager_code(seed: int) -> None:
     compare(seed, CPU, "eager")
 
 

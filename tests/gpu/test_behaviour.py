@@ -47,7 +47,7 @@ stands between such calls."""
 ON_THE_HOST = {"counts_in_a_meter_it_is_given"}
 """Cases that add numbers of the GPU on the host, and have no graph at all."""
 TRACED_EVERY_TIME = {
-    "leaves_a_dict_that_it_counts_in", "leaves_a_dict_that_it_reads", "leaves_a_dict_whose_class_it_asks_for"
+    "leaves_a_dict_that_it_counts_in", "leaves_a_dict_that_it_reads", "leaves_a_dict_and_asks_for_its_class"
 }  # fmt: skip
 """Cases in which only so many calls are allowed."""
 METHODS = {"found_in_self", "two_trainers_of_one_class"}

@@ -73,7 +73,7 @@ def over_some_ranks(members: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("members", [(0, 1, 3), (0, 1)], ids=["irregular", "one block of a division"])
-def test_a_group_of_some_ranks(pool4: Any, members: tuple[int, ...]) -> None:
+def test_a_group_of_some_ranks_is_in_the_plan_of_these(pool4: Any, members: tuple[int, ...]) -> None:
     """The others have no such line in their plan; all of them have the line about the world."""
     plans = pool4.run(over_some_ranks, members)
     assert ["size=3" in plan or "size=2" in plan for plan in plans] == [rank in members for rank in range(4)]
@@ -114,7 +114,7 @@ def crossing(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("step", [ring, pipeline, crossing])
-def test_messages(pool4: Any, step: Any) -> None:
+def test_messages_equal_eager_code(pool4: Any, step: Any) -> None:
     plans = pool4.run(compared, step)
     assert len(set(plans)) > 1, "each rank has the messages it takes part in"
 
@@ -146,7 +146,7 @@ def trained() -> str:
     return compiled.plan
 
 
-def test_a_metric_reduced_inside_of_a_data_parallel_step(pool2: Any) -> None:
+def test_a_metric_reduced_in_a_data_parallel_step_stays_out_of_the_buckets(pool2: Any) -> None:
     first, second = pool2.run(trained)
     assert first == second
     assert "all_reduce float32[1] max axis=data size=2" in first

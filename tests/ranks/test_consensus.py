@@ -77,7 +77,7 @@ def exits_before_the_first_step(how):
     raise RankMissingError(str(caught.value))
 
 
-def test_a_rank_that_left_is_named_long_before_the_timeout(pool2):
+def test_a_rank_that_ended_is_named_long_before_the_timeout(pool2):
     pool2.begin()
     started = time.monotonic()
     with pytest.raises(RankMissingError, match="rank 1 left its World"):

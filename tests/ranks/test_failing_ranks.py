@@ -66,7 +66,7 @@ def models_differ(what: str) -> tuple[type, str, int, float]:
 
 
 @pytest.mark.parametrize("what", ["width", "depth", "dtype", "frozen", "buffers"])
-def test_models_that_differ(pool2: Any, what: str) -> None:
+def test_models_that_differ_are_an_error_on_both_ranks(pool2: Any, what: str) -> None:
     first, second = pool2.run(models_differ, what)
     assert first[0] is second[0] is ws.RankMismatchError
     assert first[1] == second[1], "every rank must show the same difference"
@@ -92,7 +92,7 @@ def code_paths_differ(how: str) -> tuple[type, str, int, float]:
 
 
 @pytest.mark.parametrize("how", ["heads", "no_backward"])
-def test_code_paths_that_differ(pool2: Any, how: str) -> None:
+def test_code_paths_that_differ_are_an_error_on_both_ranks(pool2: Any, how: str) -> None:
     first, second = pool2.run(code_paths_differ, how)
     assert first[0] is second[0] is ws.RankMismatchError
     assert first[1] == second[1]
@@ -128,7 +128,7 @@ def paths_part_later() -> tuple[type, str, int, float]:
         return outcome(step, batches, module=module, opt=opt)
 
 
-def test_code_paths_that_part_after_two_calls(pool2: Any) -> None:
+def test_code_paths_that_differ_after_two_calls_are_an_error_on_both_ranks(pool2: Any) -> None:
     """One rank has a program to agree on and the other has none: an error on both, in bounded time."""
     first, second = pool2.run(paths_part_later)
     assert first[0] is second[0] is ws.RankMissingError
@@ -233,7 +233,7 @@ def exits_before_the_first_step(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies"])
-def test_a_rank_that_exits_before_the_first_step(pool2: Any, how: str) -> None:
+def test_a_rank_that_exits_before_the_first_step_is_named(pool2: Any, how: str) -> None:
     pool2.begin()
     started = time.monotonic()
     with pytest.raises(ws.RankMissingError, match=r"[Rr]ank 1"):
@@ -289,7 +289,7 @@ def dies_in_the_middle_of_a_step(hold_updates: bool) -> None:
 
 
 @pytest.mark.parametrize("hold_updates", [True, False])
-def test_a_rank_that_dies_in_the_middle_of_a_step(pool2: Any, hold_updates: bool) -> None:
+def test_a_rank_that_dies_in_the_middle_of_a_step_is_named(pool2: Any, hold_updates: bool) -> None:
     """With updates held nothing has changed; without, the error says that something may have."""
     pool2.begin()
     started = time.monotonic()

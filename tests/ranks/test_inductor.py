@@ -68,7 +68,7 @@ def test_what_rank_0_has_not_is_compiled_where_it_is_needed(pool2: Any) -> None:
 
 
 def _with_a_blob_store_that(fails: str) -> tuple[int, str]:
-    """How often Inductor is called where the blob store fails, and what was said."""
+    """How often Inductor is called where the shelf fails, and what was said."""
     ws.init()
     told = io.StringIO()
     handler, log = logging.StreamHandler(told), logging.getLogger("wholestep")

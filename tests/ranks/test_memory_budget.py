@@ -38,11 +38,11 @@ def trained(passes: Any) -> tuple[list[Tensor], ws.CompiledStep]:
     step = ws.compile(train, passes=passes, backend="eager")
     losses = [step(model, opt, torch.randn(400, 32, device=world.device)) for _ in range(CALLS)]
     state = [value for one in opt.state.values() for value in one.values()]
-    left = [*losses, *model.parameters(), *state]
-    return [*(one.detach().cpu() for one in left), torch.get_rng_state()], step
+    tensors = [*losses, *model.parameters(), *state]
+    return [*(one.detach().cpu() for one in tensors), torch.get_rng_state()], step
 
 
-def besides_inputs(step: ws.CompiledStep) -> int:
+def bytes_without_inputs(step: ws.CompiledStep) -> int:
     """The predicted peak without the bytes of the inputs."""
     program = step.program()
     return step.explain().peak.num_bytes - sum(map(node_meta.num_bytes, program.placeholders))
@@ -60,7 +60,7 @@ def check() -> tuple[int, int]:
     assert all(map(torch.equal, plain, bound))
     assert repeated(free) == 0 < repeated(tight)
     assert len(seen_passes) == tight.cache_info().traces
-    return besides_inputs(free), besides_inputs(tight)
+    return bytes_without_inputs(free), bytes_without_inputs(tight)
 
 
 def test_one_process_keeps_the_budget_bit_by_bit() -> None:
@@ -79,7 +79,7 @@ def test_bytes_that_cannot_be_kept_name_the_smallest_number_that_can() -> None:
         trained(ws.default_passes(memory_budget=1000))
     smallest = int(str(caught.value).split("(")[1].split(" bytes")[0])
     _, step = trained(ws.default_passes(memory_budget=smallest))
-    assert besides_inputs(step) <= smallest
+    assert bytes_without_inputs(step) <= smallest
 
 
 def refused() -> tuple[int, int]:
@@ -87,7 +87,7 @@ def refused() -> tuple[int, int]:
     with pytest.raises(ws.ConfigError, match=r"bound_bytes=1000 wants at most .* set memory_budget instead") as caught:
         trained(ws.default_passes(bound_bytes=1000))
     smallest = int(str(caught.value).split("(")[1].split(" bytes")[0])
-    return smallest, besides_inputs(trained(ws.default_passes(bound_bytes=smallest))[1])
+    return smallest, bytes_without_inputs(trained(ws.default_passes(bound_bytes=smallest))[1])
 
 
 def test_an_order_that_cannot_keep_its_bound_is_refused() -> None:

@@ -329,7 +329,7 @@ def program(body, tmp_path, *arguments):
     )
 
 
-def test_under_torchrun(tmp_path):
+def test_a_script_under_torchrun_finds_its_world(tmp_path):
     body = """
         import torch, torch.distributed as dist
         from wholestep.runtime.distributed.world import init

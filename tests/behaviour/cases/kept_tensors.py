@@ -338,7 +338,7 @@ def switches_its_module(run: Run) -> Job:
 
 
 @case(traces=(5,))
-def leaves_a_dict_whose_class_it_asks_for(run: Run) -> Job:
+def leaves_a_dict_and_asks_for_its_class(run: Run) -> Job:
     """Which nothing that stands in its place can notice, but the program is another one then."""
     held = Holder()
 

@@ -134,7 +134,7 @@ for _name, (_, _, _variants) in OPTIMIZERS.items():
 
 
 @case()
-def rate_read_beside_a_fused_update(run: Run) -> Job:
+def rate_read_next_to_a_fused_update(run: Run) -> Job:
     """Fused kernels take no symbolic numbers; what else reads the group does, and follows the scheduler."""
     module = body()
     opt = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)

@@ -101,7 +101,7 @@ class WithBatch(Averaging):
         return train(self.model, self.opt, self.x, self.y)
 
 
-def test_a_step_whose_tensors_are_replaced_finds_both_of_its_traces() -> None:
+def test_a_step_with_replaced_tensors_finds_both_of_its_traces() -> None:
     def play(trainer: WithBatch, step: Callable[[], Tensor]) -> list[Tensor]:
         found = []
         for call in range(12):

@@ -146,7 +146,7 @@ def eager(name: str) -> list[bool]:
 
 
 @collectives
-def test_eager(ranks2: Any, name: str) -> None:
+def test_eager_readers_wait(ranks2: Any, name: str) -> None:
     """Reading waits, so it does not matter whether the handle was awaited."""
     assert ranks2.run(eager, name) == [[True, True]] * 2
 
@@ -190,7 +190,7 @@ def traced(name: str) -> list[str]:
 
 
 @collectives
-def test_traced(ranks2: Any, name: str) -> None:
+def test_traced_readers_wait(ranks2: Any, name: str) -> None:
     assert ranks2.run(traced, name) == [[], []]
 
 
@@ -203,5 +203,5 @@ def compiled(name: str) -> list[bool]:
 
 
 @collectives
-def test_compiled(ranks2: Any, name: str) -> None:
+def test_a_compiled_step_equals_eager_code(ranks2: Any, name: str) -> None:
     assert ranks2.run(compiled, name) == [[True] * 3] * 2

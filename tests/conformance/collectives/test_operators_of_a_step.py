@@ -59,13 +59,13 @@ def square_and_reduce(x: Tensor, y: Tensor) -> Tensor:
 
 
 @row("allreduce_inductor_cudagraph_trees")
-def test_allreduce_inductor_cudagraph_trees(ranks2: Any) -> None:
+def test_every_size_has_one_graph_used_again(ranks2: Any) -> None:
     """Three sizes, three calls each, and then the sizes mixed: every size has one graph, used again."""
     run(ranks2, square_and_reduce, [4, 4, 4, 8, 8, 8, 16, 16, 16, 4, 16, 8])
 
 
 @row("c10d_functional_tagged_pt2_compliant")
-def test_c10d_functional_tagged_pt2_compliant() -> None:
+def test_functional_collectives_are_tagged_as_safe_to_trace() -> None:
     operators = [c10d.all_reduce.default, c10d.wait_tensor.default, torch.ops.wholestep.reduce.default]
     operators += [getattr(torch.ops.wholestep, name).default for name in ("gather", "scatter", "exchange", "barrier")]
     assert all(torch.Tag.pt2_compliant_tag in operator.tags for operator in operators)
@@ -132,12 +132,12 @@ def exchange_rows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @row("all_to_all_single_inductor")
-def test_all_to_all_single_inductor(ranks2: Any) -> None:
+def test_split_sizes_that_are_data_are_nodes(ranks2: Any) -> None:
     data_as_sizes(ranks2)
 
 
 @row("all_to_all_single_inductor")
-def test_all_to_all_single_inductor_on_four_ranks(ranks4: Any) -> None:
+def test_split_sizes_that_are_data_are_nodes_on_four_ranks(ranks4: Any) -> None:
     data_as_sizes(ranks4)
 
 
@@ -286,7 +286,7 @@ def reduced_with(name: str) -> str:
 
 @row("dynamo_rewrite_dist_allreduce_reduce_op")
 @pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
-def test_dynamo_rewrite_dist_allreduce_reduce_op(ranks2: Any, name: str) -> None:
+def test_every_reduce_operation_is_in_the_text(ranks2: Any, name: str) -> None:
     (text, _) = ranks2.run(reduced_with, name)
     assert f"'{name.lower()}'" in text
 

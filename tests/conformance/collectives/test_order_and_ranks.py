@@ -54,7 +54,7 @@ def started_eagerly(step: Step) -> str:
 
 @row("eager_allreduce_inductor_wait")
 @pytest.mark.parametrize("step", [wait_and_add, wait_for_the_input])
-def test_eager_allreduce_inductor_wait(ranks2: Any, step: Step) -> None:
+def test_a_collective_started_eagerly_is_awaited_in_the_step(ranks2: Any, step: Step) -> None:
     (text, _) = ranks2.run(started_eagerly, step)
     assert count(text, "wait_tensor") == 1
 
@@ -79,7 +79,7 @@ def awaited_eagerly(step: Step) -> str:
 
 @row("inductor_allreduce_eager_wait")
 @pytest.mark.parametrize("step", [reduce_only, gather_only])
-def test_inductor_allreduce_eager_wait(ranks2: Any, step: Step) -> None:
+def test_a_collective_started_in_the_step_is_awaited_eagerly(ranks2: Any, step: Step) -> None:
     (text, _) = ranks2.run(awaited_eagerly, step)
     assert count(text, "wait_tensor") == 0
 
@@ -108,13 +108,13 @@ def permuted(x: Tensor, y: Tensor) -> Tensor:
 
 
 @row("permute_tensor")
-def test_permute_tensor(ranks2: Any) -> None:
+def test_permute_tensor_equals_eager_code(ranks2: Any) -> None:
     """Which rank sends to which is in the split sizes of this rank, so the texts differ; the plan is one."""
     ranks2.run(compared, permuted)
 
 
 @row("permute_tensor")
-def test_permute_tensor_on_four_ranks(ranks4: Any) -> None:
+def test_permute_tensor_equals_eager_code_on_four_ranks(ranks4: Any) -> None:
     ranks4.run(compared, permuted)
 
 
@@ -127,7 +127,7 @@ def scatter_and_wait(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @row("dynamo_graphbreaks_unsupported_async_op")
-def test_dynamo_graphbreaks_unsupported_async_op(ranks2: Any) -> None:
+def test_an_asynchronous_collective_stays_in_the_one_graph(ranks2: Any) -> None:
     """It stays in the one graph, and what the user put before the wait stands before it."""
     text = run(ranks2, scatter_and_wait)
     start, hidden, wait = (text.index(name) for name in ("reduce_scatter_tensor", "aten.mm", "wait_tensor"))
@@ -140,7 +140,7 @@ def rank_and_size(x: Tensor, y: Tensor) -> tuple[Tensor, int]:
 
 
 @row("dynamo_pg_var")
-def test_dynamo_pg_var(ranks2: Any) -> None:
+def test_the_rank_is_an_input_and_the_size_a_constant(ranks2: Any) -> None:
     """The size is a constant; the rank is an input, so both ranks have the same text."""
     assert count(run(ranks2, rank_and_size), "add") == 1
 
@@ -153,7 +153,7 @@ def backward_through(x: Tensor, y: Tensor) -> Tensor:
 
 
 @row("backwards")
-def test_backwards(ranks2: Any) -> None:
+def test_a_backward_through_an_overwritten_tensor_is_refused(ranks2: Any) -> None:
     (message, _) = ranks2.run(refused, backward_through)
     assert re.search(rf"all_reduce, called at {HERE}:\d+, has overwritten", message)
     assert "torch.distributed.nn.functional" in message
@@ -170,12 +170,12 @@ def differentiable(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 @row("backwards")
-def test_backwards_where_there_is_one(ranks2: Any) -> None:
+def test_differentiable_collectives_equal_eager_code(ranks2: Any) -> None:
     ranks2.run(compared, differentiable)
 
 
 @row("meta")
-def test_meta(pool2: Any) -> None:
+def test_collectives_of_meta_tensors_have_shapes(pool2: Any) -> None:
     assert pool2.run(shapes)[0] == [(2, 3, 4), (4, 3, 4), (1, 3, 4), (2, 2, 3, 4)]
 
 

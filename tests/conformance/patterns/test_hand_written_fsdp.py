@@ -104,7 +104,7 @@ class TrainedFSDP(HandWrittenFSDP):
 @pytest.mark.parametrize("layers", [1, 3])
 @row("fake_distributed")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_fake_distributed(layers: int, device: str) -> None:
+def test_hand_written_fsdp_equals_eager_code(layers: int, device: str) -> None:
     step = check(lambda: HandWrittenFSDP(layers, device=device), traces=2)
     # A weight that comes without memory and leaves without it has none in between: its values go from hand to hand.
     assert op_info.RESIZE_STORAGE_ not in lines(step)
@@ -113,13 +113,13 @@ def test_fake_distributed(layers: int, device: str) -> None:
 
 @row("fake_distributed")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_fake_distributed_with_an_optimizer() -> None:
+def test_hand_written_fsdp_with_an_optimizer_equals_eager_code() -> None:
     check(TrainedFSDP, traces=1)
 
 
 @row("fake_distributed")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_fake_distributed_frees_each_weight_behind_its_last_reader() -> None:
+def test_hand_written_fsdp_frees_each_weight_after_its_last_reader() -> None:
     layers, features = 6, 64
     weight_bytes = features * features * 4
     peaks = []

@@ -65,12 +65,12 @@ class HookOnLeaf(HookWithClosure):
 
 
 @row("intermediate_hook_with_closure")
-def test_intermediate_hook_with_closure() -> None:
+def test_a_hook_with_a_closure_equals_eager_code() -> None:
     check(HookWithClosure)
 
 
 @row("intermediate_hook_with_closure")
-def test_intermediate_hook_that_accumulates_into_a_leaf() -> None:
+def test_a_hook_that_accumulates_into_a_leaf_equals_eager_code() -> None:
     check(HookOnLeaf, traces=2)  # without and with a gradient at entry
 
 
@@ -149,7 +149,7 @@ def module_hooks_on_a_rank() -> None:
 
 
 @row("module_backward_hooks_multi_layers")
-def test_module_backward_hooks_on_two_ranks(ranks2: Pool) -> None:
+def test_module_backward_hooks_on_two_ranks_equal_eager_ddp(ranks2: Pool) -> None:
     ranks2.run(module_hooks_on_a_rank)
 
 

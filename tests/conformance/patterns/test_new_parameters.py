@@ -102,5 +102,5 @@ def parameters_on_a_rank() -> None:
 
 
 @row("nn_param_return3")
-def test_a_new_parameter_on_two_ranks(ranks2: Pool) -> None:
+def test_a_new_parameter_on_two_ranks_is_not_reduced(ranks2: Pool) -> None:
     ranks2.run(parameters_on_a_rank)

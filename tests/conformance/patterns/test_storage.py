@@ -93,7 +93,7 @@ FREED = [
 @pytest.mark.parametrize("kind", FREED)
 @row("storage_resize_zero")
 @torch.no_grad()
-def test_storage_resize_zero(kind: type[FreedArgument], device: str) -> None:
+def test_storage_freed_in_a_step_is_gone_while_it_goes_on(kind: type[FreedArgument], device: str) -> None:
     check(lambda: kind(device))
     # Eager and compiled: it was gone while the step went on, which a call that may fail does not hold up. Where
     # Inductor makes one kernel of what reads it and of what reads the result of that call, it goes behind that.
@@ -150,7 +150,7 @@ class FilledTwice(FilledArgument):
 @pytest.mark.parametrize("kind", [FilledArgument, FilledInParts, FilledFromAnotherType, FilledTwice])
 @row("storage_resize_nonzero")
 @torch.no_grad()
-def test_storage_resize_nonzero(kind: type[FilledArgument], device: str) -> None:
+def test_storage_filled_again_equals_eager_code(kind: type[FilledArgument], device: str) -> None:
     check(lambda: kind(device))
 
 

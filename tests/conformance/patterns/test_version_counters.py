@@ -105,7 +105,7 @@ def test_a_version_counter_is_that_of_eager_code(kind: type[Pattern]) -> None:
         pytest.param(KeepVersionThenBackward, marks=row("unsafe_preserve_version_counter2")),
     ],
 )
-def test_a_backward_does_not_see_a_write_whose_version_is_set_back(kind: type[Pattern]) -> None:
+def test_a_backward_does_not_see_a_write_with_its_version_set_back(kind: type[Pattern]) -> None:
     check(kind)
 
 

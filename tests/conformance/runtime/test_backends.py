@@ -67,7 +67,7 @@ def test_a_registered_backend_is_available(new_backend: str) -> None:
         ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
     ],
 )
-def test_backend_strings(new_backend: str, text: str, wanted: str) -> None:
+def test_a_backend_string_names_a_backend_for_each_device(new_backend: str, text: str, wanted: str) -> None:
     dist.Backend.register_backend(new_backend, made_up, devices=["cpu", "cuda"])
     named = text.replace("new", new_backend).replace("NEW", new_backend.upper())
     assert str(dist.BackendConfig(dist.Backend(named))) == wanted.replace("new", new_backend)
@@ -105,7 +105,7 @@ def gathers(group: StoreGroup) -> None:
 
 
 @row("S10", "init_process_group_with_multiple_backends")
-def test_one_python_backend_for_every_device(pool2: Any) -> None:
+def test_one_python_backend_serves_every_device(pool2: Any) -> None:
     pool2.run(of_python, f"cpu:{BACKEND},cuda:{BACKEND}", gathers)
 
 

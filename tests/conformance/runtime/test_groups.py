@@ -64,10 +64,10 @@ def count_collectives(of: str) -> None:
         dist.all_reduce(tensor, group=group)
         assert shown(sequence_number(group), control) == [start + done] * len(ranks)
     lags = world.rank in (0, 2)
-    ahead = None if lags else dist.all_reduce(tensor, group=group, async_op=True)
+    started = None if lags else dist.all_reduce(tensor, group=group, async_op=True)
     numbers = shown(sequence_number(group), control)
     assert numbers == [start + 5 + (rank not in (0, 2)) for rank in ranks]
-    (dist.all_reduce(tensor, group=group, async_op=True) if lags else ahead).wait()
+    (dist.all_reduce(tensor, group=group, async_op=True) if lags else started).wait()
     assert shown(sequence_number(group), control) == [start + 6] * len(ranks)
 
 
@@ -138,7 +138,7 @@ def looks_up_ranks_where_it_may() -> None:
 
 
 @row("S9", "rank_membership")
-def test_ranks_in_groups_and_in_the_world(ranks2: Any) -> None:
+def test_ranks_in_groups_and_in_the_world_are_told_both_ways(ranks2: Any) -> None:
     ranks2.run(looks_up_ranks_where_it_may)
 
 
@@ -155,7 +155,7 @@ def makes_groups_with_its_partner() -> None:
 
 
 @row("S9", "new_group_local_sync")
-def test_groups_that_only_their_members_make(ranks4: Any) -> None:
+def test_members_alone_can_make_a_group(ranks4: Any) -> None:
     ranks4.renew()  # torch names such a group after its members and the number of groups that a member has
     ranks4.run(makes_groups_with_its_partner)
 

@@ -96,5 +96,5 @@ def collectives_in_a_step_on_a_python_group() -> None:
 
 
 @row("S10", "python_backend_carries_a_compiled_step")
-def test_collectives_in_a_compiled_step_on_a_python_group(pool2: Any) -> None:
+def test_collectives_of_a_step_on_a_python_group_equal_eager_code(pool2: Any) -> None:
     pool2.run(collectives_in_a_step_on_a_python_group)

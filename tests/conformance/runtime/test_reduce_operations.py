@@ -54,7 +54,7 @@ def test_scaled_sums_are_reduce_operations_too() -> None:
 
 
 @row("S10", "reduceop_equal")
-def test_reduce_operations_compare() -> None:
+def test_reduce_operations_are_equal_only_to_their_kind() -> None:
     for kind in KINDS:
         whole = dist.ReduceOp(kind)
         assert whole == dist.ReduceOp(kind)

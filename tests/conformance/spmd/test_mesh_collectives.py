@@ -83,10 +83,10 @@ over = pytest.mark.parametrize("name", [pytest.param(name, marks=row("S2", name)
 
 
 @over
-def test_mesh_2d(ranks4: Any, name: str) -> None:
+def test_collectives_over_a_2d_mesh_give_each_axis_its_own(ranks4: Any, name: str) -> None:
     assert_equal_on_all(ranks4, over_axes, name, (2, 2))
 
 
 @over
-def test_mesh_3d(pool8: Any, name: str) -> None:
+def test_collectives_over_a_3d_mesh_give_each_axis_its_own(pool8: Any, name: str) -> None:
     assert_equal_on_all(pool8, over_axes, name, (2, 2, 2))

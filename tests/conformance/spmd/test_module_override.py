@@ -120,7 +120,7 @@ def with_override(holes: int, recompile: bool) -> tuple[Any, ...]:
         pytest.param(2, marks=row("S1", "module_multi_fqn_override"), id="module_multi_fqn_override"),
     ],
 )
-def test_module_override(ranks2: Any, holes: int, recompile: bool) -> None:
+def test_an_overridden_module_is_rewritten_in_the_graph(ranks2: Any, holes: int, recompile: bool) -> None:
     """As with every GraphModule, an edit counts when it was recompiled."""
     expected = ["conformance_tracing::forward"] * holes + ["conformance_tracing::backward"] * holes
     fqns = ["inner", *(f"inner.{i}" for i in range(holes + 1)), "holes", *(f"holes.{i}" for i in range(holes))]

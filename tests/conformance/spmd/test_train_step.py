@@ -41,7 +41,7 @@ def simple() -> list[Tensor]:
 
 
 @row("S1", "train_step_simple")
-def test_train_step_simple(ranks2: Any) -> None:
+def test_gradients_returned_by_a_step_equal_ddp(ranks2: Any) -> None:
     for found in ranks2.run(simple):
         assert len(found) == 2
         assert all(not difference.any() for difference in found)
@@ -53,7 +53,7 @@ def with_sgd(bias: bool) -> list[str]:
 
 @row("S1", "sgd")
 @pytest.mark.parametrize("bias", [True, False])
-def test_sgd(ranks2: Any, bias: bool) -> None:
+def test_sgd_equals_ddp(ranks2: Any, bias: bool) -> None:
     assert_equal_on_all(ranks2, with_sgd, bias)
 
 
@@ -93,7 +93,7 @@ def with_adam(foreach: bool, fused: bool) -> list[str]:
         pytest.param(False, True, id="fused", marks=row("S1", "adam_fused")),
     ],
 )
-def test_adam(ranks2: Any, foreach: bool, fused: bool) -> None:
+def test_adam_equals_ddp(ranks2: Any, foreach: bool, fused: bool) -> None:
     assert_equal_on_all(ranks2, with_adam, foreach, fused)
 
 
@@ -131,7 +131,7 @@ ALL_REDUCE_ = torch.ops._c10d_functional.all_reduce_.default
 
 @row("S1", "gm_cache_and_transformation")
 @pytest.mark.parametrize("optimized", [False, True])
-def test_gm_cache_and_transformation(ranks2: Any, optimized: bool) -> None:
+def test_the_transformed_graph_is_kept_for_equal_shapes(ranks2: Any, optimized: bool) -> None:
     """The third call has another shape, and so a graph of its own. Optimized, two gradients share a bucket."""
     for found in ranks2.run(cached, optimized):
         assert found.pop("reductions") == (1 if optimized else 2)
@@ -167,7 +167,7 @@ def with_buffer() -> list[str]:
 
 
 @row("S1", "buffer")
-def test_buffer(ranks2: Any) -> None:
+def test_a_buffer_that_takes_gradients_equals_ddp(ranks2: Any) -> None:
     assert_equal_on_all(ranks2, with_buffer)
 
 
@@ -181,7 +181,7 @@ def expanded() -> list[list[int]]:
 
 
 @row("S1", "expand_dimension")
-def test_expand_dimension(ranks2: Any) -> None:
+def test_an_expanded_gradient_has_the_size_of_the_batch(ranks2: Any) -> None:
     for found in ranks2.run(expanded):
         assert found
         assert all(sizes == [2, 10] for sizes in found)
@@ -253,7 +253,7 @@ def with_body(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=row("S1", name)) for name in BODIES])
-def test_operators(ranks2: Any, name: str) -> None:
+def test_a_step_with_an_operator_equals_ddp(ranks2: Any, name: str) -> None:
     assert_equal_on_all(ranks2, with_body, name)
 
 
@@ -315,5 +315,5 @@ def with_loss(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=row("S1", name)) for name in LOSSES])
-def test_losses(ranks2: Any, name: str) -> None:
+def test_a_step_with_a_loss_equals_ddp(ranks2: Any, name: str) -> None:
     assert_equal_on_all(ranks2, with_loss, name)

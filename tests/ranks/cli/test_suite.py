@@ -70,7 +70,7 @@ class Clock:
         return slowly
 
 
-def test_a_lane_that_fails_is_told_and_the_others_go_on(pool2: Pool, tmp_path: Path) -> None:
+def test_a_contender_that_fails_is_told_and_the_others_go_on(pool2: Pool, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     pool2.run(run_session, str(path), 0.0)
     earlier, found = load(path)
@@ -89,7 +89,7 @@ def test_a_lane_that_fails_is_told_and_the_others_go_on(pool2: Pool, tmp_path: P
         assert (one.peak_bytes, one.exposed_ms, one.breakdown) == (None, None, None)  # there is no GPU
 
 
-def test_a_lane_for_which_there_is_no_time_is_not_run(pool2: Pool, tmp_path: Path) -> None:
+def test_a_contender_for_which_there_is_no_time_is_not_run(pool2: Pool, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     pool2.run(run_session, str(path), 3598.0)
     found = load(path)[-1]

@@ -36,7 +36,7 @@ def around(trainer: Trainer) -> SideEffects:
     return SideEffects(context, OptimizerEffects(context))
 
 
-def test_a_run_without_effects() -> None:
+def test_a_run_without_effects_changes_nothing() -> None:
     effects = around(Trainer())
     with effects:
         pass
@@ -58,7 +58,7 @@ def test_numbers_and_lists_are_told_and_restored_on_demand() -> None:
     assert trainer.losses is losses == []
 
 
-def test_a_tensor_left_behind_is_refused_at_once() -> None:
+def test_a_tensor_kept_on_an_object_is_refused_at_once() -> None:
     trainer = Trainer()
     effects = around(trainer)
     with pytest.raises(CaptureError, match=r"self\.last.*Return the tensor instead"), effects:

@@ -55,7 +55,7 @@ def test_nothing_is_copied_where_nobody_has_touched_it():
         assert made.tensor._version == version
 
 
-def test_what_stands_there_behind_a_call():
+def test_a_place_holds_a_new_tensor_after_a_call_that_replaces_it():
     for way, is_new in ((MirrorMode.READS, False), (MirrorMode.WRITES, False), (MirrorMode.REPLACES, True)):
         made, place = mirror(way)
         before = place["mean"]
@@ -68,7 +68,7 @@ def test_what_stands_there_behind_a_call():
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_in_inference_mode(inference):
+def test_a_mirror_works_in_inference_mode_and_outside(inference):
     with torch.inference_mode(inference):
         made, place = mirror(MirrorMode.REPLACES)
         for number in range(3):

@@ -43,7 +43,7 @@ class Flat:
     def update(self, x: Tensor) -> Tensor:
         return backward_and_step((x @ self.weight).square().sum(), self.opt)
 
-    def reads_behind_a_write(self, x: Tensor) -> Tensor:
+    def reads_after_a_write(self, x: Tensor) -> Tensor:
         loss = self.update(x)
         self.average.lerp_(self.weights, 0.1)  # <- here
         return loss
@@ -80,7 +80,7 @@ def line_of(method: Callable[..., Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("reads_behind_a_write", "uses self.weights behind the write"),
+        ("reads_after_a_write", "uses self.weights behind the write"),
         ("returns_a_part", "the step returns self.weights behind the write"),
         ("writes_to_both", "uses self.weights behind the write"),
         ("flat_gradients", "uses self.weight.grad behind the write"),

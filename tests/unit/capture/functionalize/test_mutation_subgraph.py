@@ -30,13 +30,13 @@ def an_input_at_the_end(x: Tensor, y: Tensor) -> Any:
     return z.sum()
 
 
-def an_input_and_readers_behind(x: Tensor, y: Tensor) -> Any:
+def an_input_and_later_readers(x: Tensor, y: Tensor) -> Any:
     before = x * 2
     x.add_(y)
     return before + x, x @ y
 
 
-def a_view_made_before_and_read_behind(x: Tensor, y: Tensor) -> Any:
+def a_view_made_before_and_read_after(x: Tensor, y: Tensor) -> Any:
     row = x[0]
     twice = row * 2
     x.mul_(y)
@@ -122,7 +122,7 @@ def results_that_nobody_reads(x: Tensor, y: Tensor) -> Any:
 
 
 STEPS: list[Callable[..., Any]] = [
-    nothing_is_written, an_input_at_the_end, an_input_and_readers_behind, a_view_made_before_and_read_behind,
+    nothing_is_written, an_input_at_the_end, an_input_and_later_readers, a_view_made_before_and_read_after,
     a_view_is_written_to, a_value_between, a_chain_of_writes, items_of_a_list, lists_in_place,
     the_result_of_a_write_is_read, an_out_argument, another_shape_in_place, written_to_and_returned, several_results,
     a_view_of_what_the_part_makes, results_that_nobody_reads,

@@ -67,7 +67,7 @@ def a_form_with_other_arguments(x: Tensor, y: Tensor) -> Any:
     return x + y
 
 
-def a_view_behind_a_write(x: Tensor, y: Tensor) -> Any:
+def a_view_after_a_write(x: Tensor, y: Tensor) -> Any:
     x.add_(y)
     return x.t().exp(), x[0]
 
@@ -75,10 +75,10 @@ def a_view_behind_a_write(x: Tensor, y: Tensor) -> Any:
 MORE = [
     a_type_that_only_the_call_in_place_keeps, a_layout_that_only_the_call_in_place_keeps, random_numbers_in_place,
     one_tensor_twice_in_a_list, a_copy_of_an_input, memory_that_may_belong_to_either_of_two,
-    a_form_with_other_arguments, a_view_behind_a_write,
+    a_form_with_other_arguments, a_view_after_a_write,
 ]  # fmt: skip
 TAKEN = {
-    "nothing_is_written", "an_input_at_the_end", "an_input_and_readers_behind", "lists_in_place",
+    "nothing_is_written", "an_input_at_the_end", "an_input_and_later_readers", "lists_in_place",
     "the_result_of_a_write_is_read", "several_results", "a_view_of_what_the_part_makes", "results_that_nobody_reads",
     "a_copy_of_an_input",
 }  # fmt: skip

@@ -35,7 +35,7 @@ Make = Callable[..., fast_guards.InputFiller]
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_gradients_are_off_in_a_run_and_as_they_were_behind_it(inputs: Make, before: bool) -> None:
+def test_gradients_are_off_in_a_run_and_as_they_were_after_it(inputs: Make, before: bool) -> None:
     def fails(inputs: list[Any]) -> None:
         raise ValueError(torch.is_grad_enabled())
 
@@ -48,7 +48,7 @@ def test_gradients_are_off_in_a_run_and_as_they_were_behind_it(inputs: Make, bef
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_autocast_is_off_in_a_run_and_as_it_was_behind_it(inputs: Make, before: bool) -> None:
+def test_autocast_is_off_in_a_run_and_as_it_was_after_it(inputs: Make, before: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=before):
         ran = inputs([torch.ones(2, 2)]).run(lambda flat: (flat[0] @ flat[0]).dtype, [])
         assert torch.is_autocast_enabled("cpu") == before

@@ -279,7 +279,7 @@ def test_nothing_is_reported_when_nothing_changed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])
-def test_gradients_at_entry(kind: str, keep_grads: bool) -> None:
+def test_a_gradient_at_entry_that_comes_or_goes_is_named(kind: str, keep_grads: bool) -> None:
     bench = Bench(keep_grads=keep_grads)
     assert bench.step.cache_info().traces == 1 + keep_grads
     assert (bench.step._last().captured.guards.fast.state is not None) == (kind == "native")
@@ -290,7 +290,7 @@ def test_gradients_at_entry(kind: str, keep_grads: bool) -> None:
     assert "gradient at entry" in str(bench.why_not())
 
 
-def test_a_gradient_at_entry_of_another_layout(kind: str) -> None:
+def test_a_gradient_at_entry_of_another_layout_is_named(kind: str) -> None:
     bench = Bench(keep_grads=True)
     bench.weight.grad = torch.zeros(3, 4).to_sparse()
     assert "sparse" in str(bench.why_not())
@@ -314,7 +314,7 @@ def test_the_native_look_takes_over_when_it_comes(monkeypatch: pytest.MonkeyPatc
     assert "model.scale was 1.0, is 2.0" in str(bench.why_not())
 
 
-def test_usual_calls_take_the_quick_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_calls_take_the_shortcut(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     entry = bench.step._last()
     shortcut = entry.fast_call
@@ -332,7 +332,7 @@ def test_usual_calls_take_the_quick_way(kind: str, monkeypatch: pytest.MonkeyPat
     assert shortcut.hits == hits + 3
 
 
-def test_a_single_gradient_that_is_zero(kind: str) -> None:
+def test_a_single_gradient_that_is_zero_is_there(kind: str) -> None:
     """The truth of such a gradient is False; what counts is that it is there."""
     weight = nn.Parameter(torch.ones(1))
 
@@ -374,7 +374,7 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_modes(kind: str, name: str) -> None:
+def test_a_mode_around_the_call_is_named(kind: str, name: str) -> None:
     bench = Bench()
     context, words = MODES[name]
     with context():
@@ -383,7 +383,7 @@ def test_modes(kind: str, name: str) -> None:
     assert bench.why_not() is None
 
 
-def test_switches(kind: str) -> None:
+def test_a_switch_of_torch_is_named(kind: str) -> None:
     bench = Bench()
     before = torch.get_default_dtype()
     try:
@@ -412,14 +412,14 @@ ARGUMENTS: dict[str, tuple[Callable[[Bench], tuple[Any, ...]], str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments(kind: str, name: str) -> None:
+def test_a_changed_argument_is_named(kind: str, name: str) -> None:
     make, words = ARGUMENTS[name]
     bench = Bench()
     assert words in str(bench.why_not(*make(bench)))
     assert bench.why_not() is None
 
 
-def test_the_same_tensor_given_twice(kind: str) -> None:
+def test_the_same_tensor_given_twice_is_another_trace(kind: str) -> None:
     """It is one input of the graph, so another second tensor must not be ignored."""
 
     @ws.compile(backend="eager")
@@ -432,7 +432,7 @@ def test_the_same_tensor_given_twice(kind: str) -> None:
     assert step.cache_info().traces == 2
 
 
-def test_an_argument_that_belongs_to_the_model(kind: str) -> None:
+def test_an_argument_that_belongs_to_the_model_is_named(kind: str) -> None:
     bench = Bench(args=(torch.randn(3), 1.0), model=_Adding())
     assert "is a tensor of the model" in str(bench.why_not(bench.model.norm.running_mean, 1.0))
 

@@ -96,7 +96,7 @@ build.build()
 """
 
 
-def test_what_a_process_that_was_killed_left_behind_is_taken_over(cache: Path) -> None:
+def test_the_lock_of_a_killed_process_is_taken_over(cache: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], check=False, timeout=120)
     lock = build.library().with_suffix(".lock")
     assert killed.returncode == -signal.SIGKILL

@@ -102,7 +102,7 @@ def test_a_read_of_a_dict_is_not_named(module: ModuleType) -> None:
     assert look.changed() == ()
 
 
-def test_what_is_written_behind_a_look_outlives_the_renewal(module: ModuleType) -> None:
+def test_a_write_after_a_look_outlives_the_renewal(module: ModuleType) -> None:
     one, two = {"a": 1}, {"a": 1}
     look = look_at(module, one, two)
     one["a"] = 2

@@ -37,7 +37,7 @@ def nested(x: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("plain", [doubled, nothing, nested])
-def test_every_kind_of_result(plain: Callable[[Tensor], Any]) -> None:
+def test_every_kind_of_result_is_that_of_eager_code(plain: Callable[[Tensor], Any]) -> None:
     step = ws.compile(plain, backend="eager")
     for number in range(4):
         x = torch.full((2,), float(number))
@@ -56,7 +56,7 @@ def test_signatures_in_turn_are_counted_once_each() -> None:
     assert hits(step) == 4, "all but the captures and the two calls of the other signature than before"
 
 
-def test_arguments_by_name_and_in_containers() -> None:
+def test_arguments_by_name_and_in_containers_take_the_shortcut() -> None:
     def summed(parts: list[Tensor], *, scale: float, more: dict[str, Tensor]) -> Tensor:
         return scale * (parts[0] + parts[1] + more["x"])
 
@@ -159,7 +159,7 @@ def test_an_error_while_comparing_reaches_the_caller(monkeypatch: pytest.MonkeyP
     assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_wrong_use_of_the_native_types() -> None:
+def test_wrong_use_of_the_native_types_is_a_type_error() -> None:
     step = ws.compile(doubled, backend="eager")
     for _ in range(2):
         step(torch.ones(2))

@@ -94,7 +94,7 @@ def test_clipping_is_neither_backward_nor_optimizer(program: Program) -> None:
     assert {origin.source for origin in of_region(program, Region.OTHER)} == {f"{HERE}:{LINES['clip']}"}
 
 
-def test_source_lines_of_the_step(program: Program) -> None:
+def test_nodes_carry_the_source_lines_of_the_step(program: Program) -> None:
     square = next(n for n in calls(program) if n.target is torch.ops.aten.pow.Tensor_Scalar)
     assert node_meta.origin(square).source == f"{HERE}:{LINES['loss']}"
     # What has no forward operation behind it, such as the first gradient, carries the line of the backward.

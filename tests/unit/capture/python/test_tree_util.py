@@ -101,7 +101,7 @@ def spell(thing: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NESTS)
-def test_round_trip(name: str) -> None:
+def test_a_round_trip_gives_the_same_tree(name: str) -> None:
     thing, _ = NESTS[name]
     came = round_trip(thing)
     assert spell(came) == spell(thing)
@@ -129,13 +129,13 @@ def test_an_object_with_a_module_is_one_leaf() -> None:
     assert tree_util.flatten((holder,))[0] == [holder]
 
 
-def test_structures_compare() -> None:
+def test_structures_are_equal_only_with_equal_classes_and_keys() -> None:
     assert tree_util.flatten(Frozen(X))[1] == tree_util.flatten(Frozen(Y))[1]
     assert tree_util.flatten(Frozen(X))[1] != tree_util.flatten(Slotted(X))[1]
     assert tree_util.flatten({"a": X})[1] != tree_util.flatten({"b": X})[1]
 
 
-def test_leaves_with_keys() -> None:
+def test_leaves_come_with_their_keys() -> None:
     assert tree_util.leaves_with_keys({"step": X, "parts": [Y, 1]}) == [
         (("step",), X),
         (("parts", 0), Y),
@@ -174,7 +174,7 @@ def test_a_batch_of_any_class_is_data_of_the_call(name: str) -> None:
     assert step.cache_info().traces == 1, step.cache_info().reasons
 
 
-def test_results_of_any_class() -> None:
+def test_results_of_any_class_are_returned() -> None:
     model = nn.Linear(2, 1)
 
     @ws.compile

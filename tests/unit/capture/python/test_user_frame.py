@@ -38,7 +38,7 @@ def test_no_line_is_said_to_be_unknown() -> None:
     assert user_frame.user_line(None) == "an unknown line"
 
 
-def test_the_running_line_of_the_user() -> None:
+def test_the_running_line_of_the_user_is_found() -> None:
     seen: list[str] = []
 
     class Spy(nn.Module):

@@ -57,63 +57,7 @@ class Trainer:
         return self.model(x).sum()
 
 
-def reaches(thing: Any) -> Reachable:
-    """What a walk finds that begins at a thing of the name "x"."""
-    walker = Walker()
-    walker.visit("x", thing)
-    return walker.finish()
-
-
-INNER = nn.Linear(2, 2)
-SGD = torch.optim.SGD(INNER.parameters(), lr=0.1)
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.forward = INNER
-
-    def method(self) -> Any:
-        return self.forward
-
-
-def holding_an_attribute() -> Tensor:
-    tensor = torch.zeros(2)
-    tensor.layer = INNER  # type: ignore[attr-defined]
-    return tensor
-
-
-ROWS: dict[str, tuple[int, Any, Callable[[Reachable], object]]] = {
-    "loose tensor": (0, holding_an_attribute(), lambda found: [name for name, _ in found.tensors.values()] == ["x"]),
-    "module": (1, nn.Sequential(INNER), lambda found: list(named(found)) == ["x"] and "x.0" in paths(found)),
-    "optimizer": (2, SGD, lambda found: list(found.optimizers.values()) == [("x", SGD)]),
-    "scheduler": (3, torch.optim.lr_scheduler.StepLR(SGD, 1), lambda found: (
-        [name for name, _ in (*found.schedulers, *found.optimizers.values())] == ["x", "x.optimizer"])),
-    "scaler": (4, GradScaler("cpu"), lambda found: (
-        [name for name, _ in found.tensors.values()] == ["x._scale", "x._growth_tracker"])),
-    "function": (5, lambda: INNER, lambda found: list(named(found)) == ["INNER"] and len(found.codes) == 1),
-    "method": (6, Holder().method, lambda found: list(named(found)) == ["self.forward"]),
-    "partial": (7, functools.partial(use_globals, x=INNER), lambda found: (
-        list(named(found)) == ["GLOBAL_MODEL", "x.keywords['x']"])),
-    "sequence": (8, deque([INNER]), lambda found: list(named(found)) == ["x.0"] and paths(found)[0] == "x"),
-    "buffer": (9, bytearray(b"12"), lambda found: paths(found) == ["x"]),
-    "mapping": (10, MappingProxyType({"a": INNER}), lambda found: list(named(found)) == ["x['a']"]),
-    "plain object": (11, SimpleNamespace(forward=INNER), lambda found: list(named(found)) == ["x.forward"]),
-}  # fmt: skip
-"""Per row of `HANDLERS` its number, a thing that it is for, and what a walk from there finds."""
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_each_handler_follows_its_kind_of_thing(name: str) -> None:
-    row, thing, is_found = ROWS[name]
-    assert next(number for number, (kind, _) in enumerate(HANDLERS) if isinstance(thing, kind)) == row
-    assert is_found(reaches(thing))
-
-
-def test_every_handler_has_a_case() -> None:
-    assert [row for row, _, _ in ROWS.values()] == list(range(len(HANDLERS)))
-
-
-def test_globals_that_the_code_names() -> None:
+def test_globals_that_the_code_names_are_found() -> None:
     found = find_reachable(use_globals, (torch.ones(2),), {})
     assert named(found) == {"GLOBAL_MODEL": GLOBAL_MODEL}
     watch = next(w for w in found.snapshots if w.path.startswith("globals"))
@@ -121,7 +65,7 @@ def test_globals_that_the_code_names() -> None:
     assert "UNUSED_MODEL" not in watch.held
 
 
-def test_closures_arguments_and_partials() -> None:
+def test_modules_in_closures_arguments_and_partials_are_found() -> None:
     a, b, c = nn.Linear(1, 1), nn.Linear(2, 2), nn.Linear(3, 3)
 
     def step(model: Any, x: Tensor, other: Any) -> Any:
@@ -239,7 +183,7 @@ def test_schedulers_lead_to_their_optimizer_and_move_freely_unless_read() -> Non
         ([].append, [].append, False), (torch.float32, torch.float32, True), (None, 0, False),
     ],
 )  # fmt: skip
-def test_same(a: Any, b: Any, equal: bool) -> None:
+def test_same_compares_type_and_value(a: Any, b: Any, equal: bool) -> None:
     assert same(a, b) is equal
 
 
@@ -300,7 +244,7 @@ def test_a_closure_cell_is_watched_and_restored() -> None:
     assert calls == 0
 
 
-def test_library_frames() -> None:
+def test_frames_of_libraries_are_told_from_the_users() -> None:
     assert code_owner.library_frame(torch.nn.functional.__file__)
     assert code_owner.library_frame(reachability.__file__)
     assert code_owner.library_frame("<string>")

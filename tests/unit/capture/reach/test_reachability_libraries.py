@@ -156,7 +156,7 @@ def test_what_is_set_on_an_object_of_a_library_is_not_stale(library: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", ["Around", "Fabric"])
-def test_optimizers_around_others_step_as_these(library: Any, kind: str) -> None:
+def test_an_optimizer_around_another_steps_as_it_does(library: Any, kind: str) -> None:
     def run(compiled: bool) -> tuple[list[Tensor], Any]:
         model, opt = training()
         around = getattr(library, kind)(opt)
@@ -194,7 +194,7 @@ def test_an_optimizer_around_another_is_read_at_every_call(library: Any) -> None
     assert step.cache_info().traces == 2
 
 
-def test_two_classes_of_optimizers_in_one_file() -> None:
+def test_two_classes_of_optimizers_in_one_file_train_the_same() -> None:
     """What is put into the file's scope while tracing is put there once."""
 
     class Mine(torch.optim.AdamW):

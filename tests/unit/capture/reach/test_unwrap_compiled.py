@@ -124,7 +124,7 @@ def test_what_torch_compile_leaves_alone_is_not_told(caplog: pytest.LogCaptureFi
     assert "has no part" not in caplog.text
 
 
-def test_torch_compile_works_beside_the_step() -> None:
+def test_torch_compile_works_along_with_the_step() -> None:
     """Before, between and behind calls: the setting that lets a trace through is the trace's alone."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4)

@@ -53,7 +53,7 @@ def raises_in_one_of_two(x: Tensor, y: Tensor | None = None) -> Tensor:
     return x * 2
 
 
-def raises_behind_what_is_known(x: Tensor) -> Tensor:
+def raises_after_what_is_known(x: Tensor) -> Tensor:
     if x is not None and x.max().item() >= LIMIT:
         raise IndexError
     return x * 2
@@ -234,7 +234,7 @@ RAISE: dict[Any, tuple[type[Exception], str | None]] = {
     asserts_at_last: (AssertionError, "out of range"),
     raises: (ValueError, "not below 3"),
     raises_in_one_of_two: (RuntimeError, "nan or too large"),
-    raises_behind_what_is_known: (IndexError, ""),
+    raises_after_what_is_known: (IndexError, ""),
     raises_over_lines: (ArithmeticError, "over lines"),
     raises_its_own: (Refused, "mine"),
     raises_elsewhere: (KeyError, "'elif'"),

@@ -169,7 +169,7 @@ def test_a_number_that_no_box_holds_is_a_constant_of_its_trace() -> None:
     assert step.cache_info().traces == 3
 
 
-def test_a_list_that_grows_beside_a_counter_is_refused() -> None:
+def test_a_list_that_grows_next_to_a_counter_is_refused() -> None:
     held, log = Slotted(), []  # type: ignore[var-annotated]
 
     def step(x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def test_a_changed_number_is_read_without_a_retrace(options: dict[str, Any], key
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_the_change_matters(key: str) -> None:
+def test_a_changed_number_changes_the_training(key: str) -> None:
     """The numbers above would not show a frozen value if it made no difference."""
     (a, opt_a), (b, opt_b) = twins(adamw(fused=True))
     x = torch.ones(6, 4)

@@ -59,7 +59,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize("probability", [0.0, 1.0])
-def test_layers_that_are_never_or_always_skipped(probability: float, draw: Callable[[], Any]) -> None:
+def test_layers_that_are_never_or_always_skipped_are_traced_once(probability: float, draw: Callable[[], Any]) -> None:
     """Masks of dropout that are drawn behind the comparisons, and the generator itself, are those of eager code."""
     eager, ours = trained(Skipping(probability, draw)), trained(Skipping(probability, draw))
     ours[0].load_state_dict(eager[0].state_dict())
@@ -151,7 +151,7 @@ def answers(ask: Callable[[Any], Any], draw: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", WANTED)
 @pytest.mark.parametrize("kind", ["tensor", "number"])
-def test_what_is_certain(name: str, kind: str) -> None:
+def test_an_answer_is_known_where_it_is_certain(name: str, kind: str) -> None:
     compare = getattr(operator, name)
     left, right = WANTED[name]
     for number, on_left, on_right in zip((-1.0, 0.0, 0.5, 1, 2), left, right, strict=True):
@@ -197,7 +197,7 @@ def test_what_is_no_draw_any_more_is_refused(draw: Callable[[], Tensor]) -> None
     assert answers(lambda drawn: drawn < 1, draw) == UNKNOWN
 
 
-def test_a_draw_next_to_a_count() -> None:
+def test_a_draw_next_to_a_count_is_no_condition() -> None:
     """Beside a number of the host the answer belongs to a condition, for which nothing is drawn."""
 
     class Both(nn.Module):
@@ -222,7 +222,7 @@ def test_a_draw_next_to_a_count() -> None:
     assert step.cache_info().traces == 2
 
 
-def test_an_answer_that_is_written_over() -> None:
+def test_an_answer_that_is_written_over_is_asked_again() -> None:
     class Overwritten(nn.Module):
         def __init__(self) -> None:
             super().__init__()

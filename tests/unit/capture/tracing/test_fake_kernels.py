@@ -153,7 +153,9 @@ class Channels(nn.Module):
 
 @pytest.mark.parametrize("loss", [functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_step_through_another_layout(loss: Callable[[Tensor, Tensor], Tensor], backend: str) -> None:
+def test_a_step_through_another_layout_equals_eager_code(
+    loss: Callable[[Tensor, Tensor], Tensor], backend: str
+) -> None:
     model = Channels()
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -167,7 +169,7 @@ def test_a_step_through_another_layout(loss: Callable[[Tensor, Tensor], Tensor],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("groups", ["rows", "columns", "sums", "each"])
-def test_products_of_groups(groups: str, dtype: torch.dtype) -> None:
+def test_products_of_groups_have_the_strides_of_the_real_ones(groups: str, dtype: torch.dtype) -> None:
     ends = torch.tensor([8, 16], dtype=torch.int32)
     of = {
         "rows": ((16, 8), (2, 8, 24), ends),
@@ -219,7 +221,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("kind", [Gated, Experts])
-def test_steps_whose_kernels_were_described_otherwise(kind: type[nn.Module], backend: str) -> None:
+def test_steps_with_unusual_layouts_equal_eager_code(kind: type[nn.Module], backend: str) -> None:
     torch.manual_seed(1)
     model = kind()
 
@@ -263,7 +265,7 @@ def held(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("fn", [counted, held])
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_number_is_read_again_behind_a_write_to_a_list(fn: Callable[[Tensor], list[Tensor]], inference: bool) -> None:
+def test_a_number_is_read_again_after_a_write_to_a_list(fn: Callable[[Tensor], list[Tensor]], inference: bool) -> None:
     def step(x: Tensor) -> list[Tensor]:
         with torch.inference_mode(inference), torch.no_grad():
             return fn(x.clone())

@@ -34,7 +34,7 @@ def moving() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def moved(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+def train_after_to(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss: Tensor = model.to("cpu")(x).square().mean()
     loss.backward()
     model.to(torch.float32)  # with gradients
@@ -45,10 +45,10 @@ def moved(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
 
 def test_a_module_may_be_moved_to_where_it_is() -> None:
     eager, ours = twins(moving)
-    step = ws.compile(moved, backend="eager")
+    step = ws.compile(train_after_to, backend="eager")
     for _ in range(3):
         x = torch.randn(3, 4)
-        assert torch.equal(moved(*eager, x), step(*ours, x))
+        assert torch.equal(train_after_to(*eager, x), step(*ours, x))
         assert differing(eager[0], ours[0]) == []
     info = step.cache_info()
     assert (info.traces, info.hits) == (1, 2)
