@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,30 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from tests.conformance.collectives.compiled_steps import CALLS, Step, run_both, tensors
 
 pytestmark = pytest.mark.ranks
-CALLS = 3
 
 
-def tensors(call: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * call + dist.get_rank())
-    return torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
-
-
-def leaves(result: Any) -> list[Any]:
-    return [leaf for one in result for leaf in leaves(one)] if isinstance(result, (list, tuple)) else [result]
-
-
-def compared(step: Callable[[Tensor, Tensor], Any]) -> str:
-    """Eager and compiled calls of the step, which must be equal, bit for bit. Gives the plan."""
-    compiled = ws.compile(step, backend="eager")
-    for call in range(CALLS):
-        here, there = tensors(call), tensors(call)
-        wanted, found = leaves((step(*here), here)), leaves((compiled(*there), there))
-        assert len(wanted) == len(found)
-        for a, b in zip(wanted, found, strict=True):
-            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-    return compiled.plan
+def plan_of(step: Step) -> str:
+    """The plan of a compiled step that equals the eager one, bit for bit."""
+    return run_both(step, backend="eager").plan
 
 
 # ---- groups ------------------------------------------------------------------------------------------------------
@@ -52,7 +35,7 @@ def over_both_axes() -> str:
         dist.broadcast(b, group_src=1, group=mesh.get_group("outer"))
         return [a, b, x * mesh.get_local_rank("inner")]
 
-    return compared(step)
+    return plan_of(step)
 
 
 def test_mesh_axes_have_one_plan_on_all_ranks(pool4: Any) -> None:
@@ -69,7 +52,7 @@ def over_some_ranks(members: tuple[int, ...]) -> str:
         dist.all_reduce(y)
         return z + y
 
-    return compared(step)
+    return plan_of(step)
 
 
 @pytest.mark.parametrize("members", [(0, 1, 3), (0, 1)], ids=["irregular", "one block of a division"])
@@ -115,7 +98,7 @@ def crossing(x: Tensor, y: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("step", [ring, pipeline, crossing])
 def test_messages_equal_eager_code(pool4: Any, step: Any) -> None:
-    plans = pool4.run(compared, step)
+    plans = pool4.run(plan_of, step)
     assert len(set(plans)) > 1, "each rank has the messages it takes part in"
 
 

@@ -36,7 +36,12 @@ def leaves(result: Any) -> list[Any]:
 
 def compared(step: Step, calls: list[int] | None = None) -> str:
     """Runs the step both ways and gives the text of the program that ran."""
-    compiled = ws.compile(step)
+    return text_of(run_both(step, calls).program())
+
+
+def run_both(step: Step, calls: list[int] | None = None, **options: Any) -> ws.CompiledStep:
+    """Eager and compiled calls with so many rows each: equal bit for bit. Gives the compiled step."""
+    compiled = ws.compile(step, **options)
     for call, rows in enumerate(calls or [ROWS] * CALLS):
         here, there = tensors(call, rows), tensors(call, rows)
         wanted, found = leaves((step(*here), here)), leaves((compiled(*there), there))
@@ -44,7 +49,7 @@ def compared(step: Step, calls: list[int] | None = None) -> str:
         for position, (a, b) in enumerate(zip(wanted, found, strict=True)):
             assert equal(a, b), f"call {call}, value {position}: {a} is not {b}"
     assert compiled.cache_info().traces == len(set(calls or [ROWS]))
-    return text_of(compiled.program())
+    return compiled
 
 
 def text_of(program: Program) -> str:

@@ -55,6 +55,11 @@ def new_scaler(**options: Any) -> GradScaler:
     return GradScaler("cpu", init_scale=1024.0, growth_interval=3, **options)
 
 
+def training(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
+    model = model_of()
+    return model, OPTIMIZERS["adamw"](model.parameters()), new_scaler(**options)
+
+
 def train(
     name: str, *, backend: str | None, clips: bool, used: bool = False, half: bool = True
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
@@ -97,16 +102,14 @@ def test_inductor_trains_so_too() -> None:
 
 
 def test_a_scaler_that_is_off_does_nothing() -> None:
-    model, scaler = model_of(), new_scaler(enabled=False)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model, optimizer, scaler = training(enabled=False)
     step = ws.compile(step_of(scaler), backend="eager")
     assert step(model, optimizer, torch.ones(4, WIDTH)).isfinite()
     assert scaler.state_dict() == {}
 
 
 def test_a_scale_that_is_set_between_calls_is_used() -> None:
-    model, scaler = model_of(), new_scaler()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model, optimizer, scaler = training()
     step = ws.compile(step_of(scaler), backend="eager")
     step(model, optimizer, torch.ones(4, WIDTH))
     scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0, "_growth_tracker": 0})
@@ -115,8 +118,7 @@ def test_a_scale_that_is_set_between_calls_is_used() -> None:
 
 
 def test_other_factors_are_another_graph() -> None:
-    model, scaler = model_of(), new_scaler()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model, optimizer, scaler = training()
     step = ws.compile(step_of(scaler), backend="eager")
     step(model, optimizer, torch.ones(4, WIDTH))
     scaler.set_backoff_factor(0.125)
@@ -125,8 +127,7 @@ def test_other_factors_are_another_graph() -> None:
 
 
 def test_an_update_outside_of_the_step_is_refused_and_the_scaler_stays_usable() -> None:
-    model, scaler = model_of(), new_scaler()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model, optimizer, scaler = training()
     with pytest.raises(CaptureError, match=r"scaler.*its update\(\) is not called there.*scaler.update\(\)"):
         ws.compile(step_of(scaler, updates=False), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
     step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))
@@ -135,8 +136,7 @@ def test_an_update_outside_of_the_step_is_refused_and_the_scaler_stays_usable() 
 
 @pytest.mark.parametrize(("fails", "error"), [("at a call", ValueError), ("while capturing", CaptureError)])
 def test_a_step_that_fails_on_its_way_leaves_no_notes(fails: str, error: type[Exception]) -> None:
-    model, scaler = model_of(), new_scaler()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model, optimizer, scaler = training()
     with pytest.raises(error):
         ws.compile(step_of(scaler, clips=True, fails=fails), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
     step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))  # else: unscale_() has already been called
@@ -151,8 +151,7 @@ def test_an_optimizer_that_leaves_the_choice_to_python_is_named(options: dict[st
 
 
 def test_notes_are_put_back_whatever_else_is_refused() -> None:
-    model, scaler, chance = model_of(), new_scaler(), random.Random(0)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    (model, optimizer, scaler), chance = training(), random.Random(0)
     inner = step_of(scaler, clips=True, updates=False)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
