@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import wholestep as ws
-import wholestep.api.compiled_step
+import wholestep.runtime.buffer_sync
 from tests.behaviour.warm.steps import losses, things, train
 from wholestep.api.cache import artifact
 from wholestep.lower.inductor_backend import Inductor
@@ -79,7 +79,7 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
     done: list[tuple[Any, ...]] = []
     watched = [
         (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Rendezvous, "agree"),
-        (wholestep.api.compiled_step, "broadcast_tensors"),
+        (wholestep.runtime.buffer_sync, "broadcast_tensors"),
     ]  # fmt: skip
 
     def noted(owner: Any, name: str) -> Any:

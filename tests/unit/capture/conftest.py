@@ -40,5 +40,5 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(moving))
         return capture(step, args, kwargs, moving, moved)
 
-    monkeypatch.setattr("wholestep.api.compiled_step.capture", counted)
+    monkeypatch.setattr("wholestep.api.stages.capture", counted)
     return counts

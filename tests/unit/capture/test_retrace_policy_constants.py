@@ -36,7 +36,7 @@ def test_text_that_nobody_looks_at_may_be_any(kind: str, captures: list[int]) ->
     step = train_both(named, names_of)
     assert (step.cache_info().traces, step.cache_info().hits) == (2, CALLS - 2)
     assert captures == [0, 0, 4]  # with the texts as they are, to compare
-    assert (step._short() > 0) == (kind == "native")
+    assert (step._stats.fast_hits > 0) == (kind == "native")
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {
@@ -147,7 +147,7 @@ def test_what_can_be_no_input_stays_a_constant(name: str) -> None:
     info = step.cache_info()
     assert info.traces + info.loaded == CALLS
     assert all("argument 1 was" in reason for reason in info.reasons)
-    (told,) = step._retraces._constant.values()
+    (told,) = step._stages.retraces._constant.values()
     assert told.startswith("Argument 1 can be no input of the graph: ")
     assert why in told
 

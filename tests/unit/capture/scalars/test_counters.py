@@ -79,7 +79,7 @@ def test_one_number_for_all_parameters_until_they_differ() -> None:
 
     ours = made()
     step = train_both(made(), ours, part)
-    counters = step._entries[1].captured.binding.counters
+    counters = step._dispatcher.entries[1].captured.binding.counters
     assert sorted(len(one.places) for one in counters) == [1, 1, 4, 4]
     assert "another number" in step.cache_info().reasons[-1]
 
