@@ -122,52 +122,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
 
 
-def opened(nproc: int, backend: str = "gloo") -> Iterator[Pool]:
-    pool = Pool(nproc, backend)
-    yield pool
-    pool.close()
+def of_ranks(nproc: int, backend: str) -> Any:
+    """A fixture for the session: `nproc` processes, with one GPU each under NCCL."""
+
+    @pytest.fixture(scope="session", name=f"{'nccl' if backend == 'nccl' else 'pool'}{nproc}")
+    def pool() -> Iterator[Pool]:
+        made = Pool(nproc, backend)
+        yield made
+        made.close()
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def pool2() -> Iterator[Pool]:
-    """Two ranks."""
-    yield from opened(2)
+def on_both(nproc: int) -> Any:
+    """A fixture: `nproc` ranks, on CPUs and on GPUs."""
+
+    @pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], name=f"ranks{nproc}")
+    def ranks(request: pytest.FixtureRequest) -> Pool:
+        return request.getfixturevalue(f"{'pool' if request.param == 'gloo' else 'nccl'}{nproc}")
+
+    return ranks
 
 
-@pytest.fixture(scope="session")
-def pool4() -> Iterator[Pool]:
-    """Four ranks."""
-    yield from opened(4)
-
-
-@pytest.fixture(scope="session")
-def pool8() -> Iterator[Pool]:
-    """Eight ranks."""
-    yield from opened(8)
-
-
-@pytest.fixture(scope="session")
-def nccl2() -> Iterator[Pool]:
-    """Two ranks on two GPUs."""
-    yield from opened(2, "nccl")
-
-
-@pytest.fixture(scope="session")
-def nccl4() -> Iterator[Pool]:
-    """Four ranks on four GPUs."""
-    yield from opened(4, "nccl")
-
-
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def ranks2(request: pytest.FixtureRequest) -> Pool:
-    """Two ranks, on CPUs and on GPUs."""
-    return request.getfixturevalue({"gloo": "pool2", "nccl": "nccl2"}[request.param])
-
-
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def ranks4(request: pytest.FixtureRequest) -> Pool:
-    """Four ranks, on CPUs and on GPUs."""
-    return request.getfixturevalue({"gloo": "pool4", "nccl": "nccl4"}[request.param])
+pool2, pool4, pool8 = (of_ranks(nproc, "gloo") for nproc in (2, 4, 8))
+nccl2, nccl4 = (of_ranks(nproc, "nccl") for nproc in (2, 4))
+ranks2, ranks4 = on_both(2), on_both(4)
 
 
 def needs_gpus(number: int) -> None:

@@ -127,14 +127,25 @@ def leaving_in(run: Run, keep: Callable[[Tensor, Tensor], Any], seen: Callable[[
     return leaving(run, step, seen, module, opt)
 
 
-@case(traces=(2,))
-def leaves_slots_and_an_argument(run: Run) -> Job:
-    held = WithSlots()
+def keeps(
+    seen: Callable[[Any], Any], *, held: Callable[[], Any] = Holder, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers ``keep(held, loss, x)``, the end of the usual step; it leaves in `held` what ``seen(held)`` gives."""
 
-    def keep(loss: Tensor, x: Tensor) -> None:
-        held.last, held.batch = loss, x
+    def register(keep: Callable[..., Any]) -> Callable[..., Any]:
+        def build(run: Run) -> Job:
+            kept = held()
+            return leaving_in(run, lambda loss, x: keep(kept, loss, x), lambda: seen(kept))
 
-    return leaving_in(run, keep, lambda: (held.last, held.batch))
+        case(name=keep.__name__, **options)(build)
+        return keep
+
+    return register
+
+
+@keeps(lambda held: (held.last, held.batch), held=WithSlots, traces=(2,))
+def leaves_slots_and_an_argument(held: Any, loss: Tensor, x: Tensor) -> None:
+    held.last, held.batch = loss, x
 
 
 @case(traces=(2,))
@@ -148,49 +159,29 @@ def leaves_a_variable(run: Run) -> Job:
     return leaving_in(run, keep, lambda: last)
 
 
-@case(traces=(2,))
-def leaves_an_item_of_a_list(run: Run) -> Job:
-    held: list[Any] = ["name", None]
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        held[1] = loss
-        return loss + 1
-
-    return leaving_in(run, keep, lambda: held[1])
+@keeps(lambda held: held[1], held=lambda: ["name", None], traces=(2,))
+def leaves_an_item_of_a_list(held: Any, loss: Tensor, x: Tensor) -> Tensor:
+    held[1] = loss
+    return loss + 1
 
 
-@case(traces=(2,))
-def leaves_it_and_returns_the_one_before(run: Run) -> Job:
+@keeps(lambda held: float(held["last"]), held=lambda: {"last": None}, traces=(2,))
+def leaves_it_and_returns_the_one_before(held: Any, loss: Tensor, x: Tensor) -> Any:
     """What is returned is not what is written to."""
-    held: dict[str, Any] = {"last": None}
-
-    def keep(loss: Tensor, x: Tensor) -> Any:
-        before, held["last"] = held["last"], loss
-        return before
-
-    return leaving_in(run, keep, lambda: float(held["last"]))
+    before, held["last"] = held["last"], loss
+    return before
 
 
-@case(traces=(3,))
-def leaves_it_and_keeps_the_one_before(run: Run) -> Job:
-    held: dict[str, Any] = {}
-
-    def keep(loss: Tensor, x: Tensor) -> None:
-        held["before"] = held.get("last")
-        held["last"] = loss
-
-    return leaving_in(run, keep, lambda: [None if one is None else float(one) for one in held.values()])
+@keeps(lambda held: [None if one is None else float(one) for one in held.values()], held=lambda: {}, traces=(3,))
+def leaves_it_and_keeps_the_one_before(held: Any, loss: Tensor, x: Tensor) -> None:
+    held["before"] = held.get("last")
+    held["last"] = loss
 
 
-@case(traces=(2,))
-def leaves_an_average(run: Run) -> Job:
+@keeps(lambda held: float(held["mean"]), held=lambda: {"mean": None}, traces=(2,))
+def leaves_an_average(held: Any, loss: Tensor, x: Tensor) -> None:
     """It is read before it is replaced: state from the second call on."""
-    held: dict[str, Any] = {"mean": None}
-
-    def keep(loss: Tensor, x: Tensor) -> None:
-        held["mean"] = loss if held["mean"] is None else 0.9 * held["mean"] + 0.1 * loss
-
-    return leaving_in(run, keep, lambda: float(held["mean"]))
+    held["mean"] = loss if held["mean"] is None else 0.9 * held["mean"] + 0.1 * loss
 
 
 @case(traces=(5,))
@@ -219,83 +210,48 @@ def leaves_it_where_its_owner_has_put_another(run: Run) -> Job:
     return Job(step=job.step, batches=job.batches, objects=objects, between=between)
 
 
-@case(traces=(2,))
-def leaves_a_dict_of_tensors(run: Run) -> Job:
+@keeps(lambda held: [*held.logs.items()], traces=(2,))
+def leaves_a_dict_of_tensors(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """A new one in every call, in which nobody looks before."""
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        held.logs = {"loss": loss, "parts": (loss + 1, x), "name": "step"}
-        return loss
-
-    return leaving_in(run, keep, lambda: [*held.logs.items()])
+    held.logs = {"loss": loss, "parts": (loss + 1, x), "name": "step"}
+    return loss
 
 
-@case(traces=(2,))
-def leaves_a_dict_of_numbers(run: Run) -> Job:
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> None:
-        held.logs = {"loss": loss.item(), "tensor": loss}
-
-    return leaving_in(run, keep, lambda: [*held.logs.values()])
+@keeps(lambda held: [*held.logs.values()], traces=(2,))
+def leaves_a_dict_of_numbers(held: Any, loss: Tensor, x: Tensor) -> None:
+    held.logs = {"loss": loss.item(), "tensor": loss}
 
 
-@case(traces=(2,))
-def leaves_a_number_where_none_was(run: Run) -> Job:
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> None:
-        held.logs = loss.item()
-
-    return leaving_in(run, keep, lambda: held.logs)
+@keeps(lambda held: held.logs, traces=(2,))
+def leaves_a_number_where_none_was(held: Any, loss: Tensor, x: Tensor) -> None:
+    held.logs = loss.item()
 
 
-@case(traces=(3,))
-def leaves_the_answer_to_a_number(run: Run) -> Job:
+@keeps(lambda held: (held.count, held.logs), traces=(3,))
+def leaves_the_answer_to_a_number(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """As accelerate notes whether gradients are complete in this call."""
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        held.count += 1
-        held.logs = held.count % 2 == 0
-        return loss * 2 if held.logs else loss
-
-    return leaving_in(run, keep, lambda: (held.count, held.logs))
+    held.count += 1
+    held.logs = held.count % 2 == 0
+    return loss * 2 if held.logs else loss
 
 
-@case(traces=(2,))
-def leaves_an_object_of_tensors(run: Run) -> Job:
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        held.logs = torch.distributions.Normal(loss, loss.abs() + 1)
-        return loss
-
-    return leaving_in(run, keep, lambda: (held.logs.mean, held.logs.stddev))
+@keeps(lambda held: (held.logs.mean, held.logs.stddev), traces=(2,))
+def leaves_an_object_of_tensors(held: Any, loss: Tensor, x: Tensor) -> Tensor:
+    held.logs = torch.distributions.Normal(loss, loss.abs() + 1)
+    return loss
 
 
-@case(traces=(5,))
-def leaves_a_dict_that_it_reads(run: Run) -> Job:
+@keeps(lambda held: held.logs["mean"], traces=(5,))
+def leaves_a_dict_that_it_reads(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """What is read is a constant of its trace."""
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        held.logs = {"mean": loss if held.logs is None else 0.5 * (held.logs["mean"] + loss)}
-        return loss
-
-    return leaving_in(run, keep, lambda: held.logs["mean"])
+    held.logs = {"mean": loss if held.logs is None else 0.5 * (held.logs["mean"] + loss)}
+    return loss
 
 
-@case(traces=(5,))
-def leaves_a_dict_that_it_counts_in(run: Run) -> Job:
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        held.logs = {"calls": 1 if held.logs is None else held.logs["calls"] + 1}
-        return loss * held.logs["calls"]
-
-    return leaving_in(run, keep, lambda: held.logs["calls"])
+@keeps(lambda held: held.logs["calls"], traces=(5,))
+def leaves_a_dict_that_it_counts_in(held: Any, loss: Tensor, x: Tensor) -> Tensor:
+    held.logs = {"calls": 1 if held.logs is None else held.logs["calls"] + 1}
+    return loss * held.logs["calls"]
 
 
 @case(traces=(2,))
@@ -337,14 +293,9 @@ def switches_its_module(run: Run) -> Job:
     return leaving(run, step, lambda: [part.training for part in module.modules()], module, opt)
 
 
-@case(traces=(5,))
-def leaves_a_dict_and_asks_for_its_class(run: Run) -> Job:
+@keeps(lambda held: held.logs["loss"], traces=(5,))
+def leaves_a_dict_and_asks_for_its_class(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """Which nothing that stands in its place can notice, but the program is another one then."""
-    held = Holder()
-
-    def keep(loss: Tensor, x: Tensor) -> Tensor:
-        loss = loss * 2 if type(held.logs) is dict else loss
-        held.logs = {"loss": loss}
-        return loss
-
-    return leaving_in(run, keep, lambda: held.logs["loss"])
+    loss = loss * 2 if type(held.logs) is dict else loss
+    held.logs = {"loss": loss}
+    return loss

@@ -57,6 +57,16 @@ def replacing(
     return leaving(run, step, seen.get("seen", getattr(held, "seen", None)), module, opt, **more)
 
 
+def replaces(held: Callable[[], Any], **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers ``keep(held, loss)``, the end of the usual step, which replaces tensors in `held`."""
+
+    def register(keep: Callable[..., Any]) -> Callable[..., Any]:
+        case(name=keep.__name__, **options)(lambda run: replacing(run, keep, held()))
+        return keep
+
+    return register
+
+
 def average(held: Any, loss: Tensor) -> None:
     held.mean = 0.9 * held.mean + 0.1 * loss
 
@@ -98,39 +108,27 @@ def replaces_items_of_dicts_and_lists(run: Run) -> Job:
     return replacing(run, keep, None, seen=lambda: [*sums.values(), *extremes])
 
 
-@case()
-def replaces_what_lies_by_columns(run: Run) -> Job:
-    def keep(held: Any, loss: Tensor) -> None:
-        held.table = held.table * 0.5 + loss
-
-    return replacing(run, keep, Holder(table=torch.ones(3, 4).t()))
+@replaces(lambda: Holder(table=torch.ones(3, 4).t()))
+def replaces_what_lies_by_columns(held: Any, loss: Tensor) -> None:
+    held.table = held.table * 0.5 + loss
 
 
-@case()
-def replaces_and_returns_both(run: Run) -> Job:
-    def keep(held: Any, loss: Tensor) -> Any:
-        before = held.mean
-        average(held, loss)
-        return before, held.mean
-
-    return replacing(run, keep, mean())
+@replaces(mean)
+def replaces_and_returns_both(held: Any, loss: Tensor) -> Any:
+    before = held.mean
+    average(held, loss)
+    return before, held.mean
 
 
-@case()
-def replaces_and_moves_the_one_before(run: Run) -> Job:
-    def keep(held: Any, loss: Tensor) -> None:
-        held.before, held.mean = held.mean, 0.9 * held.mean + 0.1 * loss + held.before
-
-    return replacing(run, keep, Holder(before=torch.ones(()), mean=torch.zeros(())))
+@replaces(lambda: Holder(before=torch.ones(()), mean=torch.zeros(())))
+def replaces_and_moves_the_one_before(held: Any, loss: Tensor) -> None:
+    held.before, held.mean = held.mean, 0.9 * held.mean + 0.1 * loss + held.before
 
 
-@case()
-def replaces_two_by_each_other(run: Run) -> Job:
-    def keep(held: Any, loss: Tensor) -> Tensor:
-        held.a, held.b = held.b, held.a
-        return held.a * 2 + held.b
-
-    return replacing(run, keep, Holder(a=torch.ones(()), b=torch.zeros(())))
+@replaces(lambda: Holder(a=torch.ones(()), b=torch.zeros(())))
+def replaces_two_by_each_other(held: Any, loss: Tensor) -> Tensor:
+    held.a, held.b = held.b, held.a
+    return held.a * 2 + held.b
 
 
 @case(traces=(2,))

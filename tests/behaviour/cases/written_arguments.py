@@ -57,6 +57,16 @@ def given(
     return Job(step=call, batches=class_batches(run, 5), objects=objects)
 
 
+def writes(make: Callable[[Tensor, Tensor], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers ``step(update, batch)`` as a case whose batches ``make(x, y)`` makes."""
+
+    def register(step: Callable[..., Any]) -> Callable[..., Any]:
+        case(name=step.__name__)(lambda run: given(run, make, step))
+        return step
+
+    return register
+
+
 def contents(thing: Any) -> Any:
     """Everything in a nest, in order."""
     if isinstance(thing, dict):
@@ -68,71 +78,51 @@ def contents(thing: Any) -> Any:
     return contents(vars(thing)) if isinstance(thing, Batch) else thing
 
 
-@case()
-def takes_out_of_its_batch(run: Run) -> Job:
+@writes(lambda x, y: {"x": x, "y": y})
+def takes_out_of_its_batch(update: Any, batch: Any) -> Any:
     """As steps around models of Hugging Face do with their labels."""
-
-    def step(update: Any, batch: Any) -> Any:
-        y = batch.pop("y")
-        return update(batch["x"], y)
-
-    return given(run, lambda x, y: {"x": x, "y": y}, step)
+    y = batch.pop("y")
+    return update(batch["x"], y)
 
 
-@case()
-def replaces_in_its_batch(run: Run) -> Job:
-    def step(update: Any, batch: Any) -> Any:
-        batch["x"] = batch["x"] * 2
-        batch["name"], batch["kept"] = "scaled", batch["y"]
-        return update(batch["x"], batch["kept"])
-
-    return given(run, lambda x, y: {"x": x, "y": y, "name": "plain"}, step)
+@writes(lambda x, y: {"x": x, "y": y, "name": "plain"})
+def replaces_in_its_batch(update: Any, batch: Any) -> Any:
+    batch["x"] = batch["x"] * 2
+    batch["name"], batch["kept"] = "scaled", batch["y"]
+    return update(batch["x"], batch["kept"])
 
 
-@case()
-def writes_losses_into_a_dict(run: Run) -> Job:
+@writes(lambda x, y: ({}, (x, y)))
+def writes_losses_into_a_dict(update: Any, batch: Any) -> None:
     """One that is empty: nothing in it is an input."""
-
-    def step(update: Any, batch: Any) -> None:
-        log, (x, y) = batch
-        loss = update(x, y)
-        log["loss"], log["twice"] = loss, {"value": loss.item() * 2, "parts": [loss, loss + 1]}
-
-    return given(run, lambda x, y: ({}, (x, y)), step)
+    log, (x, y) = batch
+    loss = update(x, y)
+    log["loss"], log["twice"] = loss, {"value": loss.item() * 2, "parts": [loss, loss + 1]}
 
 
-@case()
-def appends_to_a_list_it_is_given(run: Run) -> Job:
-    def step(update: Any, batch: Any) -> Any:
-        x, y = batch[:2]
-        loss = update(x, y)
-        batch.append(loss)
-        batch.insert(0, batch.pop(1))
-        return loss
-
-    return given(run, lambda x, y: [x, y], step)
+@writes(lambda x, y: [x, y])
+def appends_to_a_list_it_is_given(update: Any, batch: Any) -> Any:
+    x, y = batch[:2]
+    loss = update(x, y)
+    batch.append(loss)
+    batch.insert(0, batch.pop(1))
+    return loss
 
 
-@case()
-def sets_attributes_of_its_batch(run: Run) -> Job:
-    def step(update: Any, batch: Any) -> Any:
-        batch.x = batch.x + 1
-        batch.loss = update(batch.x, batch.y)
-        batch.seen += 1
-        del batch.y
-        return batch.loss
-
-    return given(run, Batch, step)
+@writes(Batch)
+def sets_attributes_of_its_batch(update: Any, batch: Any) -> Any:
+    batch.x = batch.x + 1
+    batch.loss = update(batch.x, batch.y)
+    batch.seen += 1
+    del batch.y
+    return batch.loss
 
 
-@case()
-def sets_slots_of_its_batch(run: Run) -> Job:
-    def step(update: Any, batch: Any) -> Any:
-        batch.losses = [update(batch.x, batch.y)]
-        batch.losses.append(batch.losses[0] * 2)
-        return batch.losses[1]
-
-    return given(run, WithSlots, step)
+@writes(WithSlots)
+def sets_slots_of_its_batch(update: Any, batch: Any) -> Any:
+    batch.losses = [update(batch.x, batch.y)]
+    batch.losses.append(batch.losses[0] * 2)
+    return batch.losses[1]
 
 
 @case()
@@ -195,14 +185,11 @@ class ByName(dict[str, Any]):
         self.__dict__ = self
 
 
-@case()
-def takes_out_of_a_dict_of_its_own_class(run: Run) -> Job:
-    def step(update: Any, batch: Any) -> Any:
-        y = batch.pop("y")
-        batch.loss = update(batch.x, y)
-        return batch["loss"]
-
-    return given(run, lambda x, y: ByName(x=x, y=y), step)
+@writes(lambda x, y: ByName(x=x, y=y))
+def takes_out_of_a_dict_of_its_own_class(update: Any, batch: Any) -> Any:
+    y = batch.pop("y")
+    batch.loss = update(batch.x, y)
+    return batch["loss"]
 
 
 class Meter:
