@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.behaviour.small_models import FEATURES, loss_of, sgd
-from tests.behaviour.untouched import assert_untouched, batch, everything, net, place_of, warm_up
+from tests.behaviour.untouched import assert_untouched, batch, everything, net, place_of, untouched, warm_up
 from tests.harness.training import backward_and_step
 
 HERE = Path(__file__).name
@@ -115,10 +115,11 @@ def test_is_refused_at_its_line(name: str, warm: bool) -> None:
         warm_up(module, opt)
     x, y = batch()
     step = ws.compile(STEPS[name], backend="eager")
-    before = everything(module=module, opt=opt, x=x, y=y)
-    with pytest.raises(ws.CaptureError, match=re.escape(place_of(STEPS[name])) + r"\b"):
+    with (
+        untouched(module=module, opt=opt, x=x, y=y),
+        pytest.raises(ws.CaptureError, match=re.escape(place_of(STEPS[name])) + r"\b"),
+    ):
         step(module, opt, x, y)
-    assert_untouched(before, everything(module=module, opt=opt, x=x, y=y))
 
 
 def test_the_models_are_usable_after_an_error() -> None:
@@ -148,10 +149,8 @@ def test_own_exception_of_the_step_comes_through() -> None:
     module = net()
     opt = sgd(module)
     x, y = batch()
-    before = everything(module=module, opt=opt)
-    with pytest.raises((ValueError, ws.CaptureError), match="my own complaint"):
+    with untouched(module=module, opt=opt), pytest.raises((ValueError, ws.CaptureError), match="my own complaint"):
         ws.compile(step, backend="eager")(module, opt, x, y)
-    assert_untouched(before, everything(module=module, opt=opt))
 
 
 def test_error_while_the_graph_runs_leaves_everything() -> None:
@@ -239,11 +238,9 @@ def test_lbfgs_is_refused() -> None:
     module = net()
     opt = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2)
     x, y = batch()
-    before = everything(module=module, opt=opt)
-    with pytest.raises(ws.CaptureError, match="LBFGS") as raised:
+    with untouched(module=module, opt=opt), pytest.raises(ws.CaptureError, match="LBFGS") as raised:
         ws.compile(lbfgs_step, backend="eager")(module, opt, x, y)
     assert HERE in str(raised.value)
-    assert_untouched(before, everything(module=module, opt=opt))
 
 
 def sparse_step(model: Any, opt: Any, tokens: Tensor) -> Tensor:
@@ -259,11 +256,9 @@ def test_sparse_adam_is_refused(sparse: bool) -> None:
     """Its step counter is a Python number: a trace would freeze it."""
     module = nn.Embedding(10, 4, sparse=sparse)
     opt = torch.optim.SparseAdam(module.parameters(), lr=0.1)
-    before = everything(module=module, opt=opt)
-    with pytest.raises(ws.CaptureError, match="SparseAdam") as raised:
+    with untouched(module=module, opt=opt), pytest.raises(ws.CaptureError, match="SparseAdam") as raised:
         ws.compile(sparse_step, backend="eager")(module, opt, torch.tensor([1, 2, 3]))
     assert HERE in str(raised.value)
-    assert_untouched(before, everything(module=module, opt=opt))
 
 
 def test_more_retraces_than_allowed_are_an_error_with_all_reasons() -> None:
@@ -344,7 +339,5 @@ def test_one_tensor_in_two_places_that_are_given_different_values(
     opt = make_opt(module) if make_opt is sgd else make_opt(module.parameters())
     x, y = batch()
     step = ws.compile(lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager")
-    before = everything(module=module, opt=opt, x=x, y=y)
-    with pytest.raises(ws.CaptureError, match=said):
+    with untouched(module=module, opt=opt, x=x, y=y), pytest.raises(ws.CaptureError, match=said):
         step(module, opt, x, y)
-    assert_untouched(before, everything(module=module, opt=opt, x=x, y=y))

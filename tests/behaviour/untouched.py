@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def everything(**objects: object) -> Record:
 def assert_untouched(before: Record, after: Record) -> None:
     assert before.keys() == after.keys()
     assert [path for path in before if not same(before[path], after[path])] == []
+
+
+@contextmanager
+def untouched(**objects: object) -> Iterator[None]:
+    """Around a call that fails: none of the objects may be another one, or hold anything else, afterwards."""
+    before = everything(**objects)
+    yield
+    assert_untouched(before, everything(**objects))
 
 
 def warm_up(module: nn.Module, opt: torch.optim.Optimizer) -> None:

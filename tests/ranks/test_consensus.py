@@ -77,17 +77,14 @@ def exits_before_the_first_step(how):
     raise RankMissingError(str(caught.value))
 
 
-def test_a_rank_that_ended_is_named_long_before_the_timeout(pool2):
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("leaves", "rank 1 left its World"), ("dies", "rank 1 has given no sign of life")],
+    ids=["leaves", "dies"],
+)
+def test_a_rank_that_ended_is_named_long_before_the_timeout(pool2, how, words):
     pool2.begin()
     started = time.monotonic()
-    with pytest.raises(RankMissingError, match="rank 1 left its World"):
-        pool2.run(exits_before_the_first_step, "leaves", grace_s=30)
-    assert time.monotonic() - started < 60
-
-
-def test_a_rank_that_died_is_named_long_before_the_timeout(pool2):
-    pool2.begin()
-    started = time.monotonic()
-    with pytest.raises(RankMissingError, match="rank 1 has given no sign of life"):
-        pool2.run(exits_before_the_first_step, "dies", grace_s=60)
+    with pytest.raises(RankMissingError, match=words):
+        pool2.run(exits_before_the_first_step, how, grace_s=60)
     assert time.monotonic() - started < 60

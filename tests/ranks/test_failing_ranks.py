@@ -43,6 +43,14 @@ def outcome(step: Any, batches: list[tuple[Tensor, ...]], **objects: object) -> 
     raise AssertionError("no call failed")
 
 
+def ddp_step(module: nn.Module, opt: torch.optim.Optimizer, **strategy: Any) -> Any:
+    @ws.compile(strategy=ws.DDP(**strategy), backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return backward_and_step(loss_of(module, x.to(next(module.parameters()).dtype), y), opt)
+
+    return step
+
+
 def models_differ(what: str) -> tuple[type, str, int, float]:
     rank = dist.get_rank()
     module: nn.Module = mlp()
@@ -57,11 +65,7 @@ def models_differ(what: str) -> tuple[type, str, int, float]:
     if what == "buffers" and rank == 1:
         module = nn.Sequential(module, nn.BatchNorm1d(3, affine=False))
     opt = sgd(module)
-
-    @ws.compile(strategy=ws.DDP(), backend="eager")
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return backward_and_step(loss_of(module, x.to(next(module.parameters()).dtype), y), opt)
-
+    step = ddp_step(module, opt)
     return outcome(step, [batch()], module=module, opt=opt)
 
 
@@ -143,11 +147,7 @@ def one_rank_captures_again() -> tuple[list[float], int, str]:
     torch.manual_seed(0)
     module = mlp()
     opt = sgd(module)
-
-    @ws.compile(strategy=ws.DDP(), backend="eager")
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return backward_and_step(loss_of(module, x, y), opt)
-
+    step = ddp_step(module, opt)
     x, y = batch()
     rows = 3 if dist.get_rank() == 1 else len(x)
     for count in (len(x), rows, rows, len(x)):
@@ -215,11 +215,7 @@ def test_a_rank_that_cannot_capture_does_not_leave_the_others_waiting(pool2: Any
 def exits_before_the_first_step(how: str) -> None:
     module = batch_norm_net()
     opt = sgd(module)
-
-    @ws.compile(strategy=ws.DDP(), backend="eager")
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return backward_and_step(loss_of(module, x, y), opt)
-
+    step = ddp_step(module, opt)
     if dist.get_rank() == 1:
         if how == "dies":
             os._exit(4)
@@ -272,11 +268,7 @@ def dies_in_the_middle_of_a_step(hold_updates: bool) -> None:
     body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))
     module = nn.Sequential(body, Fused(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     opt = sgd(module)
-
-    @ws.compile(strategy=ws.DDP(bucket_bytes=100, hold_updates=hold_updates), backend="eager")
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return backward_and_step(loss_of(module, x, y), opt)
-
+    step = ddp_step(module, opt, bucket_bytes=100, hold_updates=hold_updates)
     # The operator runs in forward and backward. Two steps and the forward of the third: dies in its backward.
     FUSE["calls_left"] = 5 if dist.get_rank() == 1 else -1
     kept = {"module": module, "opt": opt} if hold_updates else {}

@@ -68,7 +68,7 @@ def writes(make: Callable[[Tensor, Tensor], Any]) -> Callable[[Callable[..., Any
 
 
 def contents(thing: Any) -> Any:
-    """Everything in a nest, in order."""
+    """Everything in a tree, in order."""
     if isinstance(thing, dict):
         return [(key, contents(one)) for key, one in thing.items()]
     if isinstance(thing, (list, tuple)):

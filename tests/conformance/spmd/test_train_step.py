@@ -198,53 +198,24 @@ class Calls(nn.Module):
         return self.body(self.fc, x)
 
 
-def log_softmax(fc: nn.Linear, x: Tensor) -> Tensor:
-    return F.log_softmax(fc(x), dim=1)
-
-
-def factory_full(fc: nn.Linear, x: Tensor) -> Tensor:
-    return torch.full(x.shape, 7, device=x.device) + fc(x)
-
-
 def factory_arange(fc: nn.Linear, x: Tensor) -> Tensor:
     y = torch.arange(x.numel(), device=x.device).view(x.shape)
     z = torch.arange(0, x.numel(), device=x.device).view(x.shape)
     return fc(x) + y + z
 
 
-def sym_numel(fc: nn.Linear, x: Tensor) -> Tensor:
-    return fc(x) * fc.weight.numel()
-
-
-def sym_stride(fc: nn.Linear, x: Tensor) -> Tensor:
-    return fc(x) * fc.weight.stride(0)
-
-
-def scalar(fc: nn.Linear, x: Tensor) -> Tensor:
-    return fc(x) * torch.ops.aten.scalar_tensor.default(7, dtype=x.dtype, device=x.device)
-
-
-def stack(fc: nn.Linear, x: Tensor) -> Tensor:
-    return torch.stack([x, fc(x)], dim=1)
-
-
-def arithmetic_ops_on_symint(fc: nn.Linear, x: Tensor) -> Tensor:
-    return fc(x) * (x.shape[0] * x.numel() - x.shape[0] // 2)
-
-
-def slice_of(fc: nn.Linear, x: Tensor) -> Tensor:
-    return fc(x)[:, :1]
-
-
-def bulk_cat(fc: nn.Linear, x: Tensor) -> Tensor:
-    return torch.cat([fc(x) for _ in range(100)], dim=1)
-
-
-BODIES = {
-    "log_softmax": log_softmax, "factory_full": factory_full, "factory_arange": factory_arange,
-    "sym_numel": sym_numel, "sym_stride": sym_stride, "scalar": scalar, "stack": stack,
-    "arithmetic_ops_on_symint": arithmetic_ops_on_symint, "slice": slice_of, "bulk_cat": bulk_cat,
-}  # fmt: skip
+BODIES: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "log_softmax": lambda fc, x: F.log_softmax(fc(x), dim=1),
+    "factory_full": lambda fc, x: torch.full(x.shape, 7, device=x.device) + fc(x),
+    "factory_arange": factory_arange,
+    "sym_numel": lambda fc, x: fc(x) * fc.weight.numel(),
+    "sym_stride": lambda fc, x: fc(x) * fc.weight.stride(0),
+    "scalar": lambda fc, x: fc(x) * torch.ops.aten.scalar_tensor.default(7, dtype=x.dtype, device=x.device),
+    "stack": lambda fc, x: torch.stack([x, fc(x)], dim=1),
+    "arithmetic_ops_on_symint": lambda fc, x: fc(x) * (x.shape[0] * x.numel() - x.shape[0] // 2),
+    "slice": lambda fc, x: fc(x)[:, :1],
+    "bulk_cat": lambda fc, x: torch.cat([fc(x) for _ in range(100)], dim=1),
+}
 
 
 def with_body(name: str) -> list[str]:

@@ -66,7 +66,7 @@ def tensors(thing: Any) -> list[Tensor]:
     return [leaf for leaf in tree_util.flatten(thing)[0] if isinstance(leaf, Tensor)]
 
 
-NESTS: dict[str, tuple[Any, list[Tensor]]] = {
+TREES: dict[str, tuple[Any, list[Tensor]]] = {
     "tensor": (X, [X]),
     "number": (3.5, []),
     "none": (None, []),
@@ -82,14 +82,14 @@ NESTS: dict[str, tuple[Any, list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", NESTS)
+@pytest.mark.parametrize("name", TREES)
 def test_every_tensor_is_a_leaf(name: str) -> None:
-    thing, wanted = NESTS[name]
+    thing, wanted = TREES[name]
     assert [id(tensor) for tensor in tensors(thing)] == [id(tensor) for tensor in wanted]
 
 
 def spell(thing: Any) -> Any:
-    """A nest with its classes, tensors by identity."""
+    """A tree with its classes, tensors by identity."""
     if isinstance(thing, Tensor):
         return id(thing)
     if isinstance(thing, (list, tuple)):
@@ -100,9 +100,9 @@ def spell(thing: Any) -> Any:
     return (type(thing), [(name, spell(getattr(thing, name))) for name in names]) if names else thing
 
 
-@pytest.mark.parametrize("name", NESTS)
+@pytest.mark.parametrize("name", TREES)
 def test_a_round_trip_gives_the_same_tree(name: str) -> None:
-    thing, _ = NESTS[name]
+    thing, _ = TREES[name]
     came = round_trip(thing)
     assert spell(came) == spell(thing)
 
