@@ -15,7 +15,8 @@ import wholestep as ws
 import wholestep.runtime.buffer_sync
 from tests.behaviour.warm.steps import losses, things, train
 from wholestep.api.cache import artifact
-from wholestep.lower.inductor_backend import Inductor
+from wholestep.lower.inductor_backend import InductorBackend
+from wholestep.lower.program_compiler import ProgramCompiler
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import init
@@ -78,8 +79,8 @@ def order_of_two_starts(folder: str) -> list[list[str]]:
     """What a first call does once there is a plan, in order: of a step that is captured, and of one that is loaded."""
     done: list[tuple[Any, ...]] = []
     watched = [
-        (nccl_connect, "begin"), (nccl_connect, "wait"), (Inductor, "give"), (Inductor, "lower"), (Rendezvous, "agree"),
-        (wholestep.runtime.buffer_sync, "broadcast_tensors"),
+        (nccl_connect, "begin"), (nccl_connect, "wait"), (ProgramCompiler, "loads"), (InductorBackend, "lower"),
+        (Rendezvous, "agree"), (wholestep.runtime.buffer_sync, "broadcast_tensors"),
     ]  # fmt: skip
 
     def noted(owner: Any, name: str) -> Any:
@@ -112,5 +113,5 @@ def test_what_was_loaded_is_lowered_before_the_ranks_meet(pool2: Any, tmp_path: 
     """
     (first, warm), (second, also_warm) = pool2.run(order_of_two_starts, str(tmp_path))
     assert first == ["begin", "lower", "agree", "wait", "broadcast_tensors"]
-    assert second == ["begin", "agree", "wait", "broadcast_tensors", "lower", "give"]
-    assert warm == also_warm == ["begin", "give", "lower", "agree", "wait", "broadcast_tensors"]
+    assert second == ["begin", "agree", "wait", "broadcast_tensors", "lower", "loads"]
+    assert warm == also_warm == ["begin", "loads", "lower", "agree", "wait", "broadcast_tensors"]
