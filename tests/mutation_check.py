@@ -138,7 +138,7 @@ MUTATIONS = (
         new="if False:",
         tests=(
             f"{STEPS}[gradients_preset]",
-            "tests/unit/capture/guards/test_guards.py::test_a_single_gradient_that_is_zero",
+            "tests/unit/capture/guards/test_guards.py::test_a_single_gradient_that_is_zero_is_there",
         ),
     ),
     Mutation(

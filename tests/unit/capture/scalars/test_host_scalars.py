@@ -63,7 +63,7 @@ def test_radam_is_captured_again_once_when_its_rectification_starts(foreach: boo
     info = run_both(linear(torch.optim.RAdam, lr=0.01, foreach=foreach), 9).cache_info()
     assert (info.traces, info.hits) == (2, 7)
     (reason,) = info.reasons
-    assert reason.startswith("the condition at steps.py:")
+    assert reason.startswith("the condition at training.py:")
     assert reason.endswith("was False, is True")
     assert run_both(linear(torch.optim.RAdam, lr=0.01, foreach=foreach), 5).cache_info().traces == 1
 
