@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.unit.capture.scalars import counting
-from tests.unit.capture.scalars.counting import Slotted, made, train
+from tests.unit.capture.scalars import test_counters
+from tests.unit.capture.scalars.test_counters import made, train
 from wholestep.errors import CaptureError
 
 HERE = Path(__file__).name
@@ -57,6 +57,17 @@ def test_numbers_of_the_users_own_objects_go_on() -> None:
         assert ours.held() == held
     SEEN = 0
     assert step.cache_info().traces == 3  # every fourth call, and another shape
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
 
 
 class Module(nn.Module):
@@ -210,9 +221,9 @@ def test_functions_of_math_take_rates_and_counters(name: str) -> None:
 def test_a_global_of_the_file_that_defines_the_optimizer_goes_on() -> None:
     """Names are put into that file's globals while the step is traced; what the step writes there stays visible."""
     model, opt = made()
-    compiled = ws.compile(lambda x: counting.count_and_train(model, opt, x), backend="eager")
-    before = counting.CALLS
+    compiled = ws.compile(lambda x: test_counters.count_and_train(model, opt, x), backend="eager")
+    before = test_counters.CALLS
     for call in (1, 2, 3):
         compiled(torch.ones(3, 4))
-        assert before + call == counting.CALLS
-    assert "min" not in vars(counting)
+        assert before + call == test_counters.CALLS
+    assert "min" not in vars(test_counters)
