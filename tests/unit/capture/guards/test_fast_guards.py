@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.capture.guards import fast_guards
-from wholestep.capture.guards.guards import aliases_of, describe
+from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.native import build
 from wholestep.capture.python import tree_util
 
@@ -128,7 +128,7 @@ def matcher(
     leaves, spec = tree_util.flatten((args, kwargs))
     data = [isinstance(leaf, torch.Tensor) and all(leaf is not one for one in state) for leaf in leaves]
     described = [describe(leaf) if is_data else leaf for leaf, is_data in zip(leaves, data, strict=True)]
-    return fast_guards.signature_guard(spec, described, data, aliases_of(leaves, data), state)
+    return fast_guards.signature_guard(spec, described, data, first_aliases(leaves, data), state)
 
 
 def same_as_flatten(made: fast_guards.SignatureGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -17,11 +17,11 @@ WATCHED = sys.version_info >= (3, 12)
 
 
 def look_at(module: ModuleType, *containers: dict[Any, Any]) -> Any:
-    return module.Look((), b"", containers, (None,) * len(containers))
+    return module.StateGuard((), b"", containers, (None,) * len(containers))
 
 
 def look_at_tensor(module: ModuleType, tensor: Tensor, want: int = self_test.PARAMETER) -> Any:
-    return module.Look((tensor,), bytes([want]), (), ())
+    return module.StateGuard((tensor,), bytes([want]), (), ())
 
 
 def word_of(container: dict[Any, Any]) -> ctypes.c_uint64:

@@ -148,4 +148,4 @@ def test_several_looks_at_one_dict_are_renewed_one_by_one(module: ModuleType) ->
     del looks[0]
     assert looks[0].changed() == ()
     container["a"] = 4
-    assert looks[0].moved() == (1,)
+    assert looks[0].changed() == (1,)

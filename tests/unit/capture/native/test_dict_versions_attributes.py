@@ -98,11 +98,11 @@ def test_a_write_to_an_attribute_is_seen(module: ModuleType, owner: str, name: s
     thing = OWNERS[owner]()
     attributes = attribute_dict(thing) if isinstance(thing, type) else vars(thing)
     look = look_at(module, {"a": 1}, attributes)
-    assert look.moved() == ()
+    assert look.changed() == ()
     write(thing)
-    assert look.moved() == (1,) == look.moved()
-    look.renew()
-    assert look.moved() == ()
+    assert look.changed() == (1,) == look.changed()
+    look.accept()
+    assert look.changed() == ()
 
 
 def test_a_dict_exchanged_for_another_is_seen_where_it_is_written(module: ModuleType) -> None:
@@ -111,15 +111,15 @@ def test_a_dict_exchanged_for_another_is_seen_where_it_is_written(module: Module
     old, new = vars(owner), {"a": 3, "b": 4}
     look = look_at(module, old, new)
     owner.__dict__ = new
-    assert look.moved() == ()
+    assert look.changed() == ()
     owner.a = 5
-    assert (look.moved(), old["a"], new["a"]) == ((1,), 1, 5)
-    look.renew()
+    assert (look.changed(), old["a"], new["a"]) == ((1,), 1, 5)
+    look.accept()
     old["a"] = 6
-    assert (look.moved(), owner.a) == ((0,), 5)
-    look.renew()
+    assert (look.changed(), owner.a) == ((0,), 5)
+    look.accept()
     del owner
-    assert (look.moved(), new) == ((), {"a": 5, "b": 4})
+    assert (look.changed(), new) == ((), {"a": 5, "b": 4})
 
 
 class Added(Plain):
@@ -141,13 +141,13 @@ def test_every_write_to_a_class_is_seen_and_none_to_its_base(module: ModuleType)
         lambda: setattr(kind, "__call__", len), lambda: setattr(kind, "__doc__", "a text"),
     ]  # fmt: skip
     for write in writes:
-        assert look.moved() == ()
+        assert look.changed() == ()
         write()
-        assert look.moved() == (1,) == look.moved()
-        look.renew()
-    assert (kind.a, kind().b, isinstance(kind(), base), look.moved()) == (1, 1, True, ())  # type: ignore[attr-defined]
+        assert look.changed() == (1,) == look.changed()
+        look.accept()
+    assert (kind.a, kind().b, isinstance(kind(), base), look.changed()) == (1, 1, True, ())  # type: ignore[attr-defined]
     setattr(base, "a", 3)  # noqa: B010
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
 
 
 @pytest.mark.parametrize("kind", [Plain, Grown, Added, nn.Identity])
@@ -166,12 +166,12 @@ def test_attributes_written_by_warm_code_are_seen(module: ModuleType, kind: type
     attributes = vars(owner) if attributes is None else attributes
     look = look_at(module, attributes)
     for _ in range(5000):
-        assert look.moved() == ()
+        assert look.changed() == ()
         write()
-        assert look.moved() == (0,)
-        look.renew()
+        assert look.changed() == (0,)
+        look.accept()
     del owner.a
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
 
 
 COUNTED = 0
@@ -186,5 +186,5 @@ def test_a_write_to_a_global_is_seen(module: ModuleType) -> None:
     look = look_at(module, globals(), {"a": 1})
     for _ in range(2000):
         count_globally()
-        assert look.moved() == (0,)
-        look.renew()
+        assert look.changed() == (0,)
+        look.accept()

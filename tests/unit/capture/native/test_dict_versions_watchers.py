@@ -38,7 +38,7 @@ def test_a_dict_is_watched_as_long_as_a_look_lives(module: ModuleType) -> None:
     looks.pop()
     assert num_watchers(container) == 0
     with pytest.raises(TypeError, match="neither dict"):
-        module.Look((), b"", (container, {1}), (None, None))
+        module.StateGuard((), b"", (container, {1}), (None, None))
     assert num_watchers(container) == 0
 
 
@@ -48,7 +48,7 @@ def test_no_watched_dict_is_read(module: ModuleType) -> None:
     container = {"a": 1}
     look = look_at(module, {}, container)
     word_of(container).value += 1 << 40
-    assert look.moved() == (() if WATCHED else (1,))
+    assert look.changed() == (() if WATCHED else (1,))
 
 
 @NEEDS_WATCHERS
@@ -61,7 +61,7 @@ def test_the_compiler_of_torch_watches_the_same_dict(module: ModuleType) -> None
     before = dict_version(container)
     assert num_watchers(container) == 2
     container["a"] = 2
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
     assert dict_version(container) != before
     del look
     assert num_watchers(container) == 1
@@ -70,7 +70,7 @@ def test_the_compiler_of_torch_watches_the_same_dict(module: ModuleType) -> None
     assert dict_version(container) != before
     look = look_at(module, container)
     container["a"] = 4
-    assert look.moved() == (0,)
+    assert look.changed() == (0,)
 
 
 NO_WATCHER_LEFT = """
@@ -99,25 +99,25 @@ assert build.wait() == "", build.why_not()
 one, two = {"a": 1}, {"a": 1}
 param = torch.nn.Parameter(torch.zeros(2))
 param.register_hook(len)
-look = build.module().Look((), b"", (one, two), (None, None))
-hooks = build.module().Look((param,), bytes([PARAMETER]), (), ())
-assert look.moved() == ()
+look = build.module().StateGuard((), b"", (one, two), (None, None))
+hooks = build.module().StateGuard((param,), bytes([PARAMETER]), (), ())
+assert look.changed() == ()
 one["a"] = 2
-assert look.moved() == (0,) == look.moved()
+assert look.changed() == (0,) == look.changed()
 two["a"] = 2
-look.renew()
-assert look.moved() == (1,)
-look.renew()
-assert look.moved() == ()
+look.accept()
+assert look.changed() == (1,)
+look.accept()
+assert look.changed() == ()
 ctypes.c_uint64.from_address(id(one) + 24).value += 1 << 40
-assert look.moved() == (0,), "read after all"
+assert look.changed() == (0,), "read after all"
 for _ in range(3):
-    assert hooks.moved() == ()
+    assert hooks.changed() == ()
     param.register_hook(len)
-    assert hooks.moved() == (fast_guards.TENSORS,) == hooks.moved()
-    hooks.renew()
+    assert hooks.changed() == (fast_guards.TENSORS,) == hooks.changed()
+    hooks.accept()
 param._backward_hooks = None
-assert hooks.moved() == (fast_guards.TENSORS,)
+assert hooks.changed() == (fast_guards.TENSORS,)
 """
 
 
@@ -131,7 +131,7 @@ AT_THE_END = """
 import atexit, builtins, sys
 from wholestep.capture.native import build
 assert build.wait() == "", build.why_not()
-look = lambda *dicts: build.module().Look((), b"", dicts, (None,) * len(dicts))
+look = lambda *dicts: build.module().StateGuard((), b"", dicts, (None,) * len(dicts))
 
 class Owner:
     def __del__(self):
@@ -176,7 +176,7 @@ def test_a_look_and_its_dicts_are_collected_together(module: ModuleType) -> None
         one["a"] = 0
     look = look_at(module, *fresh)
     fresh[-1]["a"] = 1
-    assert look.moved() == (999,)
+    assert look.changed() == (999,)
 
 
 @contextmanager
@@ -217,19 +217,19 @@ def test_looks_in_any_order_of_writes_and_renewals_say_what_they_must(module: Mo
             one, _, since, met = choose.choice(looks)
             met |= since
             since.clear()
-            assert sorted(one.moved()) == sorted(met)
+            assert sorted(one.changed()) == sorted(met)
             if renew:
-                one.renew()
+                one.accept()
                 met.clear()
 
     def renew_late() -> None:
         if looks:
             one, _, since, met = choose.choice(looks)
-            one.moved()
+            one.changed()
             met |= since
             since.clear()
             write()
-            one.renew()
+            one.accept()
             met.clear()
 
     actions = [write, write, begin, end, exchange, lambda: look(True), lambda: look(False), renew_late, write]

@@ -17,11 +17,11 @@ class Blind:
 
     TENSORS = fast_guards.TENSORS
 
-    class Look:
+    class StateGuard:
         def __init__(self, *args: Any) -> None:
             pass
 
-        def moved(self) -> tuple[int, ...]:
+        def changed(self) -> tuple[int, ...]:
             return ()
 
 
@@ -31,9 +31,11 @@ class BlindFor:
     def __init__(self, module: ModuleType, things: Callable[[Any, Any], bool]) -> None:
         self._module, self._things, self.TENSORS = module, things, fast_guards.TENSORS
 
-    def Look(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
+    def StateGuard(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
         return (
-            Blind.Look() if self._things(tensors, containers) else self._module.Look(tensors, wants, containers, held)
+            Blind.StateGuard()
+            if self._things(tensors, containers)
+            else self._module.StateGuard(tensors, wants, containers, held)
         )
 
 

@@ -124,7 +124,7 @@ def test_a_hook_added_or_removed_is_seen(module: ModuleType) -> None:
     handles = [param.register_hook(lambda grad: None), param.register_post_accumulate_grad_hook(lambda t: None)]
     for change in (handles[0].remove, handles[1].remove, lambda: param.register_hook(lambda grad: None)):
         look = look_at_tensor(module, param)
-        assert look.moved() == ()
+        assert look.changed() == ()
         change()
         assert look.changed() == (fast_guards.TENSORS,)
 

@@ -44,13 +44,13 @@ HOOK_CHANGES: dict[str, Callable[[Any], object]] = {
 def test_a_change_among_hooks_is_seen(module: ModuleType, name: str) -> None:
     param = hooked()
     look = look_at_tensor(module, param)
-    assert look.moved() == () == look.moved()
+    assert look.changed() == () == look.changed()
     HOOK_CHANGES[name](param)
-    assert look.moved() == (fast_guards.TENSORS,) == look.moved()
-    look.renew()
-    assert look.moved() == () == look.moved()
+    assert look.changed() == (fast_guards.TENSORS,) == look.changed()
+    look.accept()
+    assert look.changed() == () == look.changed()
     param.register_hook(lambda grad: None)
-    assert look.moved() == (fast_guards.TENSORS,)
+    assert look.changed() == (fast_guards.TENSORS,)
 
 
 @NEEDS_WATCHERS
@@ -60,8 +60,8 @@ def test_hooks_are_watched_as_long_as_a_look_lives(module: ModuleType) -> None:
     look = look_at_tensor(module, param)
     assert num_watchers(first) == 1
     param._backward_hooks = second = OrderedDict(first)
-    assert look.moved() == (fast_guards.TENSORS,)
-    look.renew()
+    assert look.changed() == (fast_guards.TENSORS,)
+    look.accept()
     assert (num_watchers(first), num_watchers(second)) == (0, 1)
     look = None
     assert num_watchers(second) == 0
@@ -78,15 +78,15 @@ def test_hooks_that_are_gone_leave_their_address_to_others(module: ModuleType) -
         others.append(OrderedDict({0: 1}))
     other = look_at(module, others[-1])
     others[-1].clear()
-    assert (look.moved(), other.moved()) == ((fast_guards.TENSORS,), (0,))
+    assert (look.changed(), other.changed()) == ((fast_guards.TENSORS,), (0,))
     del other
     assert not WATCHED or num_watchers(others[-1]) == 0
     param._backward_hooks = OrderedDict({0: lambda grad: None})
-    look.renew()
-    assert look.moved() == ()
+    look.accept()
+    assert look.changed() == ()
     param._backward_hooks.clear()  # type: ignore[attr-defined]
-    assert look.moved() == (fast_guards.TENSORS,)
-    look.renew()
+    assert look.changed() == (fast_guards.TENSORS,)
+    look.accept()
     gone = weakref.ref(param)
     del param
     assert gone() is not None, "the look owns the tensor"

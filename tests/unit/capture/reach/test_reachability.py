@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from wholestep.api.cache.object_fingerprint import object_fingerprint
 from wholestep.capture.python import code_owner
 from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach import reachability
-from wholestep.capture.reach.reachability import HANDLERS, Reachable, Walker, find_reachable
+from wholestep.capture.reach.reachability import Reachable, find_reachable
 from wholestep.capture.reach.step_context import StepContext
 
 GLOBAL_MODEL = nn.Linear(2, 2)
