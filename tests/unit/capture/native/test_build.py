@@ -114,9 +114,8 @@ def test_the_lock_of_a_killed_process_is_taken_over(cache: Path) -> None:
 def test_a_build_for_another_torch_may_end_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is renamed between two looks at the folder."""
     path, glob = build.library(), Path.glob
-    monkeypatch.setattr(
-        Path, "glob", lambda folder, what: [*glob(folder, what), path.with_name("fast_guards-other.7.tmp")]
-    )
+    other = path.with_name("fast_guards-other.7.tmp")
+    monkeypatch.setattr(Path, "glob", lambda folder, what: [*glob(folder, what), other])
     build.build()
     assert path.exists()
 

@@ -32,11 +32,8 @@ class BlindFor:
         self._module, self._things, self.TENSORS = module, things, fast_guards.TENSORS
 
     def StateGuard(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
-        return (
-            Blind.StateGuard()
-            if self._things(tensors, containers)
-            else self._module.StateGuard(tensors, wants, containers, held)
-        )
+        made = Blind.StateGuard if self._things(tensors, containers) else self._module.StateGuard
+        return made(tensors, wants, containers, held)
 
 
 BLIND_FOR: dict[str, Callable[[Any, Any], bool]] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
-from tests.unit.capture.steps import Make, captured, differing, run_both, train
+from tests.unit.capture.steps import Make, branch_guard, captured, differing, run_both, train
 from wholestep.errors import CaptureError
 
 HERE = Path(__file__).name
