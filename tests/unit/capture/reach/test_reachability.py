@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from wholestep.api.cache.object_fingerprint import object_fingerprint
 from wholestep.capture.python import code_owner
 from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach import reachability
-from wholestep.capture.reach.reachability import Reachable, find_reachable
+from wholestep.capture.reach.reachability import HANDLERS, Reachable, Walker, find_reachable
 from wholestep.capture.reach.step_context import StepContext
 
 GLOBAL_MODEL = nn.Linear(2, 2)
@@ -53,6 +55,62 @@ class Trainer:
 
     def loss(self, x: Tensor) -> Tensor:
         return self.model(x).sum()
+
+
+def reaches(thing: Any) -> Reachable:
+    """What a walk finds that begins at a thing of the name "x"."""
+    walker = Walker()
+    walker.visit("x", thing)
+    return walker.finish()
+
+
+INNER = nn.Linear(2, 2)
+SGD = torch.optim.SGD(INNER.parameters(), lr=0.1)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.forward = INNER
+
+    def method(self) -> Any:
+        return self.forward
+
+
+def holding_an_attribute() -> Tensor:
+    tensor = torch.zeros(2)
+    tensor.layer = INNER  # type: ignore[attr-defined]
+    return tensor
+
+
+ROWS: dict[str, tuple[int, Any, Callable[[Reachable], object]]] = {
+    "loose tensor": (0, holding_an_attribute(), lambda found: [name for name, _ in found.tensors.values()] == ["x"]),
+    "module": (1, nn.Sequential(INNER), lambda found: list(named(found)) == ["x"] and "x.0" in paths(found)),
+    "optimizer": (2, SGD, lambda found: list(found.optimizers.values()) == [("x", SGD)]),
+    "scheduler": (3, torch.optim.lr_scheduler.StepLR(SGD, 1), lambda found: (
+        [name for name, _ in (*found.schedulers, *found.optimizers.values())] == ["x", "x.optimizer"])),
+    "scaler": (4, GradScaler("cpu"), lambda found: (
+        [name for name, _ in found.tensors.values()] == ["x._scale", "x._growth_tracker"])),
+    "function": (5, lambda: INNER, lambda found: list(named(found)) == ["INNER"] and len(found.codes) == 1),
+    "method": (6, Holder().method, lambda found: list(named(found)) == ["self.forward"]),
+    "partial": (7, functools.partial(use_globals, x=INNER), lambda found: (
+        list(named(found)) == ["GLOBAL_MODEL", "x.keywords['x']"])),
+    "sequence": (8, deque([INNER]), lambda found: list(named(found)) == ["x.0"] and paths(found)[0] == "x"),
+    "buffer": (9, bytearray(b"12"), lambda found: paths(found) == ["x"]),
+    "mapping": (10, MappingProxyType({"a": INNER}), lambda found: list(named(found)) == ["x['a']"]),
+    "plain object": (11, SimpleNamespace(forward=INNER), lambda found: list(named(found)) == ["x.forward"]),
+}  # fmt: skip
+"""Per row of `HANDLERS` its number, a thing that it is for, and what a walk from there finds."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_handler_follows_its_kind_of_thing(name: str) -> None:
+    row, thing, is_found = ROWS[name]
+    assert next(number for number, (kind, _) in enumerate(HANDLERS) if isinstance(thing, kind)) == row
+    assert is_found(reaches(thing))
+
+
+def test_every_handler_has_a_case() -> None:
+    assert [row for row, _, _ in ROWS.values()] == list(range(len(HANDLERS)))
 
 
 def test_globals_that_the_code_names_are_found() -> None:
