@@ -61,7 +61,8 @@ def test_a_rank_without_a_file_keeps_the_other_from_loading(pool2: Any, tmp_path
 
 
 def start_twice_with_room_for_one(folder: str) -> list[Any]:
-    with patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "WHOLESTEP_CACHE": "1"}), patch.object(artifact, "_KEPT", 1):
+    shared = {"XDG_CACHE_HOME": folder, "WHOLESTEP_CACHE": "1"}
+    with patch.dict(os.environ, shared), patch.object(artifact, "_MAX_FILES", 1):
         return [start(8), start(8)]
 
 
