@@ -165,7 +165,7 @@ def measure(num_parameters: int, *, calls: int, optimizer: str) -> Row:
             mine.append(seconds(lambda: step(x)))
             code.append(clock.read()["code"])
             beyond.append(mine[-1] - code[-1])
-        inputs = executable.binding.inputs(leaves)
+        inputs = executable.binding.fill(leaves)
         with torch.no_grad():
             for _ in range(BLOCK):
                 spent = seconds(lambda inputs=inputs: executable.runner(inputs))

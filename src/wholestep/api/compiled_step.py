@@ -17,7 +17,7 @@ from wholestep.api.report.explain import explain
 from wholestep.api.report.records import CacheInfo, Explanation
 from wholestep.api.stages import Entry, Stages
 from wholestep.capture.guards.fast_guards import FastCall
-from wholestep.capture.tracing.tracer import is_capturing
+from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.config import DDP
 from wholestep.errors import ConfigError
 from wholestep.ir.program import MeshAxis, Program, Stage

@@ -1,59 +1,131 @@
-"""capture(step, args, kwargs): one call of the user's step as Program[CAPTURED], its live objects and its guards."""
+"""capture(step, args, kwargs): one call of the user's step as Program[CAPTURED], its live objects and its guards.
+
+[Note: traces of one capture]
+A step is traced on assumptions: which numbers it changes, where it leaves objects. A trace shows when one is missing:
+then the step is traced again with it (`Retry`). Three more traces are for certainty, and must give the same graph:
+
+- A trace that has changed Python state for another reason is followed by one on the state that it has left. Libraries
+  set things up in their first forward (hooks, caches): a second trace changes nothing. A counter changes again.
+- Where a step leaves objects, a trace in which nobody can look at what stood there before shows that nobody does.
+- The caller compares a trace with inputs in the place of numbers with one without (`capture/retrace_policy.py`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from wholestep.capture.bind.bind import bind
-from wholestep.capture.bind.binding import output_slices
-from wholestep.capture.bind.captured import BindingSpec, Captured, StateRef, portable_locations, portable_scalars
+from wholestep.capture.bind.captured import (
+    BindingSpec,
+    Captured,
+    EffectSpec,
+    GradSink,
+    KeepObject,
+    KeepTensor,
+    MirrorTensor,
+    OptimizerStepped,
+    ResultSink,
+    SchedulerCalls,
+    StateRef,
+    StateSink,
+    TraceReads,
+    portable_locations,
+    portable_scalars,
+)
+from wholestep.capture.bind.effects import WriteObjects
 from wholestep.capture.effects.argument_effects import ArgumentEffects
-from wholestep.capture.effects.object_effects import Leaves, ObjectEffects, holds_value, identities
+from wholestep.capture.effects.object_effects import ObjectEffects, holds_value, identities
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
-from wholestep.capture.effects.tensor_effects import MirrorMode
+from wholestep.capture.effects.tensor_effects import KeptTensors, MirrorMode
 from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.functionalize.alias_checks import check_writes
-from wholestep.capture.functionalize.functionalize import Functional, functionalize
-from wholestep.capture.functionalize.storage_resize import StorageRecorder
-from wholestep.capture.functionalize.version_counters import keep_versions
+from wholestep.capture.functionalize.functionalize import functionalize
 from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.guards.state_guards import looks_for_nan
+from wholestep.capture.make_program import make_program
 from wholestep.capture.python.container_views import ContentView
+from wholestep.capture.python.snapshot import Location
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.reach.train_state import Slot
 from wholestep.capture.scalars.counters import ScalarLocation, ScalarsChanged, VaryingValue
-from wholestep.capture.scalars.rank_symbols import axes_of, rank_inputs
-from wholestep.capture.tracing.tracer import Trace, Tracer, settle
+from wholestep.capture.tracing.tracer import Trace, TracedEffects, Tracer, settle
 from wholestep.errors import CaptureError, WholestepError
-from wholestep.ir import graph_edit, node_meta
-from wholestep.ir.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
+from wholestep.ir import node_meta
+from wholestep.ir.program import Program
 from wholestep.ir.verifier import verify
 
 log = logging.getLogger("wholestep.capture")
 
-_REPLICATED = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER, InputKind.HYPER, InputKind.GRAD)
+MAX_TRACES = 100
+"""Of one capture. Every retry but a few adds a number or an object of the step's, so that more is a fault of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Assumptions:
+    """What a trace takes for granted besides what its call shows."""
+
+    scalars: Mapping[Hashable, ScalarLocation] = field(default_factory=dict)
+    """Numbers that the step changes, by identity: inputs and outputs of the graph."""
+    objects: frozenset[Hashable] = frozenset()
+    """Identities of locations in which the step leaves objects that are results."""
+    hides: bool = False
+    """What stood in these locations cannot be looked at."""
+
+    def extended(self, retry: Retry) -> _Assumptions:
+        """With what another trace has shown. Raises CaptureError where that is nothing new."""
+        scalars = {**self.scalars, **{one.identity: one for one in retry.scalars}}
+        if retry.scalars and scalars == self.scalars:
+            raise CaptureError(f"The step moves {retry.scalars[0].path} in another way in every trace.")
+        if not retry.scalars and identities(retry.objects) <= self.objects:
+            raise CaptureError(retry.reason)
+        return _Assumptions(scalars, self.objects | identities(retry.objects))
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A trace did not hold: another one is needed that assumes this, too."""
+
+    scalars: Sequence[ScalarLocation] = ()
+    objects: Sequence[Location] = ()
+    reason: str = ""
+    """A sentence for the user, for when it cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """A trace changed Python state. `effects` says what, and can put it back; `code` is what was traced."""
+
+    effects: SideEffects
+    code: str
+
+
+_Outcome = Captured | Retry | _Unsettled | Exception
 
 
 def capture(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    moving: Collection[VaryingValue] = (),
-    moved: Collection[Hashable] = (),
+    varying: Collection[VaryingValue] = (),
+    rebound_locations: Collection[Hashable] = (),
 ) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
-    `moving`: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not ask.
-    `moved`: places of tensors that are others in other calls, as `Guards.rebound_locations` gives them.
+    Args:
+        step: a training step.
+        args, kwargs: of the call.
+        varying: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not
+            ask.
+        rebound_locations: places of tensors that are others in other calls, as `Guards.other_tensors` gives them.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -66,229 +138,189 @@ def capture(
             "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
             "turn the detection off."
         )
-    look = partial(StepContext, step, args, kwargs, varying=moving, rebound_locations=moved)
-    places: dict[Hashable, ScalarLocation] = {}
-    leaving: set[Hashable] = set()
-    why_not_kept = ""
-    while True:
-        try:
-            return _unlooked(partial(look, list(places.values())), step, leaving)
-        except ScalarsChanged as found:
-            before, why_not_kept = dict(places), why_not_kept or found.sentence
-            places |= {place.identity: place for place in found.places}
-            if before == places:
-                raise CaptureError(f"The step moves {found.places[0].path} in another way in every trace.") from None
-        except Leaves as found:
-            if identities(found.spots) <= leaving:
-                raise CaptureError(found.sentence) from None
-            leaving |= identities(found.spots)
-            why_not_kept = why_not_kept or found.sentence
-        except CaptureError as error:
-            if not why_not_kept:
-                raise
-            raise CaptureError(f"{why_not_kept} (It can be no input of the graph either. {error})") from error
+    trace = partial(
+        _trace_once,
+        partial(StepContext, step, args, kwargs, varying=varying, rebound_locations=rebound_locations),
+        step,
+    )
+    assumed, may_hide, reason = _Assumptions(), True, ""
+    setup: _Unsettled | None = None
+    plain: Captured | None = None
+    for number in range(1, MAX_TRACES + 1):
+        outcome = trace(assumed, setup)
+        log.debug("trace %d: %s", number, type(outcome).__name__)
+        setup = None
+        match outcome:
+            case _Unsettled():
+                setup = outcome
+            case Captured() if assumed.hides and plain is not None and is_equivalent(plain, outcome):
+                return outcome
+            case Captured() if assumed.hides:
+                outcome.undo()
+                assumed, may_hide = replace(assumed, hides=False), False
+            case Captured() if may_hide and _replaces_objects(outcome):
+                outcome.undo()
+                plain, assumed = outcome, replace(assumed, hides=True)
+            case Captured():
+                return outcome
+            case Retry() | WholestepError() if assumed.hides:
+                log.info("what stands in the place of what the step leaves is a constant: %s", outcome)
+                assumed, may_hide = replace(assumed, hides=False), False
+            case Retry():
+                assumed, may_hide, reason = assumed.extended(outcome), True, reason or outcome.reason
+            case CaptureError() if reason:
+                raise CaptureError(f"{reason} (It can be no input of the graph either. {outcome})") from outcome
+            case _:
+                raise outcome
+    raise CaptureError(f"The step was traced {MAX_TRACES} times, and each trace showed something new. {reason}")
 
 
-def _unlooked(look: Callable[[], StepContext], step: Callable[..., Any], leaving: Collection[Hashable]) -> Captured:
-    """The capture, and one in which nobody can look at what the step replaces, if that is the same."""
-    captured = _settled(look, step, leaving)
-    if not any(map(holds_value, captured.object_effects)):
-        return captured
-    captured.undo()
-    try:
-        hidden = _settled(look, step, leaving, hidden=True)
-        if is_equivalent(captured, hidden):
-            return hidden
-        hidden.undo()
-    except (WholestepError, ScalarsChanged, Leaves) as error:
-        log.info("what stands in the place of what the step leaves is a constant: %s", error)
-    return _settled(look, step, leaving)
+def _replaces_objects(captured: Captured) -> bool:
+    """Whether something stands already where the step leaves objects."""
+    return any(holds_value(where) for one in captured.binding.effects_of(WriteObjects) for where in one.locations)
 
 
-def _settled(
-    look: Callable[[], StepContext], step: Callable[..., Any], leaving: Collection[Hashable], *, hidden: bool = False
-) -> Captured:
-    """`look` looks for all that the step involves."""
-    once = partial(_capture_once, look, step, leaving, hidden)
-    try:
-        return once()
-    except _Unsettled as first:
-        # Libraries set things up in their first forward (hooks, caches). If a second trace changes nothing and is
-        # the same graph, that was all it was. A counter or a growing list changes again.
-        try:
-            captured = once(expected=first.code)
-        except (ScalarsChanged, Leaves):
-            first.effects.restore()
-            raise
-        except Exception:  # what the first one left may make any part of it fail
-            moved, left = first.effects.moved(), first.effects.left()
-            first.effects.restore()
-            if moved:
-                raise ScalarsChanged(moved, first.effects.sentence()) from None
-            if left:
-                raise Leaves(left, first.effects.sentence()) from None
-            raise CaptureError(first.effects.sentence()) from None
-        return replace(captured, settled=False)
-
-
-class _Unsettled(Exception):
-    """A trace changed Python state. `effects` says what, and can put it back; `code` is what was traced."""
-
-    def __init__(self, effects: SideEffects, code: str) -> None:
-        super().__init__()
-        self.effects, self.code = effects, code
-
-
-def _capture_once(
-    look: Callable[[], StepContext],
+def _trace_once(
+    make_context: Callable[..., StepContext],
     step: Callable[..., Any],
-    leaving: Collection[Hashable],
-    hidden: bool,
-    expected: str | None = None,
-) -> Captured:
-    with look() as context:
-        objects = ObjectEffects(context.reachable.snapshots, leaving, hidden)
-        program, spec = _Job(step, context, objects).run(expected)
+    assumed: _Assumptions,
+    setup: _Unsettled | None,
+) -> _Outcome:
+    """One trace, and what it showed. `setup`: the one before it, which has changed Python state and not put it back."""
+    outcome: _Outcome
+    try:
+        with make_context(list(assumed.scalars.values())) as context:
+            outcome = _Attempt(context, assumed).run(step, None if setup is None else setup.code)
+            if not isinstance(outcome, Captured):
+                context.lazy.discard()
+    except ScalarsChanged as found:
+        outcome = Retry(scalars=found.places, reason=found.sentence)
+    except Exception as error:
+        outcome = error
+    return outcome if setup is None else _after_setup(setup, outcome)
+
+
+def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
+    """What two traces have shown of which the first one changed Python state."""
+    if isinstance(outcome, Captured):  # it changed nothing and is the same graph
+        return replace(outcome, settled=False)
+    scalars, objects = setup.effects.moved(), setup.effects.left()
+    setup.effects.restore()
+    if isinstance(outcome, Retry):
+        return outcome
+    if scalars or objects:  # what the first one left may make any part of the second one fail
+        return Retry(scalars, () if scalars else objects, setup.effects.sentence())
+    return CaptureError(setup.effects.sentence())
+
+
+class _Attempt:
+    """One trace of one call, made functional, with what it reads, returns and leaves."""
+
+    def __init__(self, context: StepContext, assumed: _Assumptions) -> None:
+        self._context = context
+        self._effects = TracedEffects(
+            OptimizerEffects(context), ObjectEffects(context.reachable.snapshots, assumed.objects, assumed.hides),
+            ArgumentEffects(context.arguments),
+        )  # fmt: skip
+
+    def run(self, step: Callable[..., Any], expected: str | None) -> Captured | Retry | _Unsettled:
+        """Raises CaptureError, also where `expected` is the code of another graph, and what the step raises."""
+        context, left = self._context, self._effects.optimizers
+        tracer = Tracer(context, self._effects)
+        settle()
+        self._side_effects = SideEffects(context, left)
+        with environment_read() as environment, self._side_effects, kept_iterators(context.reachable.iterators):
+            trace = tracer.run(step)
+        check_made(trace.module, context.reachable.generators)
+        _check_sizes(trace.module.graph, context)
+        if left.places:
+            self._side_effects.restore()
+            return Retry(left.places)
+        if self._side_effects.changed:
+            return _Unsettled(self._side_effects, trace.module.code)
+        if expected is not None and trace.module.code != expected:
+            raise CaptureError("the second run of the step traced another graph than the first")
+        program, spec = self._functional(trace, environment)
         unwrap_compiled.log_unwrapped(context.reachable.compiled)
         return bind(lambda: program, spec, context)
 
-
-class _Job:
-    """One capture under way."""
-
-    def __init__(self, step: Callable[..., Any], context: StepContext, objects: ObjectEffects) -> None:
-        self._step, self._scene, self._state, self._objects = step, context, context.state, objects
-        self._arguments = ArgumentEffects(context.arguments)
-        self.trace: Trace
-        self._storages: StorageRecorder
-
-    def run(self, expected: str | None) -> tuple[Program, BindingSpec]:
-        """Traces, makes functional, and describes inputs and outputs."""
-        context = self._scene
-        left = OptimizerEffects(context)
-        tracer = Tracer(context, left, self._objects, self._arguments)
-        self._storages = tracer.storages
-        settle()
-        effects, iterators = SideEffects(context, left), kept_iterators(context.reachable.iterators)
-        with environment_read() as self._environment, effects, iterators:
-            self.trace = tracer.run(partial(self._arguments.call, self._step))
-        check_made(self.trace.module, context.reachable.generators)
-        _check_sizes(self.trace.module.graph, context)
-        if left.places:
-            effects.restore()
-            raise ScalarsChanged(left.places)
-        self._notes, self._ticks = tuple(left.notes), tuple(effects.ticks.items())
-        if effects.changed:
-            raise _Unsettled(effects, self.trace.module.code)
-        if expected is not None and self.trace.module.code != expected:
-            raise CaptureError("the second run of the step traced another graph than the first")
-        _check_discovered(self.trace)
-        for watch in context.reachable.snapshots:  # a tensor on an array's memory sees what is written to it
-            if isinstance(watch.container, ContentView) and any(map(watch.container.shares_memory, self.trace.found)):
-                watch.guard = False
-        check_writes(self.trace.module.graph, context.names())
-        functional = functionalize(
-            self.trace.module, self.trace.fakes, self.trace.mode, tracer.known, self.trace.numbers
-        )
-        functional.writes = self._storages.exit_writes(functional.writes)
-        self._writes = frozenset(functional.writes)
-        program, kept = self._program(functional)
+    def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
+        _check_foreign(trace.foreign)
+        for snapshot in self._context.reachable.snapshots:  # a tensor on an array's memory sees what is written to it
+            view = snapshot.container
+            if isinstance(view, ContentView) and any(map(view.shares_memory, trace.foreign)):
+                snapshot.guard = False
+        check_writes(trace.module.graph, trace.labels)
+        functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)
+        functional.writes = trace.storages.exit_writes(functional.writes)
+        written = frozenset(functional.writes)
+        program, kept = make_program(self._context, trace, functional)
         verify(program)
-        return program, self._spec(kept, output_slices(program))
+        return program, self._spec(trace, kept, written, environment)
 
-    def _spec(self, kept: list[int], slices: tuple[int, int, int]) -> BindingSpec:
-        trace, state = self.trace, self._state
-        results = trace.module.graph.output_node().args[0]
-        traced = [isinstance(r, fx.Node) for r in results[: trace.num_results]]  # type: ignore[index,union-attr]
+    def _spec(
+        self, trace: Trace, kept: list[int], written: frozenset[int], environment: Mapping[str, str]
+    ) -> BindingSpec:
+        state, recorded = self._context.state, trace.recorded
+        results: Any = trace.module.graph.output_node().args[0]
+        filled = [leaf for leaf, one in enumerate(results[: recorded.num_results]) if isinstance(one, fx.Node)]
         return BindingSpec(
-            kept=tuple(kept), slices=slices, result_spec=trace.result_spec,
-            results=tuple(StateRef(state.index[id(r)]) if id(r) in state.index else r for r in trace.results),
-            result_places=tuple(i for i, r in enumerate(traced) if r),
-            grads=tuple(trace.grads), kept_grads=frozenset(trace.kept_grads), new_state=tuple(trace.new_state),
-            notes=self._notes, ticks=self._ticks, places=portable_scalars(self._scene.counters.places, self._scene),
-            calls_scheduler=any(self._scene.counters.any_in(vars(one)) for _, one in self._scene.reachable.schedulers),
-            stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
-            stepping=tuple(n for n, (_, opt) in enumerate(state.optimizers) if id(opt) in trace.stepped_optimizers),
-            left=portable_locations(trace.left.spots, self._scene), shared=frozenset(trace.left.shared),
-            mirrored=self._mirrored(), written=self._writes,
-            placeholders=tuple(n.name for n in trace.module.graph.find_nodes(op="placeholder")),
-            predicates=trace.predicates, storages=tuple(self._storages.sizes()), foreign=len(trace.found),
-            environment=self._environment, opaque_leaves=self._scene.arguments.opaque_leaves,
-            argument_effects=self._arguments.written, object_effects=portable_locations(self._objects.spots,
-            self._scene), hides=self._objects.hides,
-        )  # fmt: skip
-
-    def _mirrored(self) -> tuple[tuple[int, tuple[int, Any], MirrorMode], ...]:
-        found = self.trace.left.mirrored
-        spots = portable_locations([spot for _, spot, _ in found], self._scene)
-        ways = (
-            MirrorMode.REPLACES if puts else MirrorMode.WRITES if slot in self._writes else MirrorMode.READS
-            for slot, _, puts in found
+            inputs=tuple(trace.sources[index] for index in kept),
+            outputs=(
+                *map(ResultSink, filled),
+                *map(GradSink, recorded.grads),
+                *(StateSink(address, is_number) for address, is_number in recorded.new_state),
+            ),
+            result_spec=recorded.result_spec,
+            leaves=tuple(StateRef(state.index[id(one)]) if id(one) in state.index else one for one in recorded.results),
+            effects=tuple(self._effect_specs(trace, written)),
+            reads=self._reads(trace, written, environment),
         )
-        return tuple(zip((slot for slot, _, _ in found), spots, ways, strict=True))
 
-    def _records(self) -> list[Input]:
-        slots = [*self._state.slots, *(Slot(InputKind.HYPER, h.name, h.box) for h in self._scene.lifter.hypers)]
-        slots += [Slot(InputKind.USER, f"args.{i}", tensor) for i, tensor in enumerate(self._scene.user)]
+    def _effect_specs(self, trace: Trace, written: frozenset[int]) -> list[EffectSpec]:
+        context, kept = self._context, trace.recorded.kept
+        stepped = enumerate(opt for _, opt in context.state.optimizers)
         return [
-            Input(
-                kind=s.kind, name=s.name, shape=tuple(s.tensor.shape), dtype=s.tensor.dtype,
-                placement=Placement.REPLICATE if s.kind in _REPLICATED else Placement.LOCAL,
-                trainable=s.kind is InputKind.PARAM and s.tensor.requires_grad, freed=i in self._storages.freed,
-            )
-            for i, s in enumerate(slots)
-        ] + rank_inputs(self.trace.ranks)  # fmt: skip
+            *(OptimizerStepped(number) for number, opt in stepped if id(opt) in trace.stepped_optimizers),
+            *self._effects.optimizers.notes,
+            *(SchedulerCalls(number, count) for number, count in self._side_effects.ticks.items()),
+            *_mirrored(kept, written, context),
+            *(
+                KeepTensor(location, number in kept.shared)
+                for number, location in enumerate(portable_locations(kept.spots, context))
+            ),
+            *map(KeepObject, portable_locations(self._effects.objects.spots, context)),
+            *self._effects.arguments.written,
+        ]
 
-    def _program(self, functional: Functional) -> tuple[Program, list[int]]:
-        """The program and, per kept input, its place among the tracer's tensors. Unused inputs are dropped."""
-        trace, graph = self.trace, functional.module.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        records, lifter = self._records(), self._scene.lifter
-        results: Any = graph.output_node().args[0]
-        computed = dict(zip(trace.payloads, results[len(results) - len(trace.payloads) :], strict=True))
-        boxes = {id(h.box): placeholders[len(self._state.slots) + i] for i, h in enumerate(lifter.hypers)}
-        lifter.replace_payloads(graph, boxes, computed)
-        _numbers_as_inputs(placeholders, records)
-        results = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
-        results = results[: len(results) - len(trace.payloads)]
-        outputs: list[Output] = []
-        user_nodes = [r for r in results[: trace.num_results] if isinstance(r, fx.Node)]
-        outputs += [Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(user_nodes))]
-        outputs += [Output(kind=OutputKind.GRAD, name=records[slot].name, target=slot) for slot in trace.grads]
-        outputs += [Output(kind=OutputKind.STATE, name=where.spelled(self._state)) for where, _ in trace.new_state]
-        end = len(results) - len(trace.versions)
-        rest = results[trace.num_results : end]
-        writes = {k: v for k, v in functional.writes.items() if v is not placeholders[k]}
-        outputs += [Output(kind=OutputKind.WRITE, name=records[k].name, target=k) for k in writes]
-        graph_edit.set_results(graph, [*user_nodes, *rest, *writes.values()])
-        keep_versions(graph, list(zip(trace.versions, results[end:], strict=True)), writes.keys())
-        graph_edit.remove_dead_code(graph)
-        targets = {o.target for o in outputs if o.target is not None}
-        kept = [i for i, n in enumerate(placeholders) if n.users or i in targets or records[i].kind is InputKind.PARAM]
-        for index, node in enumerate(placeholders):
-            if index not in set(kept):
-                graph.erase_node(node)
-        place = {old: new for new, old in enumerate(kept)}
-        renumbered = tuple(
-            o if o.target is None else Output(kind=o.kind, name=o.name, target=place[o.target]) for o in outputs
+    def _reads(self, trace: Trace, written: frozenset[int], environment: Mapping[str, str]) -> TraceReads:
+        context, recorded = self._context, trace.recorded
+        state, placeholders = context.state, trace.module.graph.find_nodes(op="placeholder")
+        return TraceReads(
+            kept_grads=frozenset(recorded.kept_grads),
+            stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
+            written=written,
+            opaque_leaves=context.arguments.opaque_leaves,
+            hides=self._effects.objects.hides,
+            scalars=portable_scalars(context.counters.places, context),
+            calls_scheduler=any(context.counters.any_in(vars(one)) for _, one in context.reachable.schedulers),
+            predicates=recorded.predicates,
+            predicate_inputs=tuple((n.name, source) for n, source in zip(placeholders, trace.sources, strict=True)),
+            storages=tuple((trace.sources[index], num_bytes) for index, num_bytes in trace.storages.sizes()),
+            foreign=len(trace.foreign),
+            environment=environment,
         )
-        functional.module.recompile()
-        program = Program(
-            module=functional.module, inputs=tuple(records[i] for i in kept), outputs=renumbered,
-            stage=Stage.CAPTURED, mesh=axes_of(graph, trace.ranks),
-        )  # fmt: skip
-        return program, kept
 
 
-def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> None:
-    """A HYPER input is the number itself: readers of its ``item()`` read the placeholder."""
-    replaced = {}
-    for node, record in zip(placeholders, records, strict=True):
-        if record.kind is InputKind.HYPER:
-            for user in node.users:
-                node_meta.set_value(node, node_meta.value(user))
-                replaced[user] = node
-    graph_edit.replace_nodes(replaced)
+def _mirrored(kept: KeptTensors, written: frozenset[int], context: StepContext) -> list[MirrorTensor]:
+    locations = portable_locations([location for _, location, _ in kept.mirrored], context)
+    return [
+        MirrorTensor(
+            slot, location,
+            MirrorMode.REPLACES if replaces else MirrorMode.WRITES if slot in written else MirrorMode.READS,
+        )
+        for (slot, _, replaces), location in zip(kept.mirrored, locations, strict=True)
+    ]  # fmt: skip
 
 
 def _check_sizes(graph: fx.Graph, context: StepContext) -> None:
@@ -299,8 +331,9 @@ def _check_sizes(graph: fx.Graph, context: StepContext) -> None:
                 raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")
 
 
-def _check_discovered(trace: Trace) -> None:
-    for tensor in trace.found:
+def _check_foreign(foreign: Sequence[torch.Tensor]) -> None:
+    """Raises CaptureError for a parameter that nobody has found; says which other tensors are constants."""
+    for tensor in foreign:
         if tensor.requires_grad:
             tensor.grad = None
             raise CaptureError(

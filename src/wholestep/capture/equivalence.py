@@ -12,7 +12,8 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from wholestep.capture.bind.captured import Captured
+from wholestep.capture.bind.captured import Captured, KeepObject, ResultSink
+from wholestep.capture.effects.argument_effects import ContainerWrite
 from wholestep.capture.python.snapshot import same
 from wholestep.ir import node_meta
 
@@ -20,14 +21,12 @@ from wholestep.ir import node_meta
 def is_equivalent(plain: Captured, found: Captured) -> bool:
     """Whether both do the same calls on tensors. `found` may have a number of the graph for a constant of `plain`."""
     one, other = plain.spec, found.spec
-    if (
-        one.result_spec != other.result_spec
-        or one.argument_effects != other.argument_effects
-        or one.object_effects != other.object_effects
-    ):
+    if one.result_spec != other.result_spec:
         return False
-    filled = {*one.result_places, *other.result_places}
-    pairs = zip(one.results, other.results, strict=True)
+    if any(one.effects_of(kind) != other.effects_of(kind) for kind in (ContainerWrite, KeepObject)):
+        return False
+    filled = {sink.leaf for spec in (one, other) for sink in spec.outputs if isinstance(sink, ResultSink)}
+    pairs = zip(one.leaves, other.leaves, strict=True)
     if not all(same(a, b) or a == b for place, (a, b) in enumerate(pairs) if place not in filled):
         return False
     twins: dict[fx.Node, fx.Node] = {}

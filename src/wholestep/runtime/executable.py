@@ -38,7 +38,7 @@ class Executable:
         """`call` says the name of a call while it runs, the same on every rank: ``train_step, call 7``."""
         self.program, self.binding = program, binding
         self.runner, self._world, self._buffer_sync, self._call_name = runner, world, buffer_sync, call
-        self._inputs: fast_guards.InputFiller = binding.source()
+        self._inputs: fast_guards.InputFiller = binding.filler()
         self._writes_early = writes_during_communication(program)
         self._timer: StepTimer | None = None
         self.measured: StepTimes | None = None
@@ -54,11 +54,11 @@ class Executable:
             return None
         if isinstance(self._inputs, fast_guards.PythonInputFiller):  # the native ones may have come
             self._inputs = self._inputs.native()
-        finish = None if self.binding.is_plain else self.binding.finish
+        finish = None if self.binding.only_returns else self.binding.finish
         return fast_guards.FastRun(inputs=self._inputs, function=self._function(), finish=finish)
 
     def _function(self) -> fast_guards.Function:
-        return self.binding.keeping(self.runner if self._world.size == 1 else self._run_with_peers)
+        return self.binding.around(self.runner if self._world.size == 1 else self._run_with_peers)
 
     def _run_with_peers(self, inputs: list[Any]) -> tuple[Any, ...]:
         """The step among other ranks."""
@@ -70,11 +70,11 @@ class Executable:
         except RankMissingError as error:
             raise (RankMissingError(f"{error}\n{_WRITTEN}") if self._writes_early else error) from error.__cause__
 
-    def _timed(self, timer: StepTimer, leaves: list[Any]) -> Any:
+    def _timed(self, timer: StepTimer, call: Callable[[], Any]) -> Any:
         """One step on the runner of the meter."""
         runner, self.runner, self._timer = self.runner, timer.runner, None
         try:
-            result = timer.time(lambda: self(leaves))
+            result = timer.time(call)
         finally:
             self.runner = runner
             self._timer = timer
@@ -82,16 +82,20 @@ class Executable:
             self.measured, self._timer = measured, None
         return result
 
-    def __call__(self, leaves: list[Any]) -> Any:
-        """One step. `leaves` are the flat arguments.
+    def __call__(self, leaves: list[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """One step.
+
+        Args:
+            leaves: the flat arguments.
+            args, kwargs: those that were given, to whose containers the step may write.
 
         Raises:
             RankMissingError: a collective failed because a rank died or hung. It says whether parameters may have
                 been updated in part by then (see ``DDP(hold_updates=True)``).
         """
         if self._timer is not None:
-            return self._timed(self._timer, leaves)
-        return self.binding.finish(self._inputs.run(self._function(), leaves))
+            return self._timed(self._timer, lambda: self(leaves, args, kwargs))
+        return self.binding.finish(self._inputs.run(self._function(), leaves), args, kwargs)
 
 
 def describe_state(program: Program) -> str:

@@ -18,8 +18,8 @@ from wholestep.api.stages import Stages
 from wholestep.capture import module_override
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
+from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.capture.reach import reachability
-from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.errors import ConfigError
 from wholestep.ir.program import InputKind, Stage
 from wholestep.passes.comm.bucketing import Choose

@@ -21,9 +21,9 @@ from torch._C import _distributed_c10d
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
+from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
-from wholestep.capture.tracing.tracer import is_capturing
 from wholestep.errors import ConfigError
 from wholestep.ir import op_info
 

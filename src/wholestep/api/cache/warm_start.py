@@ -139,7 +139,7 @@ class StepCache:
             raise ArtifactError(f"{path} was saved for something else. {why_not}.")
         programs = LazyPrograms(body.programs)
         programs[Stage.SCHEDULED]  # what runs can be read, or nothing is begun
-        context.count(resolve_scalars(body.spec.places, context))
+        context.count(resolve_scalars(body.spec.reads.scalars, context))
         captured = bind(partial(programs.__getitem__, Stage.CAPTURED), body.spec, context)
         if why_not := captured.guards.why_not(context.leaves, context.spec):
             raise ArtifactError(
@@ -224,12 +224,12 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
     captured = entry.captured
     if entry.lookup.fingerprint is None:
         raise ArtifactError(f"It cannot be saved: {entry.lookup.why_not}")
-    if captured.spec.foreign:
+    if captured.spec.reads.foreign:
         raise ArtifactError(
             "It cannot be saved: it reads a tensor that belongs to no argument, closure, global or attribute, and that "
             "another process does not have. Pass the object that holds it as an argument of the step."
         )
-    if captured.spec.calls_scheduler:
+    if captured.spec.reads.calls_scheduler:
         raise ArtifactError(
             "It cannot be saved: it calls a scheduler, and whether that of another process is the same is not "
             "compared. Call scheduler.step() outside the step."
@@ -246,7 +246,7 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
         )  # fmt: skip
     except serializer.NotPortable as error:
         raise ArtifactError(f"It cannot be saved: {error}.") from error
-    environment = Environment.seen(captured.spec.environment)
+    environment = Environment.seen(captured.spec.reads.environment)
     if (path := edited(environment.files)) is not None:
         raise ArtifactError(f"It cannot be saved: {path} was written while this process ran, and may not be what runs.")
     lines = environment_lines(environment, entry.choices[COSTS])

@@ -2,90 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from wholestep.capture.bind.binding import Binding
-from wholestep.capture.bind.captured import BindingSpec, Captured, StateRef, mirrored_locations, resolve_locations
+from wholestep.capture.bind import effects
+from wholestep.capture.bind.binding import ArgumentLeaf, Binding, Constant, EntryGrad, GroupNumber, LiveInput
+from wholestep.capture.bind.captured import (
+    BindingSpec,
+    Captured,
+    GradSink,
+    KeepObject,
+    KeepTensor,
+    MirrorTensor,
+    OptimizerStepped,
+    ResultSink,
+    SchedulerCalls,
+    StateRef,
+    StateSink,
+    resolve_locations,
+)
+from wholestep.capture.bind.effects import Effect
 from wholestep.capture.bind.make_guards import make_guards
+from wholestep.capture.effects.argument_effects import ContainerWrite
+from wholestep.capture.effects.optimizer_effects import StateWrite
 from wholestep.capture.effects.tensor_effects import Mirror
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.reach.traced_inputs import (
+    ArgumentSource,
+    EntryGradSource,
+    HyperparameterSource,
+    InputSource,
+    RankSource,
+    StateSource,
+)
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.ir.program import InputKind, Program
 
 
 def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext) -> Captured:
-    """The program tied to the live objects of the scene. State that the step does not use is taken back."""
+    """The program tied to the live objects of the context. State that the step does not use is taken back."""
     # Before guards are made, which hold what is left.
     slots = context.state.slots
-    read = {i for i in spec.kept if i < len(slots) and slots[i].kind is not InputKind.PARAM}
-    context.lazy.discard({id(slots[slot].tensor) for slot in spec.stepped | read})
-    for slot, _, _ in spec.mirrored:
-        slots[slot].tensor = slots[slot].tensor.detach().clone()
-    binding = _binding(spec, context)
-    leaf_of = {spec.kept[index]: leaf for index, leaf in binding.user}
-    guards = make_guards(spec, context, ranks(), leaf_of)
+    read = {
+        one.slot
+        for one in spec.inputs
+        if isinstance(one, (StateSource, EntryGradSource)) and slots[one.slot].kind is not InputKind.PARAM
+    }
+    context.lazy.discard({id(slots[slot].tensor) for slot in spec.reads.stepped | read})
+    for mirror in spec.effects_of(MirrorTensor):
+        slots[mirror.slot].tensor = slots[mirror.slot].tensor.detach().clone()
+    live = _Live(spec, context)
     return Captured(
-        source=source, binding=binding, guards=guards, spec=spec,
-        object_effects=resolve_locations(spec.object_effects, context), undo=context.lazy.discard,
-    )  # fmt: skip
+        source=source, binding=live.binding(), guards=make_guards(spec, context), spec=spec, undo=context.lazy.discard
+    )
 
 
-def _binding(spec: BindingSpec, context: StepContext) -> Binding:
-    state, slots, hypers, numbers = context.state, context.state.slots, context.lifter.hypers, ranks()
-    place = {id(leaf): i for i, leaf in reversed(list(enumerate(context.leaves)))}
-    tensors: list[torch.Tensor | int | None] = []
-    binding = Binding(
-        tensors=tensors, hypers=[], user=[], entry_grads=[], result_spec=spec.result_spec,
-        results=[_result(one, context) for one in spec.results],
-        result_places=list(spec.result_places), entry_results=[], left=resolve_locations(spec.left, context),
-        mirrors=[
-            Mirror(slots[slot].tensor, spot, way)
-            for (slot, _, way), spot in zip(spec.mirrored, mirrored_locations(spec, context), strict=True)
-        ],
-        standing=[],
-        grads=[slots[i].tensor for i in spec.grads], cleared=[],
-        stepped=[state.optimizers[number][1] for number in spec.stepping],
-        new_state=[(where.holder(state), where.key, is_number) for where, is_number in spec.new_state],
-        notes=[(note.address.holder(state), note.address.key, note.value) for note in spec.notes],
-        ticks=[(context.reachable.schedulers[number][1], count) for number, count in spec.ticks],
-        counters=context.counters.written(context.arguments.numbers),
-        slices=spec.slices,
-    )  # fmt: skip
-    owner = {id(s.tensor.grad): s.tensor for s in state.params if s.tensor.grad is not None}
-    mirrors = dict(zip((slot for slot, _, _ in spec.mirrored), binding.mirrors, strict=True))
-    for index, one in enumerate(spec.results):
-        if isinstance(one, StateRef) and slots[one.slot].kind is InputKind.GRAD:
-            binding.entry_results.append((index, owner[id(slots[one.slot].tensor)]))
-        elif isinstance(one, StateRef) and one.slot in mirrors:
-            binding.standing.append((index, mirrors[one.slot]))
-    for index, old in enumerate(spec.kept):
-        tensors.append(None)
-        if old < len(slots):
-            if slots[old].kind is InputKind.GRAD:
-                binding.entry_grads.append((index, owner[id(slots[old].tensor)]))
-            else:
-                tensors[index] = slots[old].tensor
-        elif (number := old - len(slots)) < len(hypers):
-            binding.hypers.append((index, hypers[number]))
-        elif (number := number - len(hypers)) < len(context.user):
-            binding.user.append((index, place[id(context.user[number])]))
-        else:
-            tensors[index] = numbers[number - len(context.user)].number
-    with_new = {*spec.grads, *spec.kept_grads}
-    binding.cleared = [
-        s.tensor
-        for i, s in enumerate(slots)
-        if s.kind is InputKind.PARAM and s.tensor.grad is not None and i not in with_new
-    ]
-    return binding
+class _Live:
+    """Looks up the objects behind a spec."""
 
+    def __init__(self, spec: BindingSpec, context: StepContext) -> None:
+        self._spec, self._context, self._state = spec, context, context.state
+        self._slots, self._ranks = context.state.slots, ranks()
+        self._leaf = {id(one): place for place, one in reversed(list(enumerate(context.leaves)))}
+        grads = ((slot.tensor.grad, slot.tensor) for slot in self._state.params)
+        self._owner = {id(grad): param for grad, param in grads if grad is not None}
+        mirrors = spec.effects_of(MirrorTensor)
+        locations = resolve_locations([one.location for one in mirrors], context)
+        self._mirrors = {
+            one.slot: Mirror(self._slots[one.slot].tensor, location, one.mode)
+            for one, location in zip(mirrors, locations, strict=True)
+        }
 
-def _result(one: Any, context: StepContext) -> Any:
-    """What a call returns in one place, if that is the same in every call; else None."""
-    if not isinstance(one, StateRef):
-        return one
-    slot = context.state.slots[one.slot]
-    return None if slot.kind is InputKind.GRAD else slot.tensor
+    def binding(self) -> Binding:
+        """The live objects of the inputs, and the effects of a call."""
+        returned = {
+            leaf: self._owner[id(self._slots[one.slot].tensor)]
+            for leaf, one in enumerate(self._spec.leaves)
+            if isinstance(one, StateRef) and self._slots[one.slot].kind is InputKind.GRAD
+        }
+        steppers = [self._state.optimizers[one.optimizer][1] for one in self._spec.effects_of(OptimizerStepped)]
+        return Binding(
+            inputs=tuple(map(self._input, self._spec.inputs)),
+            effects=tuple(self._effects(list(returned))),
+            once=[effects.MarkStepped(one) for one in steppers],
+            mirrors=tuple(self._mirrors.values()),
+            returned_grads=tuple(returned.values()),
+        )
+
+    def _input(self, source: InputSource) -> LiveInput:
+        match source:
+            case StateSource(slot):
+                return Constant(self._slots[slot].tensor)
+            case EntryGradSource(slot):
+                return EntryGrad(self._owner[id(self._slots[slot].tensor)])
+            case HyperparameterSource(number):
+                return GroupNumber(self._context.lifter.hypers[number])
+            case ArgumentSource(number):
+                return ArgumentLeaf(self._leaf[id(self._context.user[number])])
+            case RankSource(number):
+                return Constant(self._ranks[number].number)
+
+    def _effects(self, returned: list[int]) -> Iterator[Effect]:
+        """In the order in which a call applies them. `returned`: leaves that are gradients from before the call."""
+        spec, context = self._spec, self._context
+        yield from self._gradients()
+        if made := [one for one in spec.outputs if isinstance(one, StateSink)]:
+            entries = tuple((one.address.holder(self._state), one.address.key, one.is_number) for one in made)
+            yield effects.SetOptimizerState(entries, len(spec.outputs) - len(made))
+        for write in spec.effects_of(StateWrite):
+            yield effects.WriteValue(write.address.holder(self._state), write.address.key, write.value)
+        for calls in spec.effects_of(SchedulerCalls):
+            yield effects.CountSchedulerCalls(context.reachable.schedulers[calls.scheduler][1], calls.count)
+        yield from map(effects.WriteNumber, context.counters.written(context.arguments.numbers))
+        yield from map(effects.UpdateMirror, self._mirrors.values())
+        yield self._result(returned)
+        if tensors := [one.location for one in spec.effects_of(KeepTensor)]:
+            yield effects.WriteTensors(tuple(resolve_locations(tensors, context)))
+        if objects := [one.location for one in spec.effects_of(KeepObject)]:
+            yield effects.WriteObjects(tuple(resolve_locations(objects, context)))
+        if writes := spec.effects_of(ContainerWrite):
+            yield effects.WriteArguments(tuple(writes))
+
+    def _gradients(self) -> Iterator[Effect]:
+        made = [(number, one.slot) for number, one in enumerate(self._spec.outputs) if isinstance(one, GradSink)]
+        with_grad = {*(slot for _, slot in made), *self._spec.reads.kept_grads}
+        cleared = [
+            slot.tensor
+            for number, slot in enumerate(self._slots)
+            if slot.kind is InputKind.PARAM and slot.tensor.grad is not None and number not in with_grad
+        ]
+        if cleared:
+            yield effects.ClearGradients(tuple(cleared))
+        if made:
+            yield effects.SetGradients(tuple(self._slots[slot].tensor for _, slot in made), made[0][0])
+
+    def _result(self, returned: list[int]) -> effects.BuildResult:
+        spec = self._spec
+        outputs = [(one.leaf, number) for number, one in enumerate(spec.outputs) if isinstance(one, ResultSink)]
+        return effects.BuildResult(
+            spec=spec.result_spec,
+            leaves=tuple(map(self._leaf_value, spec.leaves)),
+            outputs=(*outputs, *((leaf, number - len(returned)) for number, leaf in enumerate(returned))),
+            mirrors=tuple(
+                (leaf, self._mirrors[one.slot])
+                for leaf, one in enumerate(spec.leaves)
+                if isinstance(one, StateRef) and one.slot in self._mirrors
+            ),
+        )
+
+    def _leaf_value(self, leaf: Any) -> Any:
+        """A leaf of the result, if it is the same in every call; else None."""
+        if not isinstance(leaf, StateRef):
+            return leaf
+        slot = self._slots[leaf.slot]
+        found: torch.Tensor | None = None if slot.kind is InputKind.GRAD else slot.tensor
+        return found

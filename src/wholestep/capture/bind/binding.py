@@ -1,138 +1,144 @@
-"""The live objects behind a program's inputs and outputs: reads them before a call, puts results back after it.
+"""The live objects behind a program's inputs, and the effects of a call: filled in before a run, applied behind it.
 
-Everything that stays the same between calls is looked up once. A call fills in only the arguments, the
-numbers of parameter groups and the gradients that were there at entry.
+Everything that stays the same between calls is looked up once. A call fills in only the arguments, the numbers of
+parameter groups and the gradients that were there when it began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch.optim import Optimizer
 
-from wholestep.capture.effects.tensor_effects import Mirror, write_locations
+from wholestep.capture.bind.effects import BuildResult, CallOutcome, Effect, WriteArguments, WriteObjects
+from wholestep.capture.effects.tensor_effects import Mirror
 from wholestep.capture.guards import fast_guards
-from wholestep.capture.python import tree_util
-from wholestep.capture.python.snapshot import Location
-from wholestep.capture.scalars.counters import Counter
 from wholestep.capture.scalars.hyperparameters import Hyperparameter
-from wholestep.ir.program import InputKind, OutputKind, Program
-
-Holder = Callable[[], dict[Any, Any]]
+from wholestep.ir.program import InputKind, Program
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An input that is the same in every call: a tensor that lives between calls, or the number of a rank."""
+
+    value: torch.Tensor | int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNumber:
+    """An input that is a number of a parameter group, read at every call."""
+
+    hyper: Hyperparameter
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentLeaf:
+    """An input that is a leaf of the arguments."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryGrad:
+    """An input that is the gradient that a parameter has when the call begins."""
+
+    param: torch.Tensor
+
+
+LiveInput = Constant | GroupNumber | ArgumentLeaf | EntryGrad
+Kind = TypeVar("Kind", bound=LiveInput)
+SomeEffect = TypeVar("SomeEffect", bound=Effect)
+
+
+@dataclass(slots=True, kw_only=True)
 class Binding:
-    """Where each input of a program comes from and where each output goes."""
+    """Where each input of a program comes from and what a call does with its outputs."""
 
-    tensors: list[torch.Tensor | int | None]
-    """Per input: the tensor that lives between calls, the number of a rank, or None where a call supplies it."""
-    hypers: list[tuple[int, Hyperparameter]]
-    """(input, number) pairs."""
-    user: list[tuple[int, int]]
-    """(input, argument leaf) pairs."""
-    entry_grads: list[tuple[int, torch.Tensor]]
-    """(input, parameter) pairs: the input is the parameter's gradient at entry."""
-    result_spec: tree_util.TreeSpec
-    results: list[Any]
-    """The step's result with None in the places that the graph fills, in order of `result_places`."""
-    result_places: list[int]
-    entry_results: list[tuple[int, torch.Tensor]]
-    """(place, parameter) pairs: the result there is the parameter's gradient at entry, another one in every call."""
-    left: list[Location]
-    """Where the last of the results go, which the step does not return."""
-    mirrors: list[Mirror]
+    inputs: tuple[LiveInput, ...]
+    """Per input of the program."""
+    effects: tuple[Effect, ...]
+    once: list[Effect]
+    """Effects of the next call alone."""
+    mirrors: tuple[Mirror, ...]
     """Tensors of the graph of which copies stand in places of the user's."""
-    standing: list[tuple[int, Mirror]]
-    """(place, mirror) pairs: the result there is what stands behind the call where the mirror says."""
-    grads: list[torch.Tensor]
-    """Parameters that get a new ``.grad``, in the order of the GRAD outputs."""
-    cleared: list[torch.Tensor]
-    """Parameters whose ``.grad`` is None after the call and was not before it."""
-    new_state: list[tuple[Holder, Any, bool]]
-    """Where the STATE outputs go: what gives the dict, the key, and whether it is a number in Python."""
-    notes: list[tuple[Holder, Any, Any]]
-    """Plain values that the step leaves with optimizers: what gives the dict, the key, the value."""
-    ticks: list[tuple[Any, int]]
-    """Schedulers that the step calls, and how often: they count that for their warnings."""
-    counters: list[Counter]
-    """Numbers that the step moves."""
-    stepped: list[Optimizer]
-    """Optimizers that step in the graph, until they have been told so."""
-    slices: tuple[int, int, int] = field(default=(0, 0, 0))
-    """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
-
-    is_plain: bool = field(init=False, default=False)
-    """Whether all that a call leaves to do is to return its one tensor. Known once `finish` has run."""
+    returned_grads: tuple[torch.Tensor, ...]
+    """Parameters of which the step returns the gradient that they had when the call began."""
 
     def with_tensors(self, more: list[torch.Tensor]) -> Binding:
         """The same binding for a program with `more` inputs at the end, which live between calls."""
-        return replace(self, tensors=[*self.tensors, *more])
+        return replace(self, inputs=(*self.inputs, *map(Constant, more)))
 
-    def inputs(self, leaves: list[Any]) -> list[Any]:
+    def inputs_of(self, kind: type[Kind]) -> list[tuple[int, Kind]]:
+        """The inputs of one kind, each with its place."""
+        return [(place, one) for place, one in enumerate(self.inputs) if isinstance(one, kind)]
+
+    def effects_of(self, kind: type[SomeEffect]) -> list[SomeEffect]:
+        """The effects of one kind, in order."""
+        return [one for one in self.effects if isinstance(one, kind)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor | int | None]:
+        """Per input what is the same in every call, or None where a call supplies it."""
+        return [one.value if isinstance(one, Constant) else None for one in self.inputs]
+
+    def fill(self, leaves: list[Any]) -> list[Any]:
         """The flat inputs of one call."""
-        return self.source().filled(leaves)
+        return self.filler().filled(leaves)
 
-    def source(self) -> fast_guards.PythonInputFiller:
-        """What fills in the flat inputs of calls."""
-        numbers = [(index, hyper.group, hyper.key, hyper.position) for index, hyper in self.hypers]
-        return fast_guards.PythonInputFiller(self.tensors, numbers, self.user, self.entry_grads)
+    def filler(self) -> fast_guards.PythonInputFiller:
+        """Makes the flat inputs of calls."""
+        hypers = [(place, one.hyper) for place, one in self.inputs_of(GroupNumber)]
+        numbers = [(place, hyper.group, hyper.key, hyper.position) for place, hyper in hypers]
+        arguments = [(place, one.leaf) for place, one in self.inputs_of(ArgumentLeaf)]
+        grads = [(place, one.param) for place, one in self.inputs_of(EntryGrad)]
+        return fast_guards.PythonInputFiller(self.tensors, numbers, arguments, grads)
 
-    def keeping(self, function: fast_guards.Function) -> fast_guards.Function:
-        """`function` with what a call looks at before it: what stands for mirrors, and the gradients at entry that the
-        step returns. These come behind its outputs, for `finish`: others may be in their places by then."""
-        if not self.entry_results and not self.mirrors:
+    def around(self, function: fast_guards.Function) -> fast_guards.Function:
+        """`function` with what a call looks at before it: what stands for mirrors, and the gradients that the step
+        returns. These come behind its outputs: others may be in their places by the time of `finish`."""
+        if not self.returned_grads and not self.mirrors:
             return function
 
         def run(inputs: list[Any]) -> tuple[Any, ...]:
-            grads = [param.grad for _, param in self.entry_results]
+            grads = self.entry_grads()
             for mirror in self.mirrors:
                 mirror.take()
             return (*function(inputs), *grads)
 
         return run
 
-    def finish(self, outputs: tuple[Any, ...]) -> Any:
-        """Puts gradients and new state back and returns what the step returns. `outputs` are of a function that
-        `keeping` gave."""
-        user_end, grad_end, state_end = self.slices
-        for param in self.cleared:
-            param.grad = None
-        if grad_end > user_end:
-            for param, grad in zip(self.grads, outputs[user_end:grad_end], strict=True):
-                param.grad = grad
-        if state_end > grad_end:
-            for (holder, key, is_number), made in zip(self.new_state, outputs[grad_end:state_end], strict=True):
-                holder()[key] = made.item() if is_number else made
-        for holder, key, value in self.notes:
-            holder()[key] = value
-        for scheduler, count in self.ticks:
-            scheduler._step_count += count
-        for counter in self.counters:
-            counter.store()
-        for mirror in self.mirrors:
-            mirror.give()
-        while self.stepped:  # what a scheduler looks at before it warns; nobody takes it back
-            self.stepped.pop()._opt_called = True  # type: ignore[attr-defined]
-        if self.result_spec.type is None and user_end and not self.left:  # the usual result: one tensor
-            rest = self.cleared or self.notes or self.ticks or self.counters or self.mirrors
-            self.is_plain = not rest and state_end == user_end
-            return outputs[0]
-        results = self.results.copy()
-        for number, place in enumerate(self.result_places):
-            results[place] = outputs[number]
-        for (place, _), grad in zip(reversed(self.entry_results), reversed(outputs), strict=False):
-            results[place] = grad
-        for place, mirror in self.standing:
-            results[place] = mirror.standing()
-        if self.left:
-            num_returned = len(results) - len(self.left)
-            write_locations(self.left, results[num_returned:])
-            del results[num_returned:]
-        return tree_util.unflatten(results, self.result_spec)
+    def entry_grads(self) -> list[torch.Tensor | None]:
+        """The gradients that the step returns, as they are before a run."""
+        return [param.grad for param in self.returned_grads]
+
+    def finish(self, outputs: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Applies all effects of a call and returns what the step returns.
+
+        Args:
+            outputs: of a function that `around` gave.
+            args, kwargs: of the call, to which the step may write.
+        """
+        call = CallOutcome(outputs, args, kwargs or {})
+        for effect in self.effects:
+            effect.apply(call)
+        while self.once:
+            self.once.pop().apply(call)
+        return call.result
+
+    @property
+    def only_returns(self) -> bool:
+        """Whether all that a call leaves to do is to return its first output."""
+        return (
+            not self.once
+            and len(self.effects) == 1
+            and all(one.is_first_output for one in self.effects_of(BuildResult))
+        )
+
+    @property
+    def writes_structures(self) -> bool:
+        """Whether a call writes to its arguments, or leaves things in objects that hold tensors or numbers."""
+        return any(isinstance(one, (WriteObjects, WriteArguments)) for one in self.effects)
 
     def synced(self, program: Program) -> list[torch.Tensor]:
         """Parameters and buffers of the program, in order: what data parallel makes equal at the start."""
@@ -141,11 +147,3 @@ class Binding:
         return [
             t for index, (one, t) in pairs if one.kind in kinds and index not in kept and isinstance(t, torch.Tensor)
         ]
-
-
-def output_slices(program: Program) -> tuple[int, int, int]:
-    """Ends of the USER, GRAD and STATE outputs, which come in this order, WRITE outputs last."""
-    counts = [
-        sum(o.kind is kind for o in program.outputs) for kind in (OutputKind.USER, OutputKind.GRAD, OutputKind.STATE)
-    ]
-    return counts[0], counts[0] + counts[1], sum(counts)

@@ -1,7 +1,8 @@
-"""Ties: how a program hangs together with the objects of a scene, by number; and the same with live objects.
+"""Records of a captured step: where inputs come from, where outputs go, what a call leaves; as plain values, and live.
 
-A capture gives a program and its ties. Tied to the scene it was made in, they are a `Captured` step; tied to a scene of
-another process in which everything has the same place, they are the same step there, and nothing was traced for it.
+A capture gives a program and a `BindingSpec`, in which live objects are numbers. Bound to the context it was made in,
+they are a `Captured` step. Bound to a context of another process in which everything has the same place, they are the
+same step there, and nothing was traced for it.
 """
 
 from __future__ import annotations
@@ -9,91 +10,156 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.fx as fx
 
 from wholestep.capture.bind.binding import Binding
-from wholestep.capture.effects.argument_effects import ContainerWrite, write_containers
+from wholestep.capture.effects.argument_effects import ContainerWrite
 from wholestep.capture.effects.optimizer_effects import StateWrite
-from wholestep.capture.effects.tensor_effects import MirrorMode, write_locations
+from wholestep.capture.effects.tensor_effects import MirrorMode
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import Location
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.reach.traced_inputs import InputSource
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.scalars.counters import ScalarLocation, identity
 from wholestep.ir.program import Program
 
+PortableLocation = tuple[int, Any]
+"""A container by its number in the context, and a key in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateRef:
-    """In a result: the tensor of the state in this slot."""
+    """A leaf of the result that is the tensor of the state in this slot."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BindingSpec:
-    """Where a program's inputs come from, where its outputs go, and what its trace depends on.
+@dataclass(frozen=True, slots=True)
+class ResultSink:
+    """An output that is a leaf of the result."""
 
-    Plain values. A *slot* is a place in `TrainState.slots`; the tracer's inputs are the slots, then the numbers of
-    parameter groups, the tensors of the arguments, and the ranks.
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradSink:
+    """An output that is the new ``.grad`` of the parameter in this slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSink:
+    """An output that an optimizer keeps; a number of Python where `is_number`."""
+
+    address: Address
+    is_number: bool
+
+
+OutputSink = ResultSink | GradSink | StateSink
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTensor:
+    """The step leaves a tensor in an object: the last leaves of the result, in order.
+
+    `is_shared`: what stood there stands elsewhere, too, so the guards want that very tensor.
     """
 
-    kept: tuple[int, ...]
-    """Per input of the program its place among the tracer's inputs."""
-    result_spec: tree_util.TreeSpec
-    results: tuple[Any, ...]
-    """Leaves of what the step returns: `StateRef`, or a value as it is; None where the graph fills it."""
-    left: tuple[tuple[int, Any], ...]
-    """Where the last leaves go, which the step does not return: the number of a container in the scene, and a key."""
-    shared: frozenset[int]
-    """Those of `left` by number where the very tensor has to stand that stood there, since it stands elsewhere, too."""
-    mirrored: tuple[tuple[int, tuple[int, Any], MirrorMode], ...]
-    """Slots of tensors that the graph has for itself, and where what they mirror stands between calls, as in `left`."""
-    written: frozenset[int]
-    """Slots that the graph writes to."""
-    result_places: tuple[int, ...]
-    """Leaves that the graph fills, in the order of its USER outputs."""
-    grads: tuple[int, ...]
-    """Slots of parameters that get a new ``.grad``, in the order of the GRAD outputs."""
+    location: PortableLocation
+    is_shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeepObject:
+    """The step leaves something that holds tensors or numbers in an object."""
+
+    location: PortableLocation
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorTensor:
+    """The graph has a tensor of its own, in this slot, for one that stands in an object between calls."""
+
+    slot: int
+    location: PortableLocation
+    mode: MirrorMode
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerCalls:
+    """How often the step calls a scheduler, which counts that for its warnings."""
+
+    scheduler: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStepped:
+    """The step steps this optimizer, which schedulers look at before they warn."""
+
+    optimizer: int
+
+
+EffectSpec = (
+    KeepTensor | KeepObject | MirrorTensor | StateWrite | SchedulerCalls | OptimizerStepped | ContainerWrite
+)  # fmt: skip
+Row = TypeVar("Row", bound=EffectSpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReads:
+    """What a trace depends on, besides what the guards of its objects hold."""
+
     kept_grads: frozenset[int]
-    """Slots of parameters whose ``.grad`` is the tensor that it was at entry."""
-    new_state: tuple[tuple[Address, bool], ...]
-    """What the graph creates for optimizers, and whether it is a number in Python."""
-    notes: tuple[StateWrite, ...]
-    """Plain values that the step leaves with optimizers."""
-    opaque_leaves: tuple[int, ...]
-    """Leaves of the arguments that are any text."""
-    argument_effects: tuple[ContainerWrite, ...]
-    """To which containers among the arguments the step writes. If to any, its result is a pair: what it returns, and a
-    list of what is new there."""
-    object_effects: tuple[tuple[int, Any], ...]
-    """Where things go that it leaves in objects, as in `left`. If any, its result is a pair of all that and a list."""
-    hides: bool
-    """Whether nobody looks at what stood there before."""
-    places: tuple[tuple[int, ScalarLocation], ...]
-    """Of numbers that the step moves, each without its container, which is the one with this number in the scene."""
-    calls_scheduler: bool
-    """Whether the step itself calls a scheduler, whose own constants are in its graph then."""
-    ticks: tuple[tuple[int, int], ...]
-    """Schedulers by number, and how often the step calls them."""
+    """Slots of parameters whose ``.grad`` is the tensor that it was when the call began."""
     stepped: frozenset[int]
     """Slots of parameters that had a gradient when an optimizer stepped."""
-    stepping: tuple[int, ...]
-    """Optimizers that step, by number."""
-    slices: tuple[int, int, int]
-    """Ends of the USER, GRAD and STATE outputs among the program's outputs."""
-    placeholders: tuple[str, ...]
-    """Names of the tracer's inputs, by which predicates know them."""
+    written: frozenset[int]
+    """Slots that the graph writes to."""
+    opaque_leaves: tuple[int, ...]
+    """Leaves of the arguments that may be any text."""
+    hides: bool
+    """Whether nobody looks at what stood before where the step leaves objects."""
+    scalars: tuple[tuple[int, ScalarLocation], ...]
+    """Numbers that the step changes, each without its container, which is the one with this number in the context."""
+    calls_scheduler: bool
+    """Whether the step itself calls a scheduler, whose own constants are in its graph then."""
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
-    storages: tuple[tuple[int, int], ...]
-    """Inputs of the tracer whose storage has to have so many bytes."""
+    """What Python asked of numbers, and the answers that the trace went by."""
+    predicate_inputs: tuple[tuple[str, InputSource], ...]
+    """The names by which predicates know the inputs of the trace."""
+    storages: tuple[tuple[InputSource, int], ...]
+    """Inputs whose storage has to have so many bytes."""
     foreign: int
     """How many tensors of nobody the graph holds: they are constants of this process."""
     environment: Mapping[str, str]
     """Variables of the environment that the trace read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindingSpec:
+    """How a program hangs together with the objects of a context, as plain values that can be saved."""
+
+    inputs: tuple[InputSource, ...]
+    """Per input of the program."""
+    outputs: tuple[OutputSink, ...]
+    """Per USER, GRAD and STATE output of the program, in its order. Behind them come its WRITE outputs."""
+    result_spec: tree_util.TreeSpec
+    """Of what the step returns, in a pair with a list for `KeepObject`, and in one for `ContainerWrite`."""
+    leaves: tuple[Any, ...]
+    """Leaves of the result, then those of `KeepTensor`: `StateRef`, or a value; None where an output fills it."""
+    effects: tuple[EffectSpec, ...]
+    """What a call leaves besides gradients and what its optimizers keep."""
+    reads: TraceReads
+
+    def effects_of(self, kind: type[Row]) -> list[Row]:
+        """The effects of one kind, in order."""
+        return [one for one in self.effects if isinstance(one, kind)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +171,8 @@ class Captured:
     binding: Binding
     guards: Guards
     spec: BindingSpec
-    object_effects: list[Location]
-    """Where things go that the step leaves in objects."""
     settled: bool = True
-    """Whether the step changed nothing in its first run. Else the ties are those of a scene that it had set up."""
+    """Whether the step changed nothing in its first run. Else the context is one that the step had set up."""
     undo: Callable[[], None]
     """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
 
@@ -116,22 +180,6 @@ class Captured:
     def program(self) -> Program:
         """The program, as it was captured."""
         return self.source()
-
-    def returned(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Behind a call that gave `result`: writes to its arguments and to objects what the step leaves there besides
-        tensors. What it returns."""
-        if self.object_effects:
-            result, left = result
-            write_locations(self.object_effects, left)
-        if self.spec.argument_effects:
-            result, things = result
-            write_containers(self.spec.argument_effects, (args, kwargs), things)
-        return result
-
-    @property
-    def only_returns(self) -> bool:
-        """Whether there is nothing to do for `returned`."""
-        return not (self.object_effects or self.spec.argument_effects)
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -143,30 +191,32 @@ class Captured:
             raise
 
 
-def portable_scalars(places: Sequence[ScalarLocation], context: StepContext) -> tuple[tuple[int, ScalarLocation], ...]:
-    """Places as plain values."""
+def portable_scalars(scalars: Sequence[ScalarLocation], context: StepContext) -> tuple[tuple[int, ScalarLocation], ...]:
+    """Locations of numbers as plain values."""
+    known = _container_numbers(context)
+    return tuple((known[identity(one.container)], replace(one, container=None)) for one in scalars)
+
+
+def portable_locations(locations: Sequence[Location], context: StepContext) -> tuple[PortableLocation, ...]:
+    """Locations of objects as plain values."""
+    known = _container_numbers(context) if locations else {}
+    return tuple((known[identity(container)], key) for container, key in locations)
+
+
+def resolve_scalars(scalars: Sequence[tuple[int, ScalarLocation]], context: StepContext) -> list[ScalarLocation]:
+    """The same locations of numbers in another context."""
+    containers = context.containers()
+    return [replace(one, container=containers[number]) for number, one in scalars]
+
+
+def resolve_locations(locations: Sequence[PortableLocation], context: StepContext) -> list[Location]:
+    """The same locations of objects in another context."""
+    containers = context.containers() if locations else []
+    return [(containers[number], key) for number, key in locations]
+
+
+def _container_numbers(context: StepContext) -> dict[int, int]:
     known: dict[int, int] = {}
     for number, container in enumerate(context.containers()):
         known.setdefault(identity(container), number)
-    return tuple((known[identity(place.container)], replace(place, container=None)) for place in places)
-
-
-def portable_locations(spots: Sequence[Location], context: StepContext) -> tuple[tuple[int, Any], ...]:
-    """The same for spots."""
-    known = {identity(container): number for number, container in enumerate(context.containers())}
-    return tuple((known[identity(container)], key) for container, key in spots)
-
-
-def resolve_scalars(places: Sequence[tuple[int, ScalarLocation]], context: StepContext) -> list[ScalarLocation]:
-    """The same places in another scene."""
-    containers = context.containers()
-    return [replace(place, container=containers[number]) for number, place in places]
-
-
-def resolve_locations(numbered: Sequence[tuple[int, Any]], context: StepContext) -> list[Location]:
-    containers = context.containers() if numbered else []
-    return [(containers[number], key) for number, key in numbered]
-
-
-def mirrored_locations(spec: BindingSpec, context: StepContext) -> list[Location]:
-    return resolve_locations([spot for _, spot, _ in spec.mirrored], context)
+    return known

@@ -1,4 +1,4 @@
-"""make_guards(spec, context, ...): the guards of a captured step, all made at once."""
+"""make_guards(spec, context): the guards of a captured step, all made at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.bind.captured import BindingSpec, StateRef, mirrored_locations, resolve_locations
+from wholestep.capture.bind.captured import (
+    BindingSpec,
+    KeepObject,
+    KeepTensor,
+    MirrorTensor,
+    StateRef,
+    resolve_locations,
+)
 from wholestep.capture.effects import object_effects
 from wholestep.capture.effects.side_effects import TICKS
 from wholestep.capture.effects.tensor_effects import relax_snapshots
@@ -20,17 +27,20 @@ from wholestep.capture.guards.value_guards import BranchGuard, CounterGuard, Sto
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.reach.traced_inputs import (
+    ArgumentSource,
+    EntryGradSource,
+    HyperparameterSource,
+    RankSource,
+    StateSource,
+)
 from wholestep.capture.reach.train_state import Slot, TrainState
-from wholestep.capture.scalars.rank_symbols import Rank
+from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.ir.program import InputKind
 
 
-def make_guards(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank], leaf_of: dict[int, int]) -> Guards:
-    """The guards of a trace, which hold for everything as it is now.
-
-    Args:
-        leaf_of: per input of the tracer that is a tensor of the arguments, its leaf.
-    """
+def make_guards(spec: BindingSpec, context: StepContext) -> Guards:
+    """The guards of a trace, which hold for everything as it is now."""
     _relax_snapshots(spec, context)
     slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context.state)
     containers = _container_guard(spec, context)
@@ -45,7 +55,7 @@ def make_guards(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank]
             state_guards.LayoutGuard(tuple((slot, describe(slot.tensor)) for slot in slots)),
             state_guards.GradientGuard(tuple(kinds)),
         ),
-        values=_value_guards(spec, context, numbers, leaf_of),
+        values=_value_guards(spec, context),
         fast=_fast_path(spec, context, slots, containers, had_gradient),
         always=bool(containers.opaque),
     )
@@ -53,15 +63,16 @@ def make_guards(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank]
 
 def _state_slots(spec: BindingSpec, state: TrainState) -> list[Slot]:
     """The tensors whose layout a trace depends on: every parameter first, then what else the graph reads."""
-    kept = set(spec.kept)
-    read = [slot for number, slot in enumerate(state.slots) if number in kept and slot.kind is not InputKind.GRAD]
+    kept = sorted(one.slot for one in spec.inputs if isinstance(one, StateSource))
+    read = [state.slots[number] for number in kept]
     params = [slot for slot in state.slots if slot.kind is InputKind.PARAM]
     return [*params, *(slot for slot in read if slot.kind is not InputKind.PARAM)]
 
 
 def _gradients_at_entry(spec: BindingSpec, state: TrainState) -> dict[int, bool]:
     """By id of each parameter whose gradient at entry matters, whether it has one."""
-    used = {*spec.kept, *(one.slot for one in spec.results if isinstance(one, StateRef))}
+    used = {one.slot for one in spec.inputs if isinstance(one, EntryGradSource)}
+    used |= {one.slot for one in spec.leaves if isinstance(one, StateRef)}
     tensors = [slot.tensor for slot in state.params]
     return {id(one): one.grad is not None for one in tensors if one.grad is None or state.index[id(one.grad)] in used}
 
@@ -71,7 +82,7 @@ def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Sl
     inputs = _number_inputs(context)
     data = [leaf for leaf, one in enumerate(is_data) if one]
     constants = [
-        argument_guards.Constant(leaf, leaves[leaf], paths[leaf], leaf in spec.opaque_leaves)
+        argument_guards.Constant(leaf, leaves[leaf], paths[leaf], leaf in spec.reads.opaque_leaves)
         for leaf, one in enumerate(is_data)
         if not one and leaf not in inputs
     ]
@@ -103,16 +114,14 @@ def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.Co
     )
 
 
-def _value_guards(
-    spec: BindingSpec, context: StepContext, numbers: Sequence[Rank], leaf_of: dict[int, int]
-) -> tuple[Guard, ...]:
+def _value_guards(spec: BindingSpec, context: StepContext) -> tuple[Guard, ...]:
     made: list[Guard] = []
     if context.counters.counters:
         made.append(CounterGuard(context.counters, context.arguments.numbers, _number_inputs(context)))
-    if spec.predicates is not None:
-        made.append(_branch_guard(spec, context, numbers))
-    if spec.storages:
-        made.append(StorageGuard(_storage_sizes(spec, context, leaf_of)))
+    if spec.reads.predicates is not None:
+        made.append(_branch_guard(spec, context))
+    if spec.reads.storages:
+        made.append(StorageGuard(_storage_sizes(spec, context)))
     return tuple(made)
 
 
@@ -131,7 +140,7 @@ def _fast_path(
         for slot in slots
     ]
     described = [describe(leaf) if data else leaf for leaf, data in zip(leaves, is_data, strict=True)]
-    aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.opaque_leaves)
+    aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.reads.opaque_leaves)
     containers = [pair for one in guard.snapshots if (pair := fast_guards.guardable(one)) is not None]
     containers += [(hooks, None) for hooks in GLOBAL_HOOKS]
     return fast_guards.FastPath(
@@ -146,12 +155,14 @@ def _fast_path(
 def _relax_snapshots(spec: BindingSpec, context: StepContext) -> None:
     """Lets places that the step writes, and does not look at before, hold any tensor of the same layout."""
     snapshots, slots = context.reachable.snapshots, context.state.slots
-    free = [place for number, place in enumerate(resolve_locations(spec.left, context)) if number not in spec.shared]
-    written = {id(slots[slot].tensor) for slot in spec.written if slot < len(slots)}
-    relax_snapshots(snapshots, free, _same_layout)
-    relax_snapshots(snapshots, mirrored_locations(spec, context), partial(_same_layout, but=written))
-    if spec.hides:
-        object_effects.relax_snapshots(snapshots, resolve_locations(spec.object_effects, context))
+    kept = [one.location for one in spec.effects_of(KeepTensor) if not one.is_shared]
+    mirrored = [one.location for one in spec.effects_of(MirrorTensor)]
+    written = {id(slots[slot].tensor) for slot in spec.reads.written if slot < len(slots)}
+    relax_snapshots(snapshots, resolve_locations(kept, context), _same_layout)
+    relax_snapshots(snapshots, resolve_locations(mirrored, context), partial(_same_layout, but=written))
+    if spec.reads.hides:
+        objects = [one.location for one in spec.effects_of(KeepObject)]
+        object_effects.relax_snapshots(snapshots, resolve_locations(objects, context))
 
 
 def _same_layout(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[[Any], bool]:
@@ -161,30 +172,34 @@ def _same_layout(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[
     return lambda now: isinstance(now, torch.Tensor) and id(now) not in but and describe(now) == then
 
 
-def _storage_sizes(spec: BindingSpec, context: StepContext, leaf_of: dict[int, int]) -> StorageSizes:
-    names, slots = context.names(), context.state.slots
-    tensors = [*(slot.tensor for slot in slots), *(hyper.box for hyper in context.lifter.hypers), *context.user]
+def _storage_sizes(spec: BindingSpec, context: StepContext) -> StorageSizes:
+    rows = {row.source: row for row in context.traced_inputs()}
+    leaf_of = {id(one): leaf for leaf, one in reversed(list(enumerate(context.leaves)))}
     sizes = StorageSizes()
-    for index, num_bytes in spec.storages:
-        if index in leaf_of:
-            sizes.arguments.append((leaf_of[index], num_bytes))
+    for source, num_bytes in spec.reads.storages:
+        row = rows[source]
+        if isinstance(source, ArgumentSource) and source in spec.inputs:
+            sizes.arguments.append((leaf_of[id(row.tensor)], num_bytes))
         else:
-            sizes.state.append((names[index], tensors[index], num_bytes))
+            sizes.state.append((row.label, row.tensor, num_bytes))
     return sizes
 
 
-def _branch_guard(spec: BindingSpec, context: StepContext, numbers: Sequence[Rank]) -> BranchGuard:
+def _branch_guard(spec: BindingSpec, context: StepContext) -> BranchGuard:
     """Readies the predicates for calls: sources read hyper-parameters as 0-d tensors and clone state."""
-    assert spec.predicates is not None
-    module, truths, lines = spec.predicates
-    slots, hypers, names = context.state.slots, context.lifter.hypers, spec.placeholders
+    assert spec.reads.predicates is not None
+    module, truths, lines = spec.reads.predicates
+    slots, hypers, groups = context.state.slots, context.lifter.hypers, ranks()
     sources: dict[str, Any] = {}
-    for name, slot in zip(names, slots, strict=False):
-        sources[name] = slot.tensor.detach().clone if slot.tensor.dim() == 0 else None
-    for name, hyper in zip(names[len(slots) :], hypers, strict=False):
-        sources[name] = _boxed(hyper.read)
-    for name, rank in zip(reversed(names), reversed(numbers), strict=False):
-        sources[name] = partial(int, rank.number)
+    for name, source in spec.reads.predicate_inputs:
+        match source:
+            case StateSource(slot) | EntryGradSource(slot):
+                tensor = slots[slot].tensor
+                sources[name] = tensor.detach().clone if tensor.dim() == 0 else None
+            case HyperparameterSource(number):
+                sources[name] = _boxed(hypers[number].read)
+            case RankSource(number):
+                sources[name] = partial(int, groups[number].number)
     used = tuple(sources[node.name] for node in module.graph.find_nodes(op="placeholder"))
     return BranchGuard(module.forward, used, tuple(truths), tuple(lines))
 
@@ -212,7 +227,7 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
         for number, group in enumerate(opt.param_groups):
             watch(group["params"], f"{name}.groups.{number}.params")
             for param in group["params"]:
-                if param in opt.state and state.index[id(param)] in spec.stepped:
+                if param in opt.state and state.index[id(param)] in spec.reads.stepped:
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
     called = [(name, one) for name, one in context.reachable.schedulers if context.counters.any_in(vars(one))]
     for name, scheduler in called:

@@ -22,14 +22,6 @@ from wholestep.capture.scalars.counters import ScalarLocation, identity, scalar_
 from wholestep.capture.scalars.opaque_value import OpaqueValue
 
 
-class Leaves(Exception):
-    """A step leaves such things in `spots`. `sentence` says so to the user."""
-
-    def __init__(self, spots: Sequence[Location], sentence: str) -> None:
-        super().__init__()
-        self.spots, self.sentence = spots, sentence
-
-
 def identities(spots: Iterable[Location]) -> set[Hashable]:
     """The same for the same place, however it was reached."""
     return {(identity(container), key) for container, key in spots}

@@ -15,7 +15,7 @@ from wholestep.capture.native.self_test import PARAMETER, STATE, VERSIONED, WITH
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import CellView, ClassView
 from wholestep.capture.python.snapshot import Snapshot
-from wholestep.capture.tracing.tracer import CAPTURING
+from wholestep.capture.python.tracing_thread import CAPTURING
 from wholestep.ir.ops.dispatch_guard import without_autocast
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards

@@ -12,6 +12,7 @@ from torch import nn
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
+from wholestep.capture.reach.traced_inputs import TracedInput, traced_inputs
 from wholestep.capture.reach.train_state import LazyState, TrainState
 from wholestep.capture.scalars.counters import Counters, ScalarLocation, VaryingValue, fits_a_box, identity
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
@@ -106,10 +107,9 @@ class StepContext:
         """id of a module -> its fully qualified name."""
         return {id(m): n for root, top in self.reachable.modules.values() for n, m in _named(root, top)}
 
-    def names(self) -> list[str]:
-        """Names for errors of the inputs of a trace: state, numbers of groups, tensors of the arguments."""
-        user = [f"argument tensor {number}" for number in range(len(self.user))]
-        return [*(slot.name for slot in self.state.slots), *(h.name for h in self.lifter.hypers), *user]
+    def traced_inputs(self) -> list[TracedInput]:
+        """The inputs of a trace of this call, but for the numbers of ranks."""
+        return traced_inputs(self.state, self.lifter.hypers, self.user)
 
 
 def _named(root: str, top: nn.Module) -> list[tuple[str, nn.Module]]:

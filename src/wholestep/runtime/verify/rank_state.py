@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.bind.binding import ArgumentLeaf, Constant, EntryGrad, GroupNumber
 from wholestep.capture.bind.captured import Captured
+from wholestep.capture.bind.effects import ClearGradients, SetGradients, SetOptimizerState
 from wholestep.capture.functionalize.storage_resize import is_freed
 from wholestep.capture.python import tree_util
 from wholestep.capture.reach.train_state import TrainState
@@ -96,7 +98,7 @@ class RankState:
         """The flat inputs of every rank. `leaves` are the arguments of each rank."""
         binding = captured.binding
         self._add_copies([tensor for tensor in binding.tensors if isinstance(tensor, torch.Tensor)])
-        self._add_copies([param.grad for _, param in binding.entry_grads if param.grad is not None])
+        self._add_copies([one.param.grad for _, one in binding.inputs_of(EntryGrad) if one.param.grad is not None])
         self._held = [comm.buffers_for(program) for comm in self._compression]
         flat: list[list[Any]] = []
         for rank in range(self._num_ranks):
@@ -107,20 +109,18 @@ class RankState:
 
     def _inputs_of_rank(self, rank: int, captured: Captured, leaves: list[Any]) -> Iterator[Any]:
         """The inputs of the captured program on one rank."""
-        binding = captured.binding
-        hypers, user, grads = dict(binding.hypers), dict(binding.user), dict(binding.entry_grads)
-        for index, (record, tensor) in enumerate(zip(captured.program.inputs, binding.tensors, strict=True)):
-            if index in hypers:
-                yield hypers[index].read()
-            elif index in user:
-                yield leaves[user[index]].detach()
-            elif index in grads:
-                param = grads[index]
-                yield self._grads[rank].setdefault(id(param), self._copies[rank].get(id(param.grad)))
-            elif record.kind is InputKind.RANK:
-                yield _rank_number(record, rank, self._num_ranks)
-            else:
-                yield self._copies[rank][id(tensor)]
+        for record, source in zip(captured.program.inputs, captured.binding.inputs, strict=True):
+            match source:
+                case GroupNumber(hyper):
+                    yield hyper.read()
+                case ArgumentLeaf(leaf):
+                    yield leaves[leaf].detach()
+                case EntryGrad(param):
+                    yield self._grads[rank].setdefault(id(param), self._copies[rank].get(id(param.grad)))
+                case Constant() if record.kind is InputKind.RANK:
+                    yield _rank_number(record, rank, self._num_ranks)
+                case Constant(tensor):
+                    yield self._copies[rank][id(tensor)]
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -143,8 +143,11 @@ class RankState:
         The user's objects have taken on the step by then: new state is known by the tensor that the optimizer holds.
         """
         binding = captured.binding
+        cleared = [param for one in binding.effects_of(ClearGradients) for param in one.params]
+        params = [param for one in binding.effects_of(SetGradients) for param in one.params]
+        entries = [entry for one in binding.effects_of(SetOptimizerState) for entry in one.entries]
         for rank, (inputs, outputs) in enumerate(zip(flat, results, strict=True)):
-            for param in binding.cleared:
+            for param in cleared:
                 self._grads[rank][id(param)] = None
             of_kind: dict[OutputKind, list[Any]] = {kind: [] for kind in OutputKind}
             for output, value in zip(program.outputs, outputs, strict=True):
@@ -153,9 +156,9 @@ class RankState:
             for target, value in writes:
                 if value is not None:
                     overwrite(inputs[target], value)
-            for param, (_, value) in zip(binding.grads, of_kind[OutputKind.GRAD], strict=True):
+            for param, (_, value) in zip(params, of_kind[OutputKind.GRAD], strict=True):
                 self._grads[rank][id(param)] = value
-            for (holder, key, _), (_, value) in zip(binding.new_state, of_kind[OutputKind.STATE], strict=True):
+            for (holder, key, _), (_, value) in zip(entries, of_kind[OutputKind.STATE], strict=True):
                 held = holder()[key]  # a number will be a box of its own
                 self._kept_alive.append(held)
                 self._copies[rank][id(held)] = value

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from wholestep.capture.bind.binding import EntryGrad, GroupNumber
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.python import tree_util
 from wholestep.capture.reach import reachability
@@ -204,7 +205,8 @@ class _VirtualRanks:
         captured = subject.capture(args, kwargs)
         placed = place(captured.program, subject.strategy, subject.axis)
         plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_locally)), compresses)
-        self._hypers |= {(id(one.group), one.key, one.position): one for _, one in captured.binding.hypers}
+        hypers = [one.hyper for _, one in captured.binding.inputs_of(GroupNumber)]
+        self._hypers |= {(id(one.group), one.key, one.position): one for one in hypers}
         self._plans.append(plan)
         return plan
 
@@ -273,8 +275,8 @@ class _VirtualRanks:
             if record.kind is InputKind.PARAM
         ]
         step_record.old = {name: copied(tensor) for name, tensor in params}
-        entry_grads = {index: param.grad for index, param in binding.entry_grads}
-        binding.finish(step_run.wanted[0])
+        entry_grads = {index: one.param.grad for index, one in binding.inputs_of(EntryGrad)}
+        binding.finish((*step_run.wanted[0], *binding.entry_grads()))
         self._unoptimised.keep_results(plan.placed, captured, step_run.wanted_inputs, step_run.wanted)
         self._optimised.keep_results(plan.scheduled, captured, step_run.inputs, step_run.results)
         if self._num_rounded:

@@ -48,7 +48,7 @@ def test_the_predicted_peak_is_what_a_run_keeps_alive(ranks: int, rows: int, opt
     trace = captured(train, model, opt, x)
     program = _scheduled(place(trace.program, DDP(bucket_bytes=20_000), axis if ranks > 1 else None))
     peak = predict(program, COST).peak
-    inputs = trace.binding.inputs([model, opt, x])
+    inputs = trace.binding.fill([model, opt, x])
     input_bytes = sum(map(node_meta.num_bytes, program.placeholders))
     with LiveBytes() as live, torch.no_grad():
         live.know([one for one in inputs if isinstance(one, torch.Tensor)])

@@ -13,7 +13,7 @@ import wholestep as ws
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.capture.guards.state_guards import ContainerGuard
 from wholestep.capture.native import build
-from wholestep.capture.tracing.tracer import CAPTURING
+from wholestep.capture.python.tracing_thread import CAPTURING
 from wholestep.ir.program import Stage
 
 pytestmark = pytest.mark.skipif(build.wait() != "", reason="there are no native guards")

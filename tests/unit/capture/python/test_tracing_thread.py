@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.harness.training import backward_and_step
 from wholestep.capture.capture import capture
-from wholestep.capture.tracing.tracer import is_capturing
+from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.ir import node_meta
 from wholestep.ir.node_meta import Region
 

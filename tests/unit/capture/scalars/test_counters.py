@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
+from wholestep.capture.bind.effects import WriteNumber
 from wholestep.errors import CaptureError, HyperparameterError
 
 
@@ -125,7 +126,8 @@ def test_one_number_for_all_parameters_until_they_differ() -> None:
 
     ours = made()
     step = train_both(made(), ours, part)
-    counters = step._dispatcher.entries[1].captured.binding.counters
+    binding = step._dispatcher.entries[1].captured.binding
+    counters = [one.counter for one in binding.effects_of(WriteNumber)]
     assert sorted(len(one.places) for one in counters) == [1, 1, 4, 4]
     assert "another number" in step.cache_info().reasons[-1]
 

@@ -241,7 +241,7 @@ def whole_step() -> tuple[Program, Program, list[Any]]:
     _, step, batch = language_model()
     found = captured(step, *batch)
     before = run_passes(builders.without_gradients(found.program), [eliminate_dead_code])
-    return before, run_passes(before, [fuse_cross_entropy]), [*found.binding.inputs(batch)]
+    return before, run_passes(before, [fuse_cross_entropy]), [*found.binding.fill(batch)]
 
 
 def assert_close_in_bfloat16(before: Program, after: Program, inputs: list[Any]) -> None:
@@ -424,7 +424,7 @@ def autocast_step(loss_of: Callable[..., Tensor]) -> tuple[Program, list[Any]]:
         return loss.detach()
 
     found = captured(step, *batch)
-    return run_passes(builders.without_gradients(found.program), [eliminate_dead_code]), [*found.binding.inputs(batch)]
+    return run_passes(builders.without_gradients(found.program), [eliminate_dead_code]), [*found.binding.fill(batch)]
 
 
 @pytest.mark.parametrize("loss_of", [float_before_view, float_behind_view, in_other_rows])

@@ -158,7 +158,7 @@ def language_model(size: LanguageModelSize) -> tuple[Program, list[Any], Program
     batch = [torch.randint(size.vocabulary, (size.rows, size.length)) for _ in range(2)]
     found = captured(partial(autocast_step, model, optimizer), *batch)
     before = run_passes(builders.without_gradients(found.program), [eliminate_dead_code])
-    return before, [*found.binding.inputs(batch)], found.program
+    return before, [*found.binding.fill(batch)], found.program
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def training(make: Callable[[Any], torch.optim.Optimizer], *, ranks: int = 2) ->
     axis = MeshAxis(name="data", size=ranks, group=builders.world_group())
     program = place(found.program, DDP(), axis)
     planned = run_passes(program, passes_of(cost=COST, bucket_bytes=100)[:-2])
-    return planned, [*found.binding.inputs(list(batch))]
+    return planned, [*found.binding.fill(list(batch))]
 
 
 OPTIMIZERS = {

@@ -119,7 +119,7 @@ def test_moving_numbers_of_an_optimizer_travel_once_and_change_no_bit(name):
     values = []
     for call in range(3):
         moved(opt, call)
-        inputs = [*found.binding.inputs(batch)]
+        inputs = [*found.binding.fill(batch)]
         wanted = builders.execute(before, inputs)
         assert builders.same(builders.execute(after, inputs), wanted)
         assert builders.same(builders.execute(scheduled, inputs), wanted)
@@ -159,7 +159,7 @@ def test_betas_of_one_cycle_travel():
     assert len(elements(after)) > 2
     assert {"opt.groups.0.betas.0", "opt.groups.0.lr"} <= reads
     for _ in range(3):
-        inputs = [*found.binding.inputs(batch)]
+        inputs = [*found.binding.fill(batch)]
         assert builders.same(builders.execute(after, inputs), builders.execute(before, inputs))
         step(*batch)
         schedule.step()

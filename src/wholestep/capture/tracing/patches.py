@@ -1,0 +1,186 @@
+"""All that is replaced in torch while a step is traced, and the recorders that watch the trace."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _foreach_utils
+
+from wholestep.capture.functionalize.storage_resize import StorageRecorder
+from wholestep.capture.functionalize.version_counters import VersionRecorder
+from wholestep.capture.python.node_origin import OriginRecorder
+from wholestep.capture.python.tracing_thread import capture_flag, on_this_thread
+from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.reach.train_state import TrainState
+from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
+from wholestep.capture.scalars.host_scalars import HostValues, host_branches
+from wholestep.capture.scalars.math_functions import symbolic_math
+from wholestep.capture.scalars.rank_symbols import RankSymbols
+from wholestep.capture.scalars.symbolic_text import symbolic_text
+from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
+from wholestep.capture.tracing.grad_markers import GradMarkers
+from wholestep.capture.tracing.module_to import module_to_is_identity
+from wholestep.capture.tracing.process_group_rules import RULES
+from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
+from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
+from wholestep.errors import CaptureError
+from wholestep.ir.ops.rng_state import traced_generator
+
+_optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
+
+
+@dataclass(slots=True)
+class SteppedOptimizers:
+    """Which optimizers a trace has stepped, and for which parameters."""
+
+    state: TrainState
+    optimizers: set[int] = field(default_factory=set)
+    """By id."""
+    params: set[int] = field(default_factory=set)
+    """ids of parameters that had a gradient when an optimizer stepped."""
+
+    def note(self, opt: torch.optim.Optimizer) -> None:
+        """At every step of an optimizer. Raises CaptureError for one that is not in the state."""
+        if id(opt) not in {id(known) for _, known in self.state.optimizers}:
+            raise CaptureError(
+                f"The step uses an optimizer ({type(opt).__name__}) that wholestep could not find in its arguments, "
+                f"closure, globals or attributes. Pass the object that holds it as an argument of the step."
+            )
+        self.optimizers.add(id(opt))
+        for group in opt.param_groups:
+            self.params.update(id(p) for p in group["params"] if p.grad is not None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorders:
+    """What watches one trace."""
+
+    mode: FakeTensorMode
+    origins: OriginRecorder
+    markers: GradMarkers
+    storages: StorageRecorder
+    versions: VersionRecorder
+    ranks: RankSymbols
+    groups: ProcessGroupRecorder
+    stepped: SteppedOptimizers
+    host: HostValues | None = None
+    """Numbers of the host, while the step runs."""
+
+
+def make_recorders(context: StepContext) -> Recorders:
+    """The recorders of one trace of a call."""
+    reals = [row.tensor for row in context.traced_inputs()]
+    owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in context.state.params}
+    shape_env = ShapeEnv(allow_dynamic_output_shape_ops=False)
+    return Recorders(
+        mode=LayoutFakeMode(shape_env=shape_env, allow_non_fake_inputs=True),
+        origins=OriginRecorder(context.module_names(), owners), markers=GradMarkers(),
+        storages=StorageRecorder(reals), versions=VersionRecorder(reals), ranks=RankSymbols(shape_env),
+        groups=ProcessGroupRecorder(), stepped=SteppedOptimizers(context.state),
+    )  # fmt: skip
+
+
+def patched(context: StepContext, recorders: Recorders) -> ExitStack:
+    """Enters everything under which a step is traced; to be closed by the caller."""
+    with ExitStack() as stack:
+        for one in (*_modes(context, recorders), *_patches(context, recorders)):
+            stack.enter_context(one)
+        return stack.pop_all()
+
+
+def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
+    yield capture_flag()
+    yield recorders.mode
+    yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
+    yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})
+    yield recorders.origins.recording()
+    yield traced_generator()
+    yield unrolled_rnns()
+    yield module_to_is_identity()
+    yield compile_unwrapped()
+    yield symbolic_math()
+    yield recorders.storages.recording()
+    yield recorders.versions.recording()
+
+
+def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
+    yield symbolic_text()
+    yield host_branches(lambda: recorders.host)
+    yield context.lifter.fused_kernels()
+    yield from recorders.ranks.patches(lambda: recorders.host)
+    yield from recorders.groups.patches(RULES)
+    for module in (_optimizer_module, _foreach_utils):  # fakes stand for plain tensors on_this_thread
+        plain = module._foreach_supported_types
+        yield patch.object(module, "_foreach_supported_types", [*plain, FakeTensor])
+    yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
+    yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    yield patch.object(torch.autograd, "_engine_run_backward", _marking_backward(engine, context.state, recorders))
+    recorders.origins.on_optimizer_step = recorders.stepped.note
+    steps = (inspect.unwrap(getattr(opt, "_init_group", opt.step)) for _, opt in context.state.optimizers)
+    for scope in {id(step.__globals__): step.__globals__ for step in steps}.values():
+        for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
+            if name not in scope:  # the file has none of its own
+                yield _put(scope, name, _two_numbers(getattr(builtins, name), symbolic))
+
+
+def _marking_backward(original: Callable[..., Any], state: TrainState, recorders: Recorders) -> Callable[..., Any]:
+    """The backward of autograd; gradients of parameters that it returns, and does not accumulate, are marked."""
+    names = {id(s.tensor): s.name for s in state.params}
+
+    def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+        with recorders.origins.backward():
+            result = original(tensors, grads, keep, create, inputs, *rest, **kw)
+            if kw.get("accumulate_grad") or create:
+                return result
+            # torch.autograd.grad gives gradients without accumulating them: they are final here.
+            leaves = [names.get(id(one)) for one in inputs]
+            with torch.no_grad():
+                return tuple(
+                    grad if name is None or grad is None else recorders.markers.mark(grad, name)
+                    for grad, name in zip(result, leaves, strict=True)
+                )
+
+    return on_this_thread(run, original)
+
+
+def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, (torch.SymFloat, torch.SymInt)):
+            kwargs.setdefault("dtype", torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64)
+            return torch.full((), data, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
+        if isinstance(data, (list, tuple)) and any(isinstance(one, torch.SymInt) for one in data):
+            return torch.stack([make(one, *args, **kwargs) for one in data])
+        return original(data, *args, **kwargs)
+
+    return make
+
+
+@contextmanager
+def _put(scope: dict[str, Any], name: str, thing: Any) -> Iterator[None]:
+    """A name more in a scope. (`patch.dict` would put back all of it, and hide what the step writes there.)"""
+    scope[name] = thing
+    try:
+        yield
+    finally:
+        del scope[name]
+
+
+def _two_numbers(original: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def pick(*args: Any, **kwargs: Any) -> Any:
+        numbers = len(args) == 2 and not kwargs and not any(isinstance(arg, torch.Tensor) for arg in args)
+        if numbers and any(isinstance(arg, (torch.SymFloat, torch.SymInt)) for arg in args):
+            return symbolic(*args)
+        return original(*args, **kwargs)
+
+    return pick
