@@ -164,7 +164,8 @@ def capture(
             case Captured():
                 return outcome
             case Retry() | WholestepError() if assumed.hides:
-                log.info("what stands in the place of what the step leaves is a constant: %s", outcome)
+                said = outcome.reason if isinstance(outcome, Retry) else outcome
+                log.info("what stands in the place of what the step leaves is a constant: %s", said)
                 assumed, may_hide = replace(assumed, hides=False), False
             case Retry():
                 assumed, may_hide, reason = assumed.extended(outcome), True, reason or outcome.reason
