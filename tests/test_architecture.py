@@ -85,11 +85,14 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/tracing/tensor_swap.py": {
         "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
     },
-    "capture/tracing/tracer.py": {
+    "capture/tracing/patches.py": {
         "torch.utils._foreach_utils": "which tensor types count as plain when torch chooses foreach kernels",
         "torch.autograd._engine_run_backward": "to see every backward as it runs",
-        "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",
         "torch.fx.experimental.symbolic_shapes": "host scalars are symbols of a ShapeEnv",
+    },
+    "capture/tracing/tracer.py": {
+        "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",
+        "torch.fx.experimental.symbolic_shapes": "what it imports where it first looks for a line of the user's",
     },
     "capture/functionalize/version_counters.py": {
         "torch._C._autograd": "sets version counters; replaced while a step is traced",
