@@ -132,12 +132,7 @@ def capture(
         HyperparameterError: for optimizers without a fixed update rule.
         ConfigError: for modules that are wrapped in their own communication.
     """
-    if looks_for_nan():
-        raise CaptureError(
-            "Detection of anomalies is on (torch.autograd.set_detect_anomaly), which looks at the values of all "
-            "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
-            "turn the detection off."
-        )
+    _refuse_anomaly_detection()
     trace = partial(
         _trace_once,
         partial(StepContext, step, args, kwargs, varying=varying, rebound_locations=rebound_locations),
@@ -174,6 +169,15 @@ def capture(
             case _:
                 raise outcome
     raise CaptureError(f"The step was traced {MAX_TRACES} times, and each trace showed something new. {reason}")
+
+
+def _refuse_anomaly_detection() -> None:
+    if looks_for_nan():
+        raise CaptureError(
+            "Detection of anomalies is on (torch.autograd.set_detect_anomaly), which looks at the values of all "
+            "gradients. A step that becomes one graph cannot: call it without wholestep while you look for nan, or "
+            "turn the detection off."
+        )
 
 
 def _replaces_objects(captured: Captured) -> bool:
