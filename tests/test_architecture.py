@@ -185,11 +185,6 @@ RIDDLES = frozenset(
     pulse lanes""".split()
 )
 """Words that tell nobody what a module, class, function, parameter or attribute is."""
-RIDDLES_STILL = {
-    "capture/bind/binding.py", "capture/bind/captured.py", "capture/capture.py", "capture/effects/argument_effects.py",
-    "capture/effects/side_effects.py", "capture/effects/tensor_effects.py", "capture/tracing/tracer.py",
-}  # fmt: skip
-"""Files below src/wholestep that still have some. Empty is the goal."""
 
 SOURCES = sorted(SRC.rglob("*.py"))
 
@@ -404,8 +399,7 @@ def test_no_door_is_listed_that_nobody_uses() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_names_are_no_riddles(path: Path) -> None:
-    found = riddles([(0, path.stem), *given_names(parsed(path))])
-    assert found == [] or relative(path) in RIDDLES_STILL
+    assert riddles([(0, path.stem), *given_names(parsed(path))]) == []
 
 
 def test_every_public_name_has_a_docstring() -> None:

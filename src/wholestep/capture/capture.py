@@ -209,7 +209,7 @@ def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
     """What two traces have shown of which the first one changed Python state."""
     if isinstance(outcome, Captured):  # it changed nothing and is the same graph
         return replace(outcome, settled=False)
-    scalars, objects = setup.effects.moved(), setup.effects.left()
+    scalars, objects = setup.effects.changed_scalars(), setup.effects.kept_objects()
     setup.effects.restore()
     if isinstance(outcome, Retry):
         return outcome
@@ -230,17 +230,17 @@ class _Attempt:
 
     def run(self, step: Callable[..., Any], expected: str | None) -> Captured | Retry | _Unsettled:
         """Raises CaptureError, also where `expected` is the code of another graph, and what the step raises."""
-        context, left = self._context, self._effects.optimizers
+        context, optimizers = self._context, self._effects.optimizers
         tracer = Tracer(context, self._effects)
         settle()
-        self._side_effects = SideEffects(context, left)
+        self._side_effects = SideEffects(context, optimizers)
         with environment_read() as environment, self._side_effects, kept_iterators(context.reachable.iterators):
             trace = tracer.run(step)
         check_made(trace.module, context.reachable.generators)
         _check_sizes(trace.module.graph, context)
-        if left.places:
+        if optimizers.places:
             self._side_effects.restore()
-            return Retry(left.places)
+            return Retry(optimizers.places)
         if self._side_effects.changed:
             return _Unsettled(self._side_effects, trace.module.code)
         if expected is not None and trace.module.code != expected:

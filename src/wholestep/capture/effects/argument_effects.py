@@ -59,7 +59,7 @@ class ArgumentContainers:
             now = _content(container)
             if _is_as_before(before, now):
                 continue
-            if sum(_behind(other) is _behind(container) for _, other, _ in self._found) > 1:
+            if sum(_identity_of(other) is _identity_of(container) for _, other, _ in self._found) > 1:
                 raise CaptureError(
                     f"The step writes to {path_text(way)}, which is given to it in two places. Pass a copy."
                 )
@@ -162,7 +162,7 @@ def _at(call: Any, way: ArgumentPath) -> Any:
     return thing if isinstance(thing, (dict, list, deque)) or _is_foreign(thing) else _attributes(thing)
 
 
-def _behind(container: Any) -> Any:
+def _identity_of(container: Any) -> Any:
     return container.thing if isinstance(container, SlotsView) else container
 
 

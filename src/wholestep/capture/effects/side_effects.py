@@ -32,7 +32,7 @@ class SideEffects:
     caller decides whether to `restore`. Random generators are always put back, and draws that no graph has are refused.
     """
 
-    def __init__(self, context: StepContext, left: OptimizerEffects) -> None:
+    def __init__(self, context: StepContext, optimizers: OptimizerEffects) -> None:
         found, state = context.reachable, context.state
         self._found, self._known = found, state.index.keys()
         self._of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
@@ -43,7 +43,7 @@ class SideEffects:
             for held in (one._parameters, one._buffers, one._modules)
         }
         self._generators, self._scalers = Generators(found.generators), ScalerNotes(found.scalers)
-        self._left = left
+        self._optimizers = optimizers
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
         self._watches: list[Snapshot] = []
@@ -55,7 +55,7 @@ class SideEffects:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        problems = self._left.put_back()
+        problems = self._optimizers.put_back()
         for watch in self._found.snapshots:
             changes = [change for change in watch.changes() if not change[0].endswith(_HARMLESS)]
             if changes:
@@ -82,7 +82,7 @@ class SideEffects:
         """Whether a tensor of the trace was left behind. One of the state may stand elsewhere (a sharded weight)."""
         return isinstance(change[2], Tensor) and id(change[2]) not in self._known
 
-    def moved(self) -> list[ScalarLocation]:
+    def changed_scalars(self) -> list[ScalarLocation]:
         """Places of what the step changed, if all of that is numbers; else none."""
         found = []
         for watch in self._watches:
@@ -97,7 +97,7 @@ class SideEffects:
                 found += places
         return found
 
-    def left(self) -> list[Location]:
+    def kept_objects(self) -> list[Location]:
         """Where the step leaves things that are results, if all of what it changed is such things and numbers."""
         found = []
         for watch in self._watches:

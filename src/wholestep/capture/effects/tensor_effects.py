@@ -59,7 +59,7 @@ class TensorEffects:
     """Looks at the containers of a scene at the end of a trace."""
 
     def __init__(self, context: StepContext) -> None:
-        self._watches, self._state, self._moved = context.reachable.snapshots, context.state, context.rebound_locations
+        self._watches, self._state, self._rebound = context.reachable.snapshots, context.state, context.rebound_locations
         self._arguments = context.leaves
         grads = (slot.tensor.grad for slot in context.state.params if slot.tensor.grad is not None)
         of_optimizers = (slot.tensor for slot in context.state.of_kind(InputKind.OPTIMIZER))
@@ -72,15 +72,15 @@ class TensorEffects:
         """In the trace: what the step returns, and behind that what it leaves, with the spots, where then stands again
         what stood there before. `results`: what the step returns. A slot that is mirrored means what will stand in its
         place behind the call."""
-        changes, index, left = list(self._changes()), self._state.index, KeptTensors()
-        holders = self._holders() if changes or self._moved else Counter()
+        changes, index, kept = list(self._changes()), self._state.index, KeptTensors()
+        holders = self._holders() if changes or self._rebound else Counter()
         free = {
             id(one)
             for one in changes
             if self._may_take(one) and holders[id(one.then)] <= 1 and self._is_unread(one, results, changes)
         }
         stays = self._staying(changes, free, holders)
-        left.mirrored = [(index[id(one)], spot, False) for spot, one in self._moving(changes, holders)]
+        kept.mirrored = [(index[id(one)], spot, False) for spot, one in self._moving(changes, holders)]
         replaced = {
             id(one.now): one.then
             for one in changes
@@ -93,14 +93,14 @@ class TensorEffects:
                 continue
             if id(one.then) in stays:
                 if self._is_mirrored(one):
-                    left.mirrored.append((index[id(one.then)], spot, True))
+                    kept.mirrored.append((index[id(one.then)], spot, True))
             elif id(one) in free or id(one.then) in index:
                 _put(*spot, one.then)
                 leaves.append(one.now.clone() if id(one.now) in stays else one.now)
                 if id(one) not in free:
-                    left.shared.add(len(left.spots))
-                left.spots.append(spot)
-        return leaves, left
+                    kept.shared.add(len(kept.spots))
+                kept.spots.append(spot)
+        return leaves, kept
 
     def _staying(self, changes: Sequence[_Change], free: Collection[int], holders: Mapping[int, int]) -> set[int]:
         """Tensors of the state that take the values of what stands in their places, by id.
@@ -127,10 +127,10 @@ class TensorEffects:
     def _moving(self, changes: Sequence[_Change], holders: Mapping[int, int]) -> Iterator[tuple[Location, Tensor]]:
         """Tensors that stand in places where others stood in earlier calls, and that the step leaves there."""
         changed = {(identity(one.watch.container), one.key) for one in changes}
-        for watch in self._watches if self._moved else ():
+        for watch in self._watches if self._rebound else ():
             for key, one in list(enumerate(watch.held) if isinstance(watch.held, list) else watch.held.items()):
                 spot = (identity(watch.container), key)
-                moves = spot in self._moved and spot not in changed and id(one) in self._state.index
+                moves = spot in self._rebound and spot not in changed and id(one) in self._state.index
                 if moves and holders[id(one)] == 1 and self._is_loose(one):
                     yield (watch.container, key), one
 
