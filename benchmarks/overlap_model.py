@@ -171,7 +171,7 @@ def rows_of(name: str, program: Program, ranks: Sequence[int], links: Sequence[s
             for variant, (own, passes) in variants(placed, cost, by_copies=by_copies).items():
                 found = predict(run_passes(placed, passes), own)
                 yield Row(
-                    workload=name, ranks=size, link=link, variant=variant, num_collectives=len(found.travels),
+                    workload=name, ranks=size, link=link, variant=variant, num_collectives=len(found.comm_intervals),
                     step_us=found.step.device_us, exposed_us=found.step.exposed_us, peak_bytes=found.peak.num_bytes,
                 )  # fmt: skip
 

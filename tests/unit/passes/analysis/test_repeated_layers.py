@@ -92,7 +92,7 @@ class Allowed:
     def __call__(self, place: int) -> bool:
         return place in self._places
 
-    def behind(self, start: int) -> Callable[[int], bool]:
+    def shifted(self, start: int) -> Callable[[int], bool]:
         return lambda place: self(start + place)
 
 

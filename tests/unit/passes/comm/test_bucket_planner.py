@@ -145,7 +145,7 @@ def test_planned_buckets_expose_no_more_than_others_and_keep_the_cap(case, cap_b
     sizes, known = case
     keys = ["k"] * len(sizes)
     others = [fixed_cuts(sizes, keys, [limit_bytes]), {}]
-    groups = pack(sizes, keys, planned_cuts(sizes, keys, known, cap_bytes=cap_bytes, others=others))
+    groups = pack(sizes, keys, planned_cuts(sizes, keys, known, cap_bytes=cap_bytes, baselines=others))
     assert all(group.num_bytes <= cap_bytes or len(group.items) == 1 for group in groups)
     found = predict(groups, known)
     rivals = [pack(sizes, keys, cuts) for cuts in others]
@@ -194,7 +194,7 @@ def test_a_shorter_step_that_exposes_more_than_fixed_buckets_is_not_taken():
     assert predict(pack(sizes, keys, {}), known) == Outcome(150, 60)
     assert predict(pack(sizes, keys, fixed), known) == Outcome(165, 50)
     assert planned_cuts(sizes, keys, known, cap_bytes=1000) == {}
-    cuts = planned_cuts(sizes, keys, known, cap_bytes=1000, others=[fixed, {}])
+    cuts = planned_cuts(sizes, keys, known, cap_bytes=1000, baselines=[fixed, {}])
     assert cuts == {1: "cut: one bucket with the next gradients would expose 10.0 us more than fixed buckets"}
     assert predict(pack(sizes, keys, cuts), known) == Outcome(155, 50)
 
@@ -234,7 +234,7 @@ def test_many_gradients_are_looked_at_in_runs():
         comm_us=lambda num_bytes: 50 + num_bytes / 1000,
     )  # fmt: skip
     sizes, keys = [700] * count, ["k"] * count
-    groups = pack(sizes, keys, planned_cuts(sizes, keys, known, cap_bytes=10**9, others=[{}]))
+    groups = pack(sizes, keys, planned_cuts(sizes, keys, known, cap_bytes=10**9, baselines=[{}]))
     assert predict(groups, known).total_us < predict(pack(sizes, keys, {}), known).total_us
 
 
@@ -256,6 +256,6 @@ def test_the_search_knows_what_travels():
         comm_us=lambda num_bytes: 30 + num_bytes / 10_000,
     )  # fmt: skip
     light = replace(known, shares=[0.25] * 8)
-    plans = [planned_cuts(sizes, keys, one, cap_bytes=10**9, others=[{}]) for one in (known, light)]
+    plans = [planned_cuts(sizes, keys, one, cap_bytes=10**9, baselines=[{}]) for one in (known, light)]
     assert len(plans[1]) < len(plans[0])
     assert predict(pack(sizes, keys, plans[1]), light).total_us <= predict(pack(sizes, keys, plans[0]), light).total_us

@@ -90,7 +90,7 @@ def stack(block: Callable[[], nn.Module], layers: int = 4) -> Program:
 
 
 def formed(program: Program, *, again: bool) -> Program:
-    says = {"goes_by_number": segment_compiler.is_pointwise} if again else {}
+    says = {"is_pointwise": segment_compiler.is_pointwise} if again else {}
     form = partial(
         form_segments,
         compiles=segment_compiler.compiles,
