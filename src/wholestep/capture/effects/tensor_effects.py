@@ -59,7 +59,8 @@ class TensorEffects:
     """Looks at the containers of a scene at the end of a trace."""
 
     def __init__(self, context: StepContext) -> None:
-        self._watches, self._state, self._rebound = context.reachable.snapshots, context.state, context.rebound_locations
+        self._watches, self._state = context.reachable.snapshots, context.state
+        self._rebound = context.rebound_locations
         self._arguments = context.leaves
         grads = (slot.tensor.grad for slot in context.state.params if slot.tensor.grad is not None)
         of_optimizers = (slot.tensor for slot in context.state.of_kind(InputKind.OPTIMIZER))
