@@ -96,8 +96,8 @@ def raises_in_what_only_ends(x: Tensor) -> Tensor:
 
 
 def distribution(x: Tensor) -> Tensor:
-    """torch checks its arguments likewise."""
-    return torch.distributions.Bernoulli(probs=x / LIMIT).log_prob(torch.ones(4))
+    """torch checks its arguments likewise, where no `torch.compile` in this process has told it not to."""
+    return torch.distributions.Bernoulli(probs=x / LIMIT, validate_args=True).log_prob(torch.ones(4))
 
 
 def asks_python(x: Tensor) -> Tensor:
