@@ -73,9 +73,9 @@ MUTATIONS = (
     Mutation(
         name="counters_frozen",
         what="numbers that a step moves stay in Python as they were",
-        file="capture/bind/binding.py",
-        old="            counter.store()\n",
-        new="            pass\n",
+        file="capture/bind/effects.py",
+        old="        self.counter.store()\n",
+        new="        pass\n",
         tests=(f"{STEPS}[an_optimizer_counts]", f"{STEPS}[a_trainer_counts]", f"{RANKS}[an_optimizer_counts]"),
     ),
     Mutation(
