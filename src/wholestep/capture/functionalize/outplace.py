@@ -77,7 +77,7 @@ def to_out_of_place(traced: fx.GraphModule, inputs: list[Any]) -> Rewritten | No
     """The functional form of a graph, its results, and new values by placeholder written to.
 
     Args:
-        whole: a graph whose calls may write to its inputs; it stays as it is.
+        traced: a graph whose calls may write to its inputs; it stays as it is.
         inputs: a fake tensor, or a symbol, per placeholder.
 
     None for a graph that needs a second trace: where not all is written to as a whole, where a functional form gives

@@ -19,7 +19,10 @@ from wholestep.capture.scalars.counters import VaryingValue, identity, scalar_lo
 
 
 def modes() -> tuple[tuple[str, Any], ...]:
-    """Global switches of torch that change what a trace means."""
+    """Global switches of torch that change what a trace means.
+
+    `Modes` of `capture/native/state_guard.h` notices that one has changed: one that is not there, too, goes unseen.
+    """
     return (
         ("grad mode", torch.is_grad_enabled()),
         ("inference mode", torch.is_inference_mode_enabled()),

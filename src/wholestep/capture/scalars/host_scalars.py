@@ -7,8 +7,9 @@ call. An optimizer may branch on one (``weight_decay != 0``, ``rho_t > 5``), and
 (``n_averaged == 0`` of ``torch.optim.swa_utils.AveragedModel``). Its value at trace time is found by
 running the nodes written so far on real 0-d values; the branch becomes a *predicate*: a small graph from
 host inputs to the truth value, checked before each later call. What compares a uniform draw with a number that no draw
-passes (`capture.uniform`) has one answer for ever: Python gets it, and nothing is checked. A branch on data that does
-nothing but raise is not taken, and its condition is checked by the graph (`capture.checks`).
+passes (`capture/scalars/random_ranges.py`) has one answer for ever: Python gets it, and nothing is checked. A branch on
+data that does nothing but raise is not taken, and its condition is checked by the graph
+(`capture/scalars/assert_branches.py`).
 """
 
 from __future__ import annotations
