@@ -55,6 +55,31 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        name="second_run_not_undone",
+        what="what only the second run of a capture changed in Python stays",
+        file="capture/capture.py",
+        old="        outcome.effects.restore()\n",
+        new="        pass\n",
+        tests=(f"{STEPS}[scale_in_every_second_call]",),
+        says="differ",
+    ),
+    Mutation(
+        name="runs_compared_by_their_graphs",
+        what="two runs of a capture count as alike whatever they return and leave",
+        file="capture/capture.py",
+        old="self._outline(trace) != expected:",
+        new="trace.module.code != expected.code:",
+        tests=(f"{STEPS}[the_first_call_differs_in_plain_python_only]",),
+    ),
+    Mutation(
+        name="hooks_left_by_a_step",
+        what="nobody looks whether a step leaves hooks and frozen parameters",
+        file="capture/tracing/tracer.py",
+        old="        flags.check()\n",
+        new="",
+        tests=("tests/behaviour/test_side_effects.py::test_side_effect_is_refused_and_undone",),
+    ),
+    Mutation(
         name="gradients_not_reduced",
         what="placement leaves every gradient local to its rank",
         file="place/strategies.py",

@@ -100,6 +100,15 @@ class Trainer:
     def next_batch(self, x: Tensor, y: Tensor) -> Tensor:
         return self.update(*next(self.batches))
 
+    def freezes(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.update(x, y)
+        self.model[0].bias.requires_grad_(False)
+        return loss
+
+    def hooks(self, x: Tensor, y: Tensor) -> Tensor:
+        self.model[0].bias.register_hook(lambda grad: grad / 2)
+        return self.update(x, y)
+
     def seen(self) -> Record:
         apart = ("model", "opt", "scheduler", "milestones")
         attributes = {name: value for name, value in vars(self).items() if name not in apart}
@@ -108,6 +117,7 @@ class Trainer:
             schedule = {name: value for name, value in vars(one).items() if name != "optimizer"}
             seen[type(one).__name__] = repr(schedule)
         seen["random"], seen["numpy"] = self.random.getstate(), repr(self.numpy.bit_generator.state)
+        seen["hooks"] = len(self.model[0].bias._backward_hooks or {})
         seen["torch"], seen["batches left"] = self.torch.get_state().tolist(), length_hint(self.batches)
         return seen
 
@@ -122,6 +132,8 @@ SIDE_EFFECTS = {  # method -> what the message must name
     "seed": "seeds torch's own generator",
     "own_seed": r"seeds self\.torch|Generator",
     "new_generator": "Generator",
+    "freezes": r"requires_grad of 0\.bias to False at .* set it back",
+    "hooks": r"hook of 0\.bias .* handle\.remove\(\)",
     "next_batch": r"the next item of self\.batches, a list_iterator",
 }
 

@@ -51,12 +51,13 @@ from wholestep.capture.functionalize.functionalize import functionalize
 from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.guards.state_guards import looks_for_nan
 from wholestep.capture.make_program import make_program
+from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import ContentView
-from wholestep.capture.python.snapshot import Location
+from wholestep.capture.python.snapshot import SCALARS, Location
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.scalars.counters import ScalarLocation, ScalarsChanged, VaryingValue
+from wholestep.capture.scalars.counters import ScalarLocation, ScalarsChanged, VaryingValue, identity
 from wholestep.capture.tracing.tracer import Trace, TracedEffects, Tracer, settle
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.ir import node_meta
@@ -101,11 +102,24 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
+class _Outline:
+    """What one run of the step did: two that differ are of different calls."""
+
+    code: str
+    """Of the graph."""
+    result: tree_util.TreeSpec
+    leaves: tuple[Any, ...]
+    """Of the result, those that no graph gives: plain values, and the classes of others."""
+    effects: tuple[Any, ...]
+    """What it leaves where."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Unsettled:
-    """A trace changed Python state. `effects` says what, and can put it back; `code` is what was traced."""
+    """A trace changed Python state. `effects` says what, and can put it back; `outline` is what was traced."""
 
     effects: SideEffects
-    code: str
+    outline: _Outline
 
 
 _Outcome = Captured | Retry | _Unsettled | Exception
@@ -195,7 +209,7 @@ def _trace_once(
     outcome: _Outcome
     try:
         with make_context(list(assumed.scalars.values())) as context:
-            outcome = _Attempt(context, assumed).run(step, None if setup is None else setup.code)
+            outcome = _Attempt(context, assumed).run(step, None if setup is None else setup.outline)
             if not isinstance(outcome, Captured):
                 context.lazy.discard()
     except ScalarsChanged as found:
@@ -210,6 +224,8 @@ def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
     if isinstance(outcome, Captured):  # it changed nothing and is the same graph
         return replace(outcome, settled=False)
     scalars, objects = setup.effects.changed_scalars(), setup.effects.kept_objects()
+    if isinstance(outcome, _Unsettled):  # it may have changed something else than the first one
+        outcome.effects.restore()
     setup.effects.restore()
     if isinstance(outcome, Retry):
         return outcome
@@ -228,8 +244,8 @@ class _Attempt:
             ArgumentEffects(context.arguments),
         )  # fmt: skip
 
-    def run(self, step: Callable[..., Any], expected: str | None) -> Captured | Retry | _Unsettled:
-        """Raises CaptureError, also where `expected` is the code of another graph, and what the step raises."""
+    def run(self, step: Callable[..., Any], expected: _Outline | None) -> Captured | Retry | _Unsettled:
+        """Raises CaptureError, also where the step does something else than `expected`, and what the step raises."""
         context, optimizers = self._context, self._effects.optimizers
         tracer = Tracer(context, self._effects)
         settle()
@@ -242,12 +258,25 @@ class _Attempt:
             self._side_effects.restore()
             return Retry(optimizers.places)
         if self._side_effects.changed:
-            return _Unsettled(self._side_effects, trace.module.code)
-        if expected is not None and trace.module.code != expected:
-            raise CaptureError("the second run of the step traced another graph than the first")
+            return _Unsettled(self._side_effects, self._outline(trace))
+        if expected is not None and self._outline(trace) != expected:
+            raise CaptureError("the second run of the step did something else than the first")
         program, spec = self._functional(trace, environment)
         unwrap_compiled.log_unwrapped(context.reachable.compiled)
         return bind(lambda: program, spec, context)
+
+    def _outline(self, trace: Trace) -> _Outline:
+        recorded, kept, effects = trace.recorded, trace.recorded.kept, self._effects
+        return _Outline(
+            trace.module.code, recorded.result_spec,
+            leaves=tuple(one if isinstance(one, SCALARS) else type(one) for one in recorded.results),
+            effects=(
+                [(identity(container), key) for container, key in (*kept.spots, *effects.objects.spots)],
+                [(slot, identity(container), key) for slot, (container, key), _ in kept.mirrored],
+                recorded.grads, recorded.new_state, effects.arguments.written, effects.optimizers.notes,
+                self._side_effects.ticks,
+            ),
+        )  # fmt: skip
 
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
         _check_foreign(trace.foreign)

@@ -1,4 +1,7 @@
-"""Cases in which the step itself moves numbers of Python: optimizers that count, schedulers inside, trainers."""
+"""Cases in which the step itself moves numbers of Python: optimizers that count, schedulers inside, trainers.
+
+A capture runs a step more than once, so it meets calls that are still to come: what only they do may not be left.
+"""
 
 from __future__ import annotations
 
@@ -171,3 +174,112 @@ class Annealed(nn.Module):
 def a_module_counts_its_calls(run: Run) -> Job:
     module = Annealed()
     return recording(usual_job(run, module, calls=4), calls=lambda: module.calls)
+
+
+class Alternating:
+    """Counts its calls, and in each second one does what `deed` does to it."""
+
+    def __init__(self, run: Run, deed: Callable[[Alternating, Tensor], object]) -> None:
+        self.module, self.deed = mlp(), deed
+        self.model, self.opt = run.model(self.module), sgd(self.module)
+        self.scheduler = lr_scheduler.ExponentialLR(self.opt, 0.5)
+        self.dropout = nn.Dropout(0.0)
+        self.calls, self.scale, self.note, self.last = 0, {"v": 1.0}, "a", None
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(self.model, self.dropout(x), y) * self.scale["v"]
+        backward_and_step(loss, self.opt)
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.deed(self, loss)
+        return loss
+
+    def seen(self) -> object:
+        schedule = {key: value for key, value in self.scheduler.state_dict().items() if key != "_is_initial"}
+        mode = self.dropout.training
+        return repr((self.calls, self.scale, self.note, mode, schedule, self.opt.param_groups[0]["lr"]))
+
+
+def _scale(owner: Alternating, loss: Tensor) -> None:
+    owner.scale["v"] *= 0.5
+
+
+def _schedule(owner: Alternating, loss: Tensor) -> None:
+    owner.scheduler.step()
+
+
+def _rate(owner: Alternating, loss: Tensor) -> None:
+    owner.opt.param_groups[0]["lr"] *= 0.5
+
+
+def _mode(owner: Alternating, loss: Tensor) -> None:
+    owner.dropout.eval()
+
+
+def _text(owner: Alternating, loss: Tensor) -> None:
+    owner.note = "b"
+
+
+def _tensor(owner: Alternating, loss: Tensor) -> None:
+    owner.last = loss.detach()  # type: ignore[assignment]
+
+
+DEEDS = {"scale": _scale, "schedule": _schedule, "rate": _rate, "mode": _mode, "text": _text, "tensor": _tensor}
+
+
+def every_second_call(name: str) -> Callable[[Run], Job]:
+    def build(run: Run) -> Job:
+        owner = Alternating(run, DEEDS[name])
+        objects: dict[str, Any] = {"model": owner.module, "opt": owner.opt, "seen": owner.seen}
+        objects["last"] = lambda: owner.last
+        return Job(step=run.compile(owner.step), batches=class_batches(run, 6), objects=objects)
+
+    build.__name__ = f"{name}_in_every_second_call"
+    return build
+
+
+for _name in DEEDS:
+    case(traces=())(every_second_call(_name))
+
+
+class Starter:
+    """Notes that it has begun; its first call returns something else, and leaves its loss in another place."""
+
+    def __init__(self, run: Run) -> None:
+        self.module = mlp()
+        self.model, self.opt = run.model(self.module), sgd(self.module)
+        self.began = ""
+        self.losses: dict[str, Tensor | None] = {"first": None, "later": None}
+
+    def step(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        loss = loss_of(self.model, x, y)
+        backward_and_step(loss, self.opt)
+        before, self.began = self.began, "yes"
+        self.losses["later" if before else "first"] = loss.detach()
+        return {"loss": loss, "began": before}
+
+
+@case(traces=(3,))
+def the_first_call_differs_in_plain_python_only(run: Run) -> Job:
+    starter = Starter(run)
+    objects: dict[str, Any] = {"model": starter.module, "opt": starter.opt, "began": lambda: starter.began}
+    objects["losses"] = lambda: dict(starter.losses)
+    return Job(step=run.compile(starter.step), batches=class_batches(run, 4), objects=objects)
+
+
+@case(traces=(1,))
+def frozen_and_set_free_again(run: Run) -> Job:
+    """A step that has its tensors as they were at its end: another part of the model is frozen for a while."""
+    module, critic = mlp(), mlp()
+    opt = sgd(module)
+    model = run.model(module)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        handle = critic[0].bias.register_hook(lambda grad: grad * torch.inf)
+        critic.requires_grad_(False)
+        loss = loss_of(model, x, y) + loss_of(critic, x, y)
+        handle.remove()
+        critic.requires_grad_(True)
+        return backward_and_step(loss, opt)
+
+    return Job(step=run.compile(step), batches=class_batches(run, 3), objects={"model": module, "critic": critic})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import CodeType
 from typing import Any
 
@@ -157,6 +157,15 @@ def writer_of(path: str, codes: Iterable[CodeType]) -> str:
             if changes and not item and not names.isdisjoint({*holders[-1:], last}):
                 item = where
     return item
+
+
+def user_of(names: Collection[str], codes: Iterable[CodeType]) -> str:
+    """``at file.py:12 in count``: the first line with one of these names; "" if there is none."""
+    for code in codes:
+        for line, instructions in _lines(code):
+            if any(one.argval in names for one in instructions if isinstance(one.argval, str)):
+                return f" at {code.co_filename}:{line} in {code.co_name}"
+    return ""
 
 
 def _lines(code: CodeType) -> Iterable[tuple[int, list[dis.Instruction]]]:

@@ -17,6 +17,7 @@ from wholestep.capture.effects.argument_effects import ArgumentEffects
 from wholestep.capture.effects.object_effects import ObjectEffects
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.tensor_effects import KeptTensors, TensorEffects
+from wholestep.capture.effects.tensor_flags import TensorFlags
 from wholestep.capture.functionalize.storage_resize import StorageRecorder, check_places, place_of
 from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.reach.step_context import StepContext
@@ -109,7 +110,7 @@ class Tracer:
 
     def __init__(self, context: StepContext, effects: TracedEffects) -> None:
         self._context, self._effects, self._state = context, effects, context.state
-        self._tensor_effects = TensorEffects(context)
+        self._tensor_effects, self._flags = TensorEffects(context), TensorFlags(context.state.slots, ())
         self._rows = context.traced_inputs()
         self._reals, self._labels = [row.tensor for row in self._rows], [row.label for row in self._rows]
         self._recorders = make_recorders(context)
@@ -143,6 +144,7 @@ class Tracer:
             self._context.counters.restore()
             self._context.lifter.restore()
             self._effects.arguments.put_back()
+            self._flags.restore()
         recorders.markers.settle(module.graph)
         recorders.storages.settle(module.graph, self._labels)
         ranks = recorders.ranks.ranks
@@ -196,7 +198,10 @@ class Tracer:
         torch.set_autocast_cache_enabled(self._caches_casts)  # make_fx, which sets it back, traces without
         lifter.install()
         counters.install()
-        places = [place_of(real) for real in self._reals]
+        places, flags = (
+            [place_of(real) for real in self._reals],
+            TensorFlags(self._state.slots, self._context.reachable.codes),
+        )
         effects.objects.hide()
         result = effects.objects.take(effects.arguments.call(step))
         self._recorders.groups.finish()
@@ -209,6 +214,7 @@ class Tracer:
         self._tensor_effects.write()
         effects.optimizers.write_replaced()
         check_places(self._reals, places, self._labels)
+        flags.check()
         _refuse_placeholder_text(leaves, spec)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
