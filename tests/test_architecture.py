@@ -30,7 +30,7 @@ ROOMS = """
     runtime/distributed runtime runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
-    api/report api/cache api spmd __init__
+    live/recording live api/report api/cache api spmd __init__
     cli/common cli/workloads cli/suite cli __main__
 """.split()
 """Folders below src/wholestep, and the files beside them: a file may import from its own room and from those before it.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,17 +16,22 @@ import torch.fx as fx
 from wholestep.api.call_stats import CallStats
 from wholestep.api.dispatch import Dispatcher
 from wholestep.api.report.explain import explain
+from wholestep.api.report.live_explanation import LiveExplanation, explain_live
 from wholestep.api.report.records import CacheInfo, Explanation
-from wholestep.api.stages import Entry, Stages
+from wholestep.api.stages import Entry, PieceStages, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.config import DDP
-from wholestep.errors import ConfigError
+from wholestep.errors import ArtifactError, CaptureError, ConfigError, RetraceLimitError
 from wholestep.ir.program import MeshAxis, Program, Stage
+from wholestep.live.handle import CURRENT
+from wholestep.live.live_step import LiveStep
 from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axis
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
+
+log = logging.getLogger("wholestep")
 
 
 class CompiledStep:
@@ -47,18 +54,38 @@ class CompiledStep:
         self._fast_call: FastCall | None = None
         """`Dispatcher.fast_call`, one attribute nearer."""
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
+        self._live: LiveStep | None = None
+        """How calls run once the step was refused as one graph."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
         fast_call = self._fast_call
         if fast_call is not None and (result := fast_call(args, kwargs)) is not fast_call:
             return result  # the usual case: as in the last call
-        if is_capturing():  # one compiled step inside another: part of the outer graph
+        if is_capturing() or CURRENT.run is not None:  # one compiled step inside another: part of the outer one
             return self._step(*args, **kwargs)
+        if self._live is not None:
+            return self._live(args, kwargs)
         self._fast_call = None
-        result = self._dispatcher.call(args, kwargs)
+        try:
+            result = self._dispatcher.call(args, kwargs)
+        except (CaptureError, RetraceLimitError) as refusal:
+            if self._options.fullgraph:
+                raise
+            return self._go_live(str(refusal), args, kwargs)
         self._fast_call = self._dispatcher.fast_call
         return result
+
+    def _go_live(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs this call and all later ones with the step's own Python, since it was refused as one graph."""
+        live = LiveStep(self._step, self._stages.name, reason, self._compile_piece)
+        result = live(args, kwargs)  # an error of the step's own leaves it as it was
+        self._live = live
+        log.info("%s is live, its Python runs at every call: %s", self._stages.name, reason)
+        return result
+
+    def _compile_piece(self, function: Callable[..., Any]) -> CompiledStep:
+        return CompiledStep(function, replace(self._options, fullgraph=True), stages=PieceStages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
         """A decorated method: one compiled step per instance."""
@@ -79,6 +106,7 @@ class CompiledStep:
     def cache_info(self) -> CacheInfo:
         """Traces, hits, and the reasons of the retraces; of a decorated method, those of all instances."""
         steps = [self, *self._bound.values()]
+        steps += [piece for step in steps if step._live is not None for piece in step._live.compiled_pieces]
         return CacheInfo(
             traces=sum(step._stats.traces for step in steps),
             hits=sum(step._stats.hits for step in steps),
@@ -100,8 +128,13 @@ class CompiledStep:
         """The text that all ranks agreed on: the schedule of collectives and the parameters."""
         return self._last().plan
 
-    def explain(self) -> Explanation:
-        """Describes the last signature used: collectives, buckets, reasons; predicted and measured times, memory."""
+    def explain(self) -> Explanation | LiveExplanation:
+        """Describes the last signature used: collectives, buckets, reasons; predicted and measured times, memory.
+
+        Of a step that is live: its pieces, where its Python asks for values, and what runs call by call, and why.
+        """
+        if self._live is not None:
+            return explain_live(self._live, str(self._options.backend))
         entry, stages = self._last(), self._stages
         strategy = "DDP" if entry.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
         mode = stages.backend.execution_mode(entry.executable.runner)
@@ -129,6 +162,8 @@ class CompiledStep:
         ArtifactError for a step that means nothing in another process, with the reason, and ConfigError before the
         first call.
         """
+        if self._live is not None:
+            raise ArtifactError(f"{self._stages.name} is live and cannot be saved: {self._live.reason}")
         self._stages.save(self._last(), Path(path))
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,4 +204,13 @@ class CompiledStep:
         return verify(subject, args, kwargs, Trial(num_steps=steps, whole_batch=whole_batch))
 
     def _last(self) -> Entry:
-        return self._dispatcher.last()
+        if self._live is None:
+            return self._dispatcher.last()
+        piece = self._live.last_piece
+        if piece is None:
+            raise ConfigError(
+                f"{self._stages.name} is live and no piece of it is compiled yet, so there is no graph to look at: "
+                f"{self._live.reason}"
+            )
+        last: Entry = piece._last()
+        return last

@@ -27,6 +27,7 @@ def compile(
     backend: Backend = "auto",
     passes: Passes = None,
     max_retraces: int = 8,
+    fullgraph: bool = False,
 ) -> CompiledStep: ...
 @overload
 def compile(
@@ -37,6 +38,7 @@ def compile(
     backend: Backend = "auto",
     passes: Passes = None,
     max_retraces: int = 8,
+    fullgraph: bool = False,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(
     fn: Callable[..., Any] | None = None,
@@ -46,6 +48,7 @@ def compile(
     backend: Backend = "auto",
     passes: Passes = None,
     max_retraces: int = 8,
+    fullgraph: bool = False,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
 
@@ -61,15 +64,19 @@ def compile(
             graph; only the passes that let operations run in place come after them. Or the default passes with
             options: ``ws.default_passes(memory_budget=0.6, extra=[my_pass])`` trades time for memory.
         max_retraces: how many new signatures may be captured after the first.
+        fullgraph: whether a step that cannot be one graph is an error, which says why and what helps. By default such
+            a step is live: its Python runs at every call, and what it does with tensors is compiled in pieces.
+            `CompiledStep.explain` says which, and why.
 
     Raises:
         ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
     """
-    options = checked_options(strategy, mesh, backend, passes, max_retraces)
+    options = checked_options(strategy, mesh, backend, passes, max_retraces, fullgraph=fullgraph)
     if fn is None:
         return lambda step: compile(
-            step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces
-        )
+            step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces,
+            fullgraph=fullgraph,
+        )  # fmt: skip
     if not callable(fn):
         raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
     if isinstance(fn, torch.nn.Module):

@@ -242,3 +242,9 @@ class Stages:
             lookup=entry.lookup, captured=entry.captured, programs=entry.programs, plan=entry.plan,
             choices=self.rendezvous.choices, kernels=self.backend.dump_kernels(entry.programs[Stage.SCHEDULED]),
         )  # fmt: skip
+
+
+class PieceStages(Stages):
+    """The stages of a piece of a live step. Its function is made anew in every process, so nothing is cached."""
+
+    uses_cache = False

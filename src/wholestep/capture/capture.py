@@ -279,7 +279,7 @@ class _Attempt:
         )  # fmt: skip
 
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
-        _check_foreign(trace.foreign)
+        _log_foreign(trace.foreign)
         for snapshot in self._context.reachable.snapshots:  # a tensor on an array's memory sees what is written to it
             view = snapshot.container
             if isinstance(view, ContentView) and any(map(view.shares_memory, trace.foreign)):
@@ -365,13 +365,7 @@ def _check_sizes(graph: fx.Graph, context: StepContext) -> None:
                 raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")
 
 
-def _check_foreign(foreign: Sequence[torch.Tensor]) -> None:
-    """Raises CaptureError for a parameter that nobody has found; says which other tensors are constants."""
+def _log_foreign(foreign: Sequence[torch.Tensor]) -> None:
+    """Says which tensors of nobody are constants."""
     for tensor in foreign:
-        if tensor.requires_grad:
-            tensor.grad = None
-            raise CaptureError(
-                f"The step uses a parameter {list(tensor.shape)} that wholestep could not find in its arguments, "
-                f"closure, globals or attributes. Pass the object that holds it as an argument of the step."
-            )
         log.info("the step reads a tensor %s that belongs to no argument, closure or attribute", list(tensor.shape))

@@ -23,6 +23,7 @@ from rich.table import Table
 
 import wholestep as ws
 from wholestep.api.report.prediction import Prediction
+from wholestep.api.report.records import Explanation
 from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, num_cores, threads_per_rank
 from wholestep.cli.suite.contenders import Kind
 from wholestep.cli.suite.results import as_json as suite_as_json
@@ -182,9 +183,11 @@ def _measure_on_rank(settings: BenchSettings, nproc: int) -> _RankResult:
         run_interleaved(list(contenders.values()), islice(batches, FIRST_BLOCKS * BLOCK_STEPS), block_steps=BLOCK_STEPS)
         batches = islice(batches, _remaining_steps(settings.seconds, contenders.values(), world))
     run_interleaved(list(contenders.values()), batches, block_steps=BLOCK_STEPS)
+    explained = compiled_step(contenders[ContenderKind.WHOLESTEP]).explain()
+    assert isinstance(explained, Explanation)  # the contender asks for a full graph
     return _RankResult(
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else str(world.device),
-        predicted=compiled_step(contenders[ContenderKind.WHOLESTEP]).explain().predicted,
+        predicted=explained.predicted,
         times_ms={kind: contender.times_ms for kind, contender in contenders.items()},
     )
 

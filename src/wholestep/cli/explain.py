@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 import wholestep as ws
+from wholestep.api.report.live_explanation import LiveExplanation
 from wholestep.api.report.records import Explanation
 from wholestep.cli.common.options import AsJson, Nproc, choose_nproc, threads_per_rank
 from wholestep.cli.workloads.gpt_demo import DemoSettings, demo_batches, demo_recipe
@@ -29,7 +30,7 @@ USAGE = (
 )
 
 
-def explain_target(target: str, *, nproc: int, measure: int = 0) -> Explanation:
+def explain_target(target: str, *, nproc: int, measure: int = 0) -> Explanation | LiveExplanation:
     """Run the step named by `target` once on `nproc` new processes; return rank 0's `explain()`.
 
     With `measure` the step runs so many times more, timed. Raises ConfigError where the target is neither `demo` nor a
@@ -39,7 +40,7 @@ def explain_target(target: str, *, nproc: int, measure: int = 0) -> Explanation:
         raise ConfigError(f"--measure wants a number of calls, got {measure}.")
     if target != "demo":
         split_target(target)  # a wrong name is told before processes are started
-    explained: Explanation = ws.run(_explain_on_rank, nproc, target, nproc, measure)[0]
+    explained: Explanation | LiveExplanation = ws.run(_explain_on_rank, nproc, target, nproc, measure)[0]
     return explained
 
 
@@ -83,7 +84,7 @@ def step_and_args(made: object, target: str) -> tuple[ws.CompiledStep, tuple[Any
     return step, args
 
 
-def _explain_on_rank(target: str, nproc: int, measure: int) -> Explanation | None:
+def _explain_on_rank(target: str, nproc: int, measure: int) -> Explanation | LiveExplanation | None:
     world = ws.init()
     torch.set_num_threads(threads_per_rank(nproc))
     step, args = _demo_step(world) if target == "demo" else step_and_args(load_target(target)(), target)

@@ -28,9 +28,13 @@ class Options:
     backend: Backend
     passes: DefaultPasses
     max_retraces: int
+    fullgraph: bool = False
+    """Whether a step that is more than one graph is an error."""
 
 
-def checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int) -> Options:
+def checked_options(
+    strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int, *, fullgraph: bool = False
+) -> Options:
     """The options as a record. Raises ConfigError for those that cannot be used."""
     if strategy is not None and not isinstance(strategy, DDP):
         raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
@@ -45,7 +49,11 @@ def checked_options(strategy: Any, mesh: Any, backend: Any, passes: Any, max_ret
         passes = DefaultPasses(extra=extra)
     if max_retraces < 0:
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
-    return Options(strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces)
+    if not isinstance(fullgraph, bool):
+        raise ConfigError(f"wholestep.compile(fullgraph=...) wants True or False, got {fullgraph!r}.")
+    return Options(
+        strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces, fullgraph=fullgraph
+    )
 
 
 def data_axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:

@@ -26,6 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
+from wholestep.capture.python.user_frame import current_line
+from wholestep.errors import CaptureError
+
 aten = torch.ops.aten
 
 _OF_OPERANDS: dict[Any, tuple[int, int]] = {
@@ -87,6 +90,7 @@ class LayoutFakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
+        _refuse_undiscovered(args)
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _product_of_groups(*args, **(kwargs or {}))
         written = _written(func, args, kwargs or {}) if func._schema.is_mutable else []
@@ -99,6 +103,18 @@ class LayoutFakeMode(FakeTensorMode):
             if counter is not False and one._version == counter:
                 increment_version(one)
         return _laid_out(func, args, found)
+
+
+def _refuse_undiscovered(args: Any) -> None:
+    """A parameter that is no input of the trace would be given the trace's gradient: refused before it has any."""
+    for one in args:
+        if isinstance(one, (list, tuple)):
+            _refuse_undiscovered(one)
+        elif isinstance(one, torch.Tensor) and one.requires_grad and not isinstance(one, FakeTensor):
+            raise CaptureError(
+                f"The step uses a parameter {list(one.shape)} at {current_line()} that wholestep could not find in its "
+                f"arguments, closure, globals or attributes. Pass the object that holds it as an argument of the step."
+            )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from wholestep.capture.scalars.math_functions import refuse_predicates
 from wholestep.capture.scalars.rank_symbols import Rank
 from wholestep.capture.scalars.symbolic_text import PLACEHOLDER_TEXT
 from wholestep.capture.tracing import new_parameters
+from wholestep.capture.tracing.call_watch import calls_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
 from wholestep.errors import CaptureError
@@ -203,7 +204,9 @@ class Tracer:
             TensorFlags(self._state.slots, self._context.reachable.codes),
         )
         effects.objects.hide()
-        result = effects.objects.take(effects.arguments.call(step))
+        with calls_watched():
+            returned = effects.arguments.call(step)
+        result = effects.objects.take(returned)
         self._recorders.groups.finish()
         leaves, spec = new_parameters.flatten(result, self._state.index)
         leaves, kept = self._tensor_effects.take(leaves)

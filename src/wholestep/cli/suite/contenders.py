@@ -61,7 +61,7 @@ def prepare(kind: Kind, training: Training, world: ws.World) -> Contender:
     if kind in OWN:
         optimizer = _optimizer(model)
         strategy = ws.DDP(compress=ws.CastCompress(torch.bfloat16)) if kind is Kind.OURS_BF16 else ws.DDP()
-        compiled = ws.compile(training.step, strategy=strategy, backend="inductor")
+        compiled = ws.compile(training.step, strategy=strategy, backend="inductor", fullgraph=True)
         step = SilentStep(training.step) if kind is Kind.LIMIT else compiled
         return Contender(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
     wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)

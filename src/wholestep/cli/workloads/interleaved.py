@@ -72,7 +72,7 @@ def open_contender(kind: ContenderKind, recipe: Recipe, world: ws.World) -> Cont
     module = recipe.build().to(world.device)
     step, model = recipe.step, module
     if kind is ContenderKind.WHOLESTEP:
-        step = ws.compile(recipe.step, strategy=ws.DDP())
+        step = ws.compile(recipe.step, strategy=ws.DDP(), fullgraph=True)
     else:
         model = DistributedDataParallel(module, device_ids=[world.device] if world.device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)

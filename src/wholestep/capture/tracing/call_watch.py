@@ -1,0 +1,111 @@
+"""Refuses a step that would do something outside of Python's objects: a trace would do it, and no later call.
+
+Writes to files and terminals, clocks, the file system, sockets: all of them are calls of C functions. A profile
+function sees each one before it runs. Allowed is what computes on Python's own objects and on arrays, whose changes other parts
+of a capture see; whatever else is called, by the step or by a library on its behalf, ends the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from wholestep.capture.python.user_frame import current_line
+from wholestep.errors import CaptureError
+
+_COMPUTING = frozenset(
+    {
+        "builtins", "math", "cmath", "itertools", "operator", "functools", "collections", "re", "struct", "abc",
+        "weakref", "thread", "contextvars", "warnings", "string", "random", "copy", "types", "datetime", "decimal",
+        "fractions", "statistics", "heapq", "bisect", "array", "hashlib", "json", "pickle", "typing", "enum", "sre",
+        "inspect", "imp", "sys", "gc", "torch", "numpy", "optree", "sympy",
+    }
+)  # fmt: skip
+"""Modules, and modules of classes, whose C functions compute; by the first part of the name, without underscores."""
+_OUTSIDE = frozenset({print, input, open, breakpoint})
+"""Builtins that do more."""
+
+
+class OutsideEffect(CaptureError):
+    """The step does something that happens outside of Python's objects, in this call at least."""
+
+
+@contextmanager
+def calls_watched() -> Iterator[None]:
+    """While open, a call of a C function that may do more than compute raises `OutsideEffect`, before it runs.
+
+    A handler of the user's may catch that: it is raised again at the end.
+    """
+    found: list[OutsideEffect] = []
+    around = sys.getprofile()
+    thread = threading.get_ident()
+
+    def profile(frame: types.FrameType, event: str, function: Any) -> None:
+        if event != "c_call" or not _is_of_interest(frame.f_code.co_filename) or computes(function):
+            return
+        if threading.get_ident() != thread or not _is_on_behalf_of_user(frame):
+            return
+        name = f"{_module_of(function)}.{getattr(function, '__name__', function)}"
+        found.append(
+            OutsideEffect(
+                f"The step calls {name} at {current_line()}, which does more than compute with Python's objects. That "
+                f"would happen once, while capturing, and never again. Do it outside of the step."
+            )
+        )
+        raise found[-1]
+
+    if around is not None:  # somebody profiles this thread, whose function must stay
+        yield
+        return
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(around)
+    if found:
+        raise found[0]
+
+
+def computes(function: Any) -> bool:
+    """Whether a C function only computes with Python's objects, tensors and arrays."""
+    if function in _OUTSIDE:
+        return False
+    return _module_of(function).partition(".")[0].strip("_") in _COMPUTING
+
+
+def _module_of(function: Any) -> str:
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        kind = owner if isinstance(owner, type) else type(owner)
+        return str(next((base.__module__ for base in kind.__mro__ if name in vars(base)), kind.__module__))
+    return str(getattr(function, "__module__", None) or "builtins")
+
+
+@functools.cache
+def _is_of_interest(filename: str) -> bool:
+    return not filename.startswith(_own_dirs())
+
+
+@functools.cache
+def _own_dirs() -> tuple[str, ...]:
+    packages = (sys.modules[name] for name in ("wholestep", "torch"))
+    return tuple(os.path.dirname(one.__file__ or "") + os.sep for one in packages)
+
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
+    """Whether the innermost frame outside of Python's own modules is neither torch's nor ours."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_STANDARD, "<frozen")) or "site-packages" in file:
+            return _is_of_interest(file)
+        frame = frame.f_back
+    return False

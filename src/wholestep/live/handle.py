@@ -1,0 +1,118 @@
+"""Handles: tensors without numbers, which a recorded call returns until its piece runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from wholestep.errors import InternalError
+from wholestep.live.recording.record import OutputMeta
+
+
+class Recorder(Protocol):
+    """What records the calls of a live step; see `wholestep.live.run.Run`."""
+
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a torch function."""
+
+    def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
+        """A call that is executed at once, and keeps its run from making a path."""
+
+    def flush(self, why: str) -> None:
+        """Runs what is recorded, so that all handles are tensors."""
+
+
+class _Current(threading.local):
+    run: Recorder | None = None
+
+
+CURRENT = _Current()
+"""The live step that runs on this thread, while its own Python runs. None while a call of it is executed."""
+
+
+class Handle(torch.Tensor):
+    """A tensor whose numbers are not known yet. `fulfil` makes it an ordinary one.
+
+    Python's calls of torch come to the function mode of the live step. What comes here has gone around it: C++ code, or
+    another thread.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _recorder(func).called(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        _recorder(func).flush(f"{func} was called by code that torch cannot see")
+        return func(*args, **(kwargs or {}))
+
+
+def _recorder(function: Any) -> Recorder:
+    if CURRENT.run is None:
+        raise InternalError(
+            f"{function} was called with a result of a live step which has not run yet, on a thread of its own or from "
+            f"inside another call. Give it to the thread behind the step."
+        )
+    return CURRENT.run
+
+
+def made(meta: OutputMeta) -> Handle:
+    """A handle of this kind."""
+    handle: Handle = torch.Tensor._make_wrapper_subclass(
+        Handle, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
+    )
+    return handle
+
+
+def with_freed_graph(result: torch.Tensor, meta: OutputMeta) -> torch.Tensor:
+    """The result of a piece as eager code would have it: with a graph that a backward has freed."""
+    if not meta.graph or result.requires_grad:
+        return result
+    with torch.enable_grad():
+        freed: torch.Tensor = _freed_graph(meta.graph).apply(result.requires_grad_())
+    return freed
+
+
+@functools.cache
+def _freed_graph(name: str) -> Any:
+    """A function whose graph node has this name, and no way back."""
+
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        return result.detach()
+
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time. The backward in the compiled step has freed it; use "
+            "retain_graph=True there."
+        )
+
+    function = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+    function._backward_cls.__name__ = name  # type: ignore[attr-defined]
+    return function
+
+
+def fulfil(handle: torch.Tensor, result: torch.Tensor) -> None:
+    """Makes a handle the tensor that its call has given. Everybody who holds the handle then holds that tensor.
+
+    A result that others hold stays theirs: the handle becomes a tensor on the same memory.
+    """
+    if handle is result:
+        return
+    if type(result) is not torch.Tensor or sys.getrefcount(result) > _OWNED:
+        result = (
+            result.detach().requires_grad_(result.requires_grad) if result.grad_fn is None else result.view_as(result)
+        )
+    handle.__class__ = torch.Tensor
+    torch._C._swap_tensor_impl(handle, result)
+
+
+_OWNED = 3
+"""References to a result that nobody but the caller of `fulfil` holds: its variable, our parameter, the count's."""

@@ -1,0 +1,171 @@
+"""LiveStep: a step whose Python runs at every call, with the tensor calls of known paths compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from wholestep.errors import CaptureError, RetraceLimitError
+from wholestep.live.handle import CURRENT
+from wholestep.live.opaque import redirected
+from wholestep.live.piece import Piece, make_piece
+from wholestep.live.recording.path import Path, Paths, Value
+from wholestep.live.recording.record import Read
+from wholestep.live.recording.snapshot import as_recorded
+from wholestep.live.run import Run
+from wholestep.live.tensors import inputs_of
+
+
+class Compiled(Protocol):
+    """A compiled step."""
+
+    def __call__(self, inputs: list[torch.Tensor], numbers: list[float]) -> list[torch.Tensor]:
+        """Runs it."""
+
+
+MAX_PIECES = 16
+"""Compiled pieces of one path."""
+MAX_EAGER_CALLS = 8
+"""Calls in a row without a piece behind which a step is no longer recorded."""
+
+
+@dataclass(slots=True)
+class CompiledPiece:
+    """One piece, what it was compiled to, and whether it could be."""
+
+    path: Path
+    span: tuple[int, int]
+    piece: Piece
+    call: Compiled
+    refused: str = ""
+    """Why it can be no graph."""
+    launches: int = 0
+
+
+@dataclass(slots=True)
+class LiveStats:
+    """What the calls of a live step were."""
+
+    calls: int = 0
+    launches: int = 0
+    """Pieces that ran compiled."""
+    executed: int = 0
+    """Tensor calls that were executed one by one."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why calls could be no path or no piece, and how many calls of the step that were."""
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = CURRENT.run
+        return func(*args, **(kwargs or {})) if run is None else run.called(func, args, kwargs or {})
+
+
+class LiveStep:
+    """One step, live."""
+
+    def __init__(
+        self, step: Callable[..., Any], name: str, reason: str, compile_piece: Callable[[Callable[..., Any]], Any]
+    ) -> None:
+        """`name` goes into the names of pieces, `reason` says why the step is live."""
+        self.name, self.reason = name, reason
+        self.stats = LiveStats()
+        self._step, self._compile = step, compile_piece
+        self._paths = Paths()
+        self._pieces: dict[tuple[Path, tuple[int, int], tuple[Value, ...]], CompiledPiece] = {}
+        self._last: CompiledPiece | None = None
+        self._eager_calls = 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls are still recorded; not if too many of them in a row had no piece."""
+        return self._eager_calls < MAX_EAGER_CALLS
+
+    @property
+    def pieces(self) -> list[CompiledPiece]:
+        """All that were compiled or tried, the last ones last."""
+        return list(self._pieces.values())
+
+    @property
+    def reads(self) -> list[Read]:
+        """Where the Python of the path used last asks for values."""
+        return sorted(self._paths.all[0].reads, key=lambda read: read.position) if self._paths.all else []
+
+    @property
+    def compiled_pieces(self) -> list[Any]:
+        """The compiled steps of the pieces."""
+        return [one.call for one in self._pieces.values() if not one.refused]
+
+    @property
+    def last_piece(self) -> Any:
+        """The compiled step of the piece that ran last; None if there is none."""
+        return self._last.call if self._last is not None else None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call: the user's function runs."""
+        self.stats.calls += 1
+        if not self.is_recorded:
+            return self._step(*args, **kwargs)
+        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch)
+        with redirected():
+            CURRENT.run = run
+            try:
+                with _Mode():
+                    result = self._step(*args, **kwargs)
+            except BaseException:
+                run.flush("the step raised an error")
+                raise
+            finally:
+                CURRENT.run = None
+            run.finish()
+        self._learn(run)
+        return result
+
+    def _learn(self, run: Run) -> None:
+        stats = self.stats
+        stats.launches += len(run.pieces)
+        stats.executed += run.executed
+        stats.reasons.update(filter(None, (run.reason, run.refused)))
+        self._eager_calls = 0 if run.pieces else self._eager_calls + 1
+        if run.executed and not run.reason:
+            changed = self._paths.add(run.path())  # something varies that is a constant in the pieces of this path
+            known = [path for path in self._paths.all if path is not changed]
+            self._pieces = {key: piece for key, piece in self._pieces.items() if piece.path in known}
+        elif run.candidates:
+            self._paths.used(run.candidates[0])
+
+    def _launch(self, run: Run, span: tuple[int, int], wanted: Sequence[Value]) -> list[torch.Tensor] | None:
+        compiled = self._piece(run.candidates[0], span, tuple(wanted))
+        if compiled is None:
+            return None
+        if compiled.refused:
+            run.refused = compiled.refused
+            return None
+        piece = compiled.piece
+        tensors = run.tensors
+        inputs = inputs_of(tensors, piece.earlier, piece.externals)
+        snapshots = [run.snapshots[number] for number in range(*span) if number in run.snapshots]
+        try:
+            with as_recorded(snapshots):
+                results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])
+        except (CaptureError, RetraceLimitError) as error:
+            run.refused = compiled.refused = str(error)
+            return None
+        compiled.launches += 1
+        self._last = compiled
+        return results
+
+    def _piece(self, path: Path, span: tuple[int, int], wanted: tuple[Value, ...]) -> CompiledPiece | None:
+        """The compiled piece; None if the path has enough of them."""
+        compiled = self._pieces.get((path, span, wanted))
+        if compiled is None and sum(one.path is path for one in self._pieces.values()) < MAX_PIECES:
+            piece = make_piece(f"{self.name}_piece_{len(self._pieces)}", path, span, wanted)
+            compiled = CompiledPiece(path, span, piece, self._compile(piece.function))
+            self._pieces[path, span, wanted] = compiled
+        return compiled

@@ -1,0 +1,137 @@
+"""Calls of torch's own Python that are one record: steps of its optimizers, gradients that are cleared or clipped.
+
+Each reads nothing of Python but its arguments and, for an optimizer, what its snapshot holds. So it may run later than
+it is called. It saves time only: not redirected, these functions are recorded call by call. What must be redirected is
+``autograd.Function.apply``, whose graph would be lost if the calls inside of it were recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer, optimizer
+
+from wholestep.live.handle import CURRENT
+from wholestep.live.redirect import Redirections
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+_redirections = Redirections()
+
+
+def redirected() -> Any:
+    """While open, live steps record these calls whole. A context manager."""
+    return _redirections(_wanted)
+
+
+def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
+    for cls in _subclasses(Optimizer):
+        step = cls.__dict__.get("step")
+        if isinstance(step, types.FunctionType) and _is_of_torch(step):
+            yield step, _step
+    yield _plain(Optimizer.zero_grad), _zero_grad_of_optimizer
+    yield _plain(nn.Module.zero_grad), _zero_grad_of_module
+    yield _plain(clip_grad.clip_grad_norm_), _clip
+    yield _plain(clip_grad.clip_grad_value_), _clip
+    yield torch.autograd.Function.apply.__func__, _apply  # type: ignore[attr-defined]
+
+
+def _plain(function: Any) -> types.FunctionType:
+    assert isinstance(function, types.FunctionType)
+    return function
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    one: type
+    for one in cls.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    return inspect.unwrap(function).__code__.co_filename.startswith(_TORCH)  # type: ignore[no-any-return]
+
+
+def _step(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.run
+        if run is None or len(args) != 1 or kwargs or _has_hooks(args[0]):
+            return plain(*args, **kwargs)
+        return run.called(plain, args, kwargs)
+
+    return step
+
+
+def _has_hooks(opt: Optimizer) -> bool:
+    return bool(
+        opt._optimizer_step_pre_hooks
+        or opt._optimizer_step_post_hooks
+        or optimizer._global_optimizer_pre_hooks
+        or optimizer._global_optimizer_post_hooks
+    )
+
+
+def clear_grads(params: list[torch.Tensor], set_to_none: bool) -> None:
+    """Clears gradients as ``zero_grad`` of optimizers and modules does."""
+    for param in params:
+        if param.grad is None:
+            continue
+        if set_to_none:
+            param.grad = None
+        else:
+            if param.grad.grad_fn is not None:
+                param.grad.detach_()
+            else:
+                param.grad.requires_grad_(False)
+            param.grad.zero_()
+
+
+def _zero_grad_of_optimizer(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        run = CURRENT.run
+        if run is None:
+            plain(self, set_to_none)
+        else:
+            params = [param for group in self.param_groups for param in group["params"]]
+            run.called(clear_grads, (params, bool(set_to_none)), {})
+
+    return zero_grad
+
+
+def _zero_grad_of_module(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        run = CURRENT.run
+        if run is None:
+            plain(self, set_to_none)
+        else:
+            run.called(clear_grads, (list(self.parameters()), bool(set_to_none)), {})
+
+    return zero_grad
+
+
+def _clip(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.run
+        if run is None:
+            return plain(parameters, *args, **kwargs)
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return run.called(plain, (params, *args), kwargs)
+
+    return clip
+
+
+def _apply(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.run
+        if run is None:
+            return plain(*args, **kwargs)
+        return run.unrecorded(plain, args, kwargs, f"{args[0].__name__} is an autograd.Function")
+
+    return apply

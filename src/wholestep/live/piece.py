@@ -1,0 +1,174 @@
+"""A piece: records of a path between two reads, as the source of an ordinary step that the stages compile."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep.live.recording.modes import under
+from wholestep.live.recording.path import VARIES, Path, Value
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand
+from wholestep.live.recording.structure import LEAF, Structure, rebuilt
+
+_LITERALS = (bool, int, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A function ``(inputs, numbers) -> wanted values`` and what it is called with."""
+
+    function: Callable[[list[torch.Tensor], list[float]], list[torch.Tensor]]
+    source: str
+    earlier: tuple[Value, ...]
+    """Values of earlier pieces among the inputs; they come first."""
+    externals: tuple[int, ...]
+    """Tensors from outside among the inputs, behind those."""
+    numbers: tuple[int, ...]
+    """Numbers that vary, in the order of the argument."""
+
+
+def make_piece(name: str, path: Path, span: tuple[int, int], wanted: Sequence[Value]) -> Piece:
+    """Writes the records ``span[0]`` to ``span[1]`` of a path as a function that returns the wanted values."""
+    return _Writer(name, path, span, wanted).write()
+
+
+class _Writer:
+    def __init__(self, name: str, path: Path, span: tuple[int, int], wanted: Sequence[Value]) -> None:
+        self._name, self._path, self._span, self._wanted = name, path, span, wanted
+        self._earlier: dict[Value, None] = {}
+        self._inputs: dict[int, None] = {}
+        self._state: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._optimizers: list[Optimizer] = []
+        self._numbers: dict[int, None] = {}
+        self._scope: dict[str, Any] = {"rebuilt": rebuilt, "modes": under}
+        self._lines: list[str] = []
+
+    def write(self) -> Piece:
+        first, last = self._span
+        numbered = [(number, self._path.records[number]) for number in range(first, last)]
+        for modes, group in groupby(numbered, lambda one: one[1].key.modes):
+            self._lines.append(f"    with modes({self._constant(modes)}):")
+            for number, record in group:
+                self._lines.append(f"        {self._statement(number)}  # {record.line}")
+        self._lines.append(f"    return [{', '.join(map(_name, self._wanted))}]")
+        header = [f"def {self._name}(inputs, numbers):"]
+        header += [f"    {_name(value)} = inputs[{place}]" for place, value in enumerate(self._earlier)]
+        start = len(self._earlier)
+        header += [f"    x{index} = inputs[{place}]" for place, index in enumerate(self._inputs, start)]
+        header += [f"    p{index} = state[{place}]" for index, place in self._state.items()]
+        source = "\n".join([*header, *self._lines, ""])
+        return Piece(
+            self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers)
+        )  # fmt: skip
+
+    def _compiled(self, source: str) -> Callable[..., Any]:
+        file = f"{self._name}.py"
+        lines = source.splitlines(keepends=True)
+        linecache.cache[file] = (len(source), None, lines, file)  # so that tracebacks show it
+        self._scope |= {"state": self._tensors, "optimizers": self._optimizers, "__name__": self._name}
+        exec(compile(source, file, "exec"), self._scope)
+        function: Callable[..., Any] = self._scope[self._name]
+        return function
+
+    def _statement(self, number: int) -> str:
+        record = self._path.records[number]
+        operands = iter(record.operands)
+        _, (args, kwargs) = record.key.structure
+        arguments = [self._expression(item, operands) for item in args[1]]
+        for name, item in zip(kwargs[1], kwargs[2], strict=True):
+            arguments.append(f"{name}={self._expression(item, operands)}")
+        call = f"{self._function(record.key.function)}({', '.join(arguments)})"
+        targets = [
+            _name((number, output)) if meta is not None and meta.alias is None else "_"
+            for output, meta in enumerate(record.outputs)
+        ]
+        if set(targets) <= {"_"}:
+            return call
+        return f"{_target(record.output_structure, iter(targets))} = {call}"
+
+    def _expression(self, structure: Structure, operands: Any) -> str:
+        if structure is LEAF:
+            return self._operand(next(operands))
+        kind = structure[0]
+        items = [self._expression(item, operands) for item in structure[-1]]
+        if kind is dict:
+            pairs = zip(structure[1], items, strict=True)
+            return "{" + ", ".join(f"{self._constant(key)}: {item}" for key, item in pairs) + "}"
+        if kind is tuple:
+            return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+        if kind is list:
+            return f"[{', '.join(items)}]"
+        return f"rebuilt({self._constant(kind)}, [{', '.join(items)}])"
+
+    def _operand(self, operand: Operand) -> str:
+        if operand.kind == VALUE:
+            value = (operand.key, operand.detail)
+            if value[0] < self._span[0]:
+                self._earlier[value] = None
+            return _name(value)
+        if operand.kind == EXTERNAL:
+            return self._external(operand.key)
+        if operand.kind == NUMBER:
+            number = self._path.numbers[operand.key]
+            if number is VARIES:
+                self._numbers.setdefault(operand.key)
+                return f"numbers[{list(self._numbers).index(operand.key)}]"
+            return self._constant(number)
+        assert operand.kind == CONSTANT
+        return self._constant(operand.key)
+
+    def _external(self, index: int) -> str:
+        external = self._path.externals[index]
+        if not isinstance(external, torch.Tensor):
+            self._inputs[index] = None
+            return f"x{index}"
+        if index not in self._state:
+            self._state[index] = len(self._tensors)
+            self._tensors.append(external)
+        return f"p{index}"
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, Optimizer):
+            if value not in self._optimizers:
+                self._optimizers.append(value)
+            return f"optimizers[{self._optimizers.index(value)}]"
+        if type(value) in _LITERALS:
+            return repr(value)
+        return self._in_scope("c", value)
+
+    def _function(self, function: Callable[..., Any]) -> str:
+        return self._in_scope(_identifier(function), function)
+
+    def _in_scope(self, stem: str, value: Any) -> str:
+        name, count = stem, 0
+        while name in self._scope and self._scope[name] is not value and self._scope[name] != value:
+            count += 1
+            name = f"{stem}_{count}"
+        self._scope[name] = value
+        return name
+
+
+def _name(value: Value) -> str:
+    return f"v{value[0]}_{value[1]}"
+
+
+def _identifier(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    if name in ("__get__", "__set__"):  # of an attribute of tensors: which one stands on the descriptor
+        name = f"{getattr(getattr(function, '__self__', None), '__name__', 'attribute')}{name}"
+    name = name.strip("_") or "call"
+    return f"{name}_call" if not name.isidentifier() else f"call_{name}"
+
+
+def _target(structure: Structure, names: Any) -> str:
+    if structure is LEAF:
+        return str(next(names))
+    items = [_target(item, names) for item in structure[-1]]
+    return f"[{', '.join(items)}]"

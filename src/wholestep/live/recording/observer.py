@@ -1,0 +1,65 @@
+"""What a tensor call does besides computing tensors of known shapes, seen while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_known_shapes: dict[Any, bool] = {}
+"""By operator: whether shapes of its results follow from shapes of its arguments."""
+
+
+class Observer(TorchDispatchMode):
+    """Runs every operator of one call, and looks at what kind it is.
+
+    A call can be recorded only if its results have shapes that are known before it runs. Whether they are is asked of
+    the operator itself: it runs once more on fake tensors, which is what a capture would do with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads = False
+        """Whether a value went to Python, or decided a shape."""
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.reads |= torch.Tag.data_dependent_output in func.tags or not _has_known_shapes(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _has_known_shapes(func: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.dynamic_output_shape in func.tags:  # some of its calls have known shapes, such as x[index]
+        return _runs_on_fakes(func, args, kwargs)
+    if func not in _known_shapes:
+        _known_shapes[func] = _runs_on_fakes(func, args, kwargs)
+    return _known_shapes[func]
+
+
+def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
+    mode = FakeTensorMode()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+    try:
+        with mode:
+            func(*args, **kwargs)
+    except Exception:  # whatever it raises, a capture would meet it, too
+        return False
+    return True
+
+
+class DrawWatch(TorchDispatchMode):
+    """Raises `Draws` in front of the first operator that draws random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Draws
+        return func(*args, **(kwargs or {}))
+
+
+class Draws(Exception):
+    """A call draws random numbers while others wait to draw theirs."""

@@ -1,0 +1,128 @@
+"""Paths: the sequences of records that earlier runs of a step have shown, and what may differ on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+
+from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record
+
+MAX_PATHS = 8
+"""Of one step. The one that was used longest ago goes."""
+
+Value = tuple[int, int]
+"""One result of a recorded call: the number of the record, and which of its outputs."""
+
+VARIES = object()
+"""In the place of a number that is another one in every call."""
+
+BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@dataclass(slots=True, eq=False)
+class Path:
+    """Records of one run, and what later runs with equal records have shown to vary."""
+
+    records: tuple[Record, ...]
+    externals: list[torch.Tensor | Description]
+    """Tensors from outside, in the order of their first use: state of the step, or what is another tensor each time."""
+    numbers: list[Any]
+    """Floats among the arguments, in order; VARIES where calls differ."""
+    reads: set[Read]
+    freed: list[set[Value]] = field(init=False)
+    """By number of records: the values whose graph a backward among them has freed, and what was computed of those."""
+
+    def __post_init__(self) -> None:
+        self.freed = _freed(self.records)
+
+    def merge(self, other: Path) -> bool | None:
+        """Takes up what is different in a run with equal records; whether anything was. None: it is another path."""
+        if self.records != other.records or len(self.externals) != len(other.externals):
+            return None
+        externals = [_common(mine, theirs) for mine, theirs in zip(self.externals, other.externals, strict=True)]
+        if None in [one for one in externals if not isinstance(one, torch.Tensor)]:
+            return None
+        numbers = [
+            mine if type(mine) is type(theirs) and mine == theirs else VARIES
+            for mine, theirs in zip(self.numbers, other.numbers, strict=True)
+        ]
+        changed = not all(map(is_, [*self.externals, *self.numbers], [*externals, *numbers]))
+        self.externals = [one for one in externals if one is not None]
+        self.numbers = numbers
+        self.reads |= other.reads
+        return changed
+
+    def takes_external(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be the one from outside with this number."""
+        known = self.externals[index]
+        return known is tensor or (type(known) is Description and known == Description.of(tensor))
+
+    def takes_number(self, index: int, number: float) -> bool:
+        """Whether a number may be the one with this number."""
+        known = self.numbers[index]
+        return known is VARIES or (type(known) is type(number) and known == number)
+
+
+def _common(mine: torch.Tensor | Description, theirs: torch.Tensor | Description) -> torch.Tensor | Description | None:
+    """What both are: the same tensor, or tensors of one kind; None if they are of different kinds."""
+    if mine is theirs:
+        return mine
+    described = [one if isinstance(one, Description) else Description.of(one) for one in (mine, theirs)]
+    return described[0] if described[0] == described[1] else None
+
+
+def _freed(records: Sequence[Record]) -> list[set[Value]]:
+    freed: set[Value] = set()
+    found = [set(freed)]
+    for number, record in enumerate(records):
+        if _frees(record):
+            freed |= _ancestors(records, [operand for operand in record.operands if operand.kind == VALUE])
+        elif any(operand.kind == VALUE and (operand.key, operand.detail) in freed for operand in record.operands):
+            freed |= {(number, output) for output in range(len(record.outputs))}
+        found.append(set(freed) if freed != found[-1] else found[-1])
+    return found
+
+
+def _frees(record: Record) -> bool:
+    """Whether it is a backward that keeps nothing of the graph."""
+    return record.key.function in BACKWARDS and True not in [
+        operand.key for operand in record.operands if operand.detail is bool
+    ]
+
+
+def _ancestors(records: Sequence[Record], roots: list[Operand]) -> set[Value]:
+    found: set[Value] = set()
+    while roots:
+        operand = roots.pop()
+        value = (operand.key, operand.detail)
+        if value not in found:
+            found.add(value)
+            roots.extend(one for one in records[operand.key].operands if one.kind == VALUE)
+    return found
+
+
+class Paths:
+    """The paths of one step, the one used last first."""
+
+    def __init__(self) -> None:
+        self.all: list[Path] = []
+
+    def add(self, path: Path) -> Path | None:
+        """A run in which something was new. Returns the path that was given another meaning, if one was."""
+        for known in self.all:
+            changed = known.merge(path)
+            if changed is not None:
+                self.used(known)
+                return known if changed else None
+        self.all.insert(0, path)
+        del self.all[MAX_PATHS:]
+        return None
+
+    def used(self, path: Path) -> None:
+        """Moves a path to the front."""
+        self.all.remove(path)
+        self.all.insert(0, path)

@@ -1,0 +1,131 @@
+"""Records: the tensor calls of one run of a step, by function and operands. Two runs on one path have equal records."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep.live.recording.modes import Modes
+from wholestep.live.recording.structure import Structure
+
+
+class Operand(NamedTuple):
+    """One leaf of the arguments of a call. Plain tuples, since they are made and compared at every call of torch."""
+
+    kind: str
+    """VALUE, EXTERNAL, NUMBER or CONSTANT."""
+    key: Any
+    """The number of the record, of the external tensor or of the number; or the constant itself."""
+    detail: Any = None
+    """Which output of the record; the type of the constant, since ``1 == True``."""
+
+
+VALUE, EXTERNAL, NUMBER, CONSTANT = "value", "external", "number", "constant"
+
+_CONSTANTS = (
+    types.NoneType, bool, int, complex, str, bytes, types.EllipsisType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Generator, enum.Enum, Optimizer,
+)  # fmt: skip
+"""What a record may hold as it is: equal ones make a call do the same, and none is changed by anybody meanwhile.
+(Of an optimizer, which is, the record takes a snapshot.)"""
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a record may hold this leaf of arguments as it is."""
+    return isinstance(leaf, _CONSTANTS)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMeta:
+    """One tensor that a call has given."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    requires_grad: bool
+    graph: str
+    """The class of its ``grad_fn``, such as MeanBackward0, which its text shows; empty without one."""
+    alias: int | None = None
+    """The leaf of the arguments that it is, of a call in place."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, leaves: Sequence[Any]) -> OutputMeta:
+        """Of a tensor that a call with these arguments has returned."""
+        alias = next((number for number, leaf in enumerate(leaves) if leaf is tensor), None)
+        graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
+        return cls(
+            tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph, alias
+        )  # fmt: skip
+
+
+class Key(NamedTuple):
+    """What makes two calls the same."""
+
+    function: Callable[..., Any]
+    structure: Structure
+    operands: tuple[Operand, ...]
+    modes: Modes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One call, as it was seen when it ran."""
+
+    key: Key
+    outputs: tuple[OutputMeta | None, ...]
+    output_structure: Structure
+    draws: bool = field(compare=False)
+    """Whether it drew random numbers."""
+    line: str = field(compare=False)
+    """``train.py:12``, where the user's code made it."""
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The leaves of its arguments."""
+        return self.key.operands
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A tensor from outside that may be another one at every call."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Description:
+        """Of a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A place of a path where Python asked for a value."""
+
+    position: int
+    """How many records there were before."""
+    function: Callable[..., Any]
+    line: str = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """``item``, as messages call the function."""
+        return name_of(self.function)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function of torch; of one that reads or writes an attribute, the attribute's."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if name in ("__get__", "__set__"):
+        name = str(getattr(getattr(function, "__self__", None), "__name__", name))
+    return name

@@ -1,0 +1,117 @@
+"""What an optimizer reads of Python, as it was when its step was recorded.
+
+A recorded step of an optimizer runs behind lines of the user's that may change rates, groups or state by then
+(a scheduler, ``group["lr"] *= 0.5``, ``load_state_dict``). So a record holds what stood there, and the run is given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSnapshot:
+    """Groups, defaults and state of an optimizer, by reference: tensors in them are not copied."""
+
+    optimizer: Optimizer
+    groups: list[dict[str, Any]]
+    contents: list[dict[str, Any]]
+    """Of each group; its list of parameters is a copy."""
+    defaults: dict[str, Any]
+    state: dict[Any, Any]
+    """The state of each parameter, copied one level deep."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerSnapshot:
+        """As the optimizer is now."""
+        return cls(
+            optimizer, list(optimizer.param_groups),
+            [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
+            dict(optimizer.defaults),
+            {key: dict(item) if type(item) is dict else item for key, item in optimizer.state.items()},
+        )  # fmt: skip
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, the optimizer is as it was; then as it is now, but for what is written meanwhile."""
+        now = OptimizerSnapshot.of(self.optimizer)
+        if self.equals(now):
+            yield
+            return
+        self._put()
+        try:
+            yield
+        finally:
+            now._put_back(self)
+
+    def equals(self, other: OptimizerSnapshot) -> bool:
+        """Whether nothing was exchanged between two snapshots."""
+        return (
+            _same(self.groups, other.groups)
+            and all(map(_same_group, self.contents, other.contents))
+            and _same_items(self.defaults, other.defaults)
+            and len(self.state) == len(other.state)
+            and all(map(_same_state, self.state.items(), other.state.items()))
+        )
+
+    def _put(self) -> None:
+        opt = self.optimizer
+        opt.param_groups[:] = self.groups
+        for group, contents in zip(self.groups, self.contents, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(contents, params=params)
+            params[:] = contents["params"]
+        opt.defaults.clear()
+        opt.defaults.update(self.defaults)
+        opt.state.clear()
+        opt.state.update({key: dict(item) if type(item) is dict else item for key, item in self.state.items()})
+
+    def _put_back(self, ran: OptimizerSnapshot) -> None:
+        """As `self` says, where Python has changed something since `ran`; state that the run has made stays."""
+        made = {key: item for key, item in self.optimizer.state.items() if key not in ran.state}
+        self._put()
+        for key, item in made.items():
+            self.optimizer.state.setdefault(key, item)
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return _same(list(one), list(other)) and all(map(_same_value, one.values(), other.values()))
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float, tuple, str)) and one == other)
+
+
+def _same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if not _same(one["params"], other["params"]) or len(one) != len(other):
+        return False
+    return all(name == "params" or _same_value(item, other.get(name)) for name, item in one.items())
+
+
+def _same_state(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    (key, item), (other_key, other_item) = one, other
+    if key is not other_key:
+        return False
+    if type(item) is not dict:
+        return item is other_item
+    return len(item) == len(other_item) and all(map(is_, item.values(), other_item.values()))
+
+
+@contextmanager
+def as_recorded(snapshots: Sequence[OptimizerSnapshot]) -> Iterator[None]:
+    """While open, all these optimizers are as they were when their steps were recorded."""
+    with ExitStack() as stack:
+        for snapshot in snapshots:
+            stack.enter_context(snapshot.in_place())
+        yield

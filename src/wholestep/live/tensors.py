@@ -1,0 +1,128 @@
+"""The tensors of one run: which of them are values of recorded calls, and which come from outside."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep.live.handle import Handle
+from wholestep.live.recording.path import Path, Value
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand
+
+
+class TensorTable:
+    """Tensors and numbers of one run, in the order in which recorded calls first use them."""
+
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        """`arguments` are the flat arguments of the step, which are other tensors at every call."""
+        self.externals: list[torch.Tensor] = []
+        self.numbers: list[float] = []
+        self._index: dict[int, int] = {}
+        self._storages: set[int] = set()
+        self._values: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
+        self._fresh: dict[int, torch.Tensor] = {}
+        for one in arguments:
+            self.note_fresh(one)
+
+    # Values.
+
+    def note_value(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
+        """Notes that a tensor is a value of a recorded call. It is not kept alive."""
+        self._values[id(tensor)] = (weakref.ref(tensor), value)
+        return tensor
+
+    def value_of(self, tensor: torch.Tensor) -> Value | None:
+        """The value that a tensor is; None if it is none."""
+        found = self._values.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def tensor_of(self, value: Value) -> torch.Tensor:
+        """A value that a call is given now, so that it is alive."""
+        for reference, known in self._values.values():
+            if known == value and (tensor := reference()) is not None:
+                return tensor
+        raise KeyError(value)
+
+    def handles(self) -> dict[Value, Handle]:
+        """The handles that somebody holds, in the order of their calls."""
+        alive = ((value, reference()) for reference, value in self._values.values())
+        return dict(sorted((value, one) for value, one in alive if type(one) is Handle))
+
+    # Operands.
+
+    def is_involved(self, leaves: Iterable[Any]) -> bool:
+        """Whether a call with these leaves has to do with parameters, or with what is recorded."""
+        return any(isinstance(leaf, Optimizer) or self._concerns(leaf) for leaf in leaves)
+
+    def _concerns(self, leaf: Any) -> bool:
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        if type(leaf) is Handle or leaf.requires_grad or isinstance(leaf, nn.Parameter):
+            return True
+        if id(leaf) in self._index or self.value_of(leaf) is not None:
+            return True
+        return bool(self._storages) and leaf.layout is torch.strided and _storage(leaf) in self._storages
+
+    def operand(self, leaf: Any) -> Operand:
+        """A leaf of the arguments of a call, as a record holds it."""
+        if isinstance(leaf, torch.Tensor):
+            value = self.value_of(leaf)
+            return Operand(VALUE, *value) if value is not None else Operand(EXTERNAL, self._external(leaf))
+        if isinstance(leaf, float):
+            self.numbers.append(leaf)
+            return Operand(NUMBER, len(self.numbers) - 1)
+        return Operand(CONSTANT, leaf, type(leaf))
+
+    def _external(self, tensor: torch.Tensor) -> int:
+        index = self._index.get(id(tensor))
+        if index is None:
+            index = self._index[id(tensor)] = len(self.externals)
+            self.externals.append(tensor)
+            self._storages.add(_storage(tensor))
+        return index
+
+    def length(self) -> tuple[int, int]:
+        """How many tensors from outside and numbers there are; for `forget_since`."""
+        return len(self.externals), len(self.numbers)
+
+    def forget_since(self, length: tuple[int, int]) -> None:
+        """Takes back the operands of a call that is not recorded."""
+        num_externals, num_numbers = length
+        for tensor in self.externals[num_externals:]:
+            del self._index[id(tensor)]
+            self._storages.discard(_storage(tensor))
+        del self.externals[num_externals:], self.numbers[num_numbers:]
+
+    def fits(self, path: Path, operand: Operand) -> bool:
+        """Whether an operand of this run may stand where a path has its own."""
+        if operand.kind == EXTERNAL:
+            return path.takes_external(operand.key, self.externals[operand.key])
+        return operand.kind != NUMBER or path.takes_number(operand.key, self.numbers[operand.key])
+
+    # Tensors that are others at every call.
+
+    def note_fresh(self, result: Any) -> None:
+        """Notes tensors that this call has made, or was given. They are kept, so that their ids stay theirs."""
+        if isinstance(result, torch.Tensor):
+            self._fresh[id(result)] = result
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                self.note_fresh(item)
+
+    def described(self) -> list[torch.Tensor | Description]:
+        """The tensors from outside as a path holds them: state by itself, fresh ones by their kind."""
+        return [Description.of(one) if id(one) in self._fresh else one for one in self.externals]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def inputs_of(table: TensorTable, earlier: Sequence[Value], externals: Sequence[int]) -> list[torch.Tensor]:
+    """The tensors that a piece is called with."""
+    return [*map(table.tensor_of, earlier), *(table.externals[index] for index in externals)]
