@@ -7,6 +7,7 @@
     ├── PlacementError                a program cannot be spread over the mesh
     ├── RankMismatchError             the ranks hold different plans; carries the readable difference
     ├── RankMissingError              a rank did not arrive, or died; says who, where and after how long
+    │   └── PeerRefusedError          another rank's step cannot become one graph
     ├── RetraceLimitError             more signatures than ``max_retraces``; lists the reasons
     ├── VerificationError             what ranks would run differs from what it should be; names the first value
     ├── ArtifactError                 a saved step that does not fit here
@@ -43,6 +44,10 @@ class RankMismatchError(WholestepError):
 
 class RankMissingError(WholestepError):
     """A rank did not arrive, or died. Says who, at what, and after how many seconds."""
+
+
+class PeerRefusedError(RankMissingError):
+    """The step of another rank cannot become one graph, so that rank did not arrive."""
 
 
 class RetraceLimitError(WholestepError):

@@ -22,7 +22,14 @@ from wholestep.api.stages import Entry, PieceStages, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.config import DDP
-from wholestep.errors import ArtifactError, CaptureError, ConfigError, RetraceLimitError
+from wholestep.errors import (
+    ArtifactError,
+    CaptureError,
+    ConfigError,
+    PeerRefusedError,
+    RetraceLimitError,
+    WholestepError,
+)
 from wholestep.ir.program import MeshAxis, Program, Stage
 from wholestep.live.handle import CURRENT
 from wholestep.live.live_step import LiveStep
@@ -69,16 +76,21 @@ class CompiledStep:
         self._fast_call = None
         try:
             result = self._dispatcher.call(args, kwargs)
-        except (CaptureError, RetraceLimitError) as refusal:
+        except (CaptureError, PeerRefusedError, RetraceLimitError) as refusal:
             if self._options.fullgraph:
                 raise
-            return self._go_live(str(refusal), args, kwargs)
+            return self._go_live(refusal, args, kwargs)
         self._fast_call = self._dispatcher.fast_call
         return result
 
-    def _go_live(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _go_live(self, refusal: WholestepError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this call and all later ones with the step's own Python, since it was refused as one graph."""
-        live = LiveStep(self._step, self._stages.name, reason, self._compile_piece)
+        try:
+            peers = self._stages.peers()
+        except CaptureError as error:
+            raise refusal from error
+        reason = str(refusal)
+        live = LiveStep(self._step, self._stages.name, reason, self._compile_piece, peers)
         result = live(args, kwargs)  # an error of the step's own leaves it as it was
         self._live = live
         log.info("%s is live, its Python runs at every call: %s", self._stages.name, reason)

@@ -25,6 +25,7 @@ from wholestep.config import DDP
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import Program, Stage
+from wholestep.live.peers import Peers
 from wholestep.lower.auto_backend import backend_for
 from wholestep.lower.base.protocol import Backend
 from wholestep.passes.comm.bucket_planner import Cuts
@@ -176,6 +177,20 @@ class Stages:
         if strategy.sync_at_start:
             self._broadcast(binding.synced(program), axis, world)
         return BufferSync(program, binding.tensors, axis) if strategy.broadcast_buffers else None
+
+    def peers(self) -> Peers | None:
+        """What the strategy does in a step that is live; all ranks have agreed that it is. None for a single rank.
+
+        Raises CaptureError for a strategy that needs a single graph, RankMissingError where other ranks do not come.
+        """
+        world, axis = init(), data_axis(init(), self.options.mesh)
+        strategy = self._strategy(world)
+        if strategy is None or axis is None or axis.size == 1:
+            return None
+        peers = Peers(self.step, strategy, axis, world)
+        self.rendezvous.agree(f"{self.name} is live", lambda: "", world)
+        nccl_connect.wait()
+        return peers
 
     # What an entry is planned with.
 

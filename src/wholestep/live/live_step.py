@@ -11,9 +11,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from wholestep.errors import CaptureError, RetraceLimitError
+from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.handle import CURRENT
 from wholestep.live.opaque import redirected
+from wholestep.live.peers import ENDS, Event, Peers
 from wholestep.live.piece import Piece, make_piece
 from wholestep.live.recording.path import Path, Paths, Value
 from wholestep.live.recording.record import Read
@@ -71,12 +72,17 @@ class LiveStep:
     """One step, live."""
 
     def __init__(
-        self, step: Callable[..., Any], name: str, reason: str, compile_piece: Callable[[Callable[..., Any]], Any]
+        self,
+        step: Callable[..., Any],
+        name: str,
+        reason: str,
+        compile_piece: Callable[[Callable[..., Any]], Any],
+        peers: Peers | None = None,
     ) -> None:
-        """`name` goes into the names of pieces, `reason` says why the step is live."""
+        """`name` goes into the names of pieces, `reason` says why the step is live. `peers` of several ranks."""
         self.name, self.reason = name, reason
         self.stats = LiveStats()
-        self._step, self._compile = step, compile_piece
+        self._step, self._compile, self._peers = step, compile_piece, peers
         self._paths = Paths()
         self._pieces: dict[tuple[Path, tuple[int, int], tuple[Value, ...]], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
@@ -110,6 +116,16 @@ class LiveStep:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: the user's function runs."""
         self.stats.calls += 1
+        peers = self._peers
+        if peers is None:
+            return self._called(args, kwargs)
+        peers.begin(args, kwargs, f"{self.name}, live call {self.stats.calls}")
+        with peers.reducing():
+            result = self._called(args, kwargs)
+        peers.meet(Event(ENDS))
+        return result
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_recorded:
             return self._step(*args, **kwargs)
         run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch)
@@ -142,6 +158,9 @@ class LiveStep:
 
     def _launch(self, run: Run, span: tuple[int, int], wanted: Sequence[Value]) -> list[torch.Tensor] | None:
         compiled = self._piece(run.candidates[0], span, tuple(wanted))
+        event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
+        if self._peers is not None and not self._peers.meet(event):
+            return None
         if compiled is None:
             return None
         if compiled.refused:
@@ -154,7 +173,7 @@ class LiveStep:
         try:
             with as_recorded(snapshots):
                 results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])
-        except (CaptureError, RetraceLimitError) as error:
+        except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
             run.refused = compiled.refused = str(error)
             return None
         compiled.launches += 1
@@ -165,7 +184,7 @@ class LiveStep:
         """The compiled piece; None if the path has enough of them."""
         compiled = self._pieces.get((path, span, wanted))
         if compiled is None and sum(one.path is path for one in self._pieces.values()) < MAX_PIECES:
-            piece = make_piece(f"{self.name}_piece_{len(self._pieces)}", path, span, wanted)
+            piece = make_piece(f"{self.name}_piece", path, span, wanted)
             compiled = CompiledPiece(path, span, piece, self._compile(piece.function))
             self._pieces[path, span, wanted] = compiled
         return compiled

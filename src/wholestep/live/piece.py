@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,7 +35,10 @@ class Piece:
 
 
 def make_piece(name: str, path: Path, span: tuple[int, int], wanted: Sequence[Value]) -> Piece:
-    """Writes the records ``span[0]`` to ``span[1]`` of a path as a function that returns the wanted values."""
+    """Writes the records ``span[0]`` to ``span[1]`` of a path as a function that returns the wanted values.
+
+    Its name ends with a number that is the same in every process that writes the same piece.
+    """
     return _Writer(name, path, span, wanted).write()
 
 
@@ -58,12 +62,13 @@ class _Writer:
             for number, record in group:
                 self._lines.append(f"        {self._statement(number)}  # {record.line}")
         self._lines.append(f"    return [{', '.join(map(_name, self._wanted))}]")
-        header = [f"def {self._name}(inputs, numbers):"]
-        header += [f"    {_name(value)} = inputs[{place}]" for place, value in enumerate(self._earlier)]
+        header = [f"    {_name(value)} = inputs[{place}]" for place, value in enumerate(self._earlier)]
         start = len(self._earlier)
         header += [f"    x{index} = inputs[{place}]" for place, index in enumerate(self._inputs, start)]
         header += [f"    p{index} = state[{place}]" for index, place in self._state.items()]
-        source = "\n".join([*header, *self._lines, ""])
+        body = "\n".join([*header, *self._lines, ""])
+        self._name = f"{self._name}_{zlib.crc32(body.encode()):08x}"
+        source = f"def {self._name}(inputs, numbers):\n{body}"
         return Piece(
             self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers)
         )  # fmt: skip

@@ -14,9 +14,24 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def _template(*args: Any, **kwargs: Any) -> Any:
-    target: Any = "target"
-    return target(*args, **kwargs)
+def _template(free: tuple[str, ...]) -> types.CodeType:
+    """The code of a function that calls what stands in the place of the constant "target", with these free variables.
+
+    A function keeps its cells, so its new code must have as many free variables, and say so in its first instruction.
+    """
+    lines = [
+        "def outer():",
+        f"    {' = '.join(['_', *free])} = None",
+        "    def redirected(*args, **kwargs):",
+        f"        if 0: {', '.join(free) or 'pass'}",
+        '        target = "target"',
+        "        return target(*args, **kwargs)",
+        "    return redirected",
+    ]
+    scope: dict[str, Any] = {}
+    exec(compile("\n".join(lines), __file__, "exec"), scope)
+    code: types.CodeType = scope["outer"]().__code__
+    return code
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +52,9 @@ def redirection(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     plain.__kwdefaults__ = function.__kwdefaults__
-    template = _template.__code__
+    template = _template(code.co_freevars)
     constants = tuple(target(plain) if one == "target" else one for one in template.co_consts)
-    return Redirection(function, code, template.replace(co_consts=constants, co_freevars=code.co_freevars))
+    return Redirection(function, code, template.replace(co_consts=constants))
 
 
 class Redirections:

@@ -92,7 +92,7 @@ def explain_live(step: LiveStep, backend: str) -> LiveExplanation:
                 launches=one.launches,
                 refused=one.refused,
                 source=one.piece.source,
-            )  # fmt: skip
+            )
         )
     report = LiveReport(
         reason=step.reason, calls=step.stats.calls, launches=step.stats.launches, executed=step.stats.executed,

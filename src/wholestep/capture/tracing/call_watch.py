@@ -1,8 +1,8 @@
 """Refuses a step that would do something outside of Python's objects: a trace would do it, and no later call.
 
 Writes to files and terminals, clocks, the file system, sockets: all of them are calls of C functions. A profile
-function sees each one before it runs. Allowed is what computes on Python's own objects and on arrays, whose changes other parts
-of a capture see; whatever else is called, by the step or by a library on its behalf, ends the trace.
+function sees each one before it runs. Allowed is what computes on Python's own objects and on arrays, whose changes
+other parts of a capture see; whatever else is called, by the step or by a library on its behalf, ends the trace.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.errors import CaptureError
@@ -98,14 +100,18 @@ def _own_dirs() -> tuple[str, ...]:
     return tuple(os.path.dirname(one.__file__ or "") + os.sep for one in packages)
 
 
-_STANDARD = os.path.dirname(os.__file__) + os.sep
+_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+_CALLS_MODULES = nn.modules.module.__file__
+"""Where torch calls the forward of a module, which may be anybody's."""
 
 
 def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
-    """Whether the innermost frame outside of Python's own modules is neither torch's nor ours."""
+    """Whether the user's code called this, by itself or through libraries, and not torch for a purpose of its own."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_STANDARD, "<frozen")) or "site-packages" in file:
-            return _is_of_interest(file)
+        if file != _CALLS_MODULES and not _is_of_interest(file):
+            return False
+        if "site-packages" not in file and file != _CALLS_MODULES and not file.startswith(_STANDARD):
+            return True
         frame = frame.f_back
     return False

@@ -33,12 +33,24 @@ from typing import Protocol
 import torch.distributed as dist
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.errors import InternalError, RankMismatchError, RankMissingError, WholestepError
+from wholestep.errors import (
+    CaptureError,
+    InternalError,
+    PeerRefusedError,
+    RankMismatchError,
+    RankMissingError,
+    WholestepError,
+)
 from wholestep.runtime.distributed.rank_diff import clipped, difference, mismatch, ranks_text
 from wholestep.runtime.distributed.rank_diff import groups as groups_of
 from wholestep.runtime.distributed.store import PrefixStore, Store, default_store
 
 __all__ = ["Peers", "abandon", "agree", "default_store"]
+
+_ERRORS: dict[str, type[WholestepError]] = {
+    "mismatch": RankMismatchError, "missing": RankMissingError, "refused": PeerRefusedError
+}  # fmt: skip
+"""By the kind of a verdict."""
 
 
 class Peers(Protocol):
@@ -110,6 +122,7 @@ def abandon(
     two seconds until the others have read it, as the store may end with it. Never raises for a store that is
     out of reach: the caller is about to raise an error of its own.
     """
+    refused = isinstance(reason, CaptureError)
     if isinstance(reason, BaseException):
         reason = f"{type(reason).__name__}: {reason}"
     prefixed = _prefixed(store, key)
@@ -118,7 +131,7 @@ def abandon(
         f"{_indented(reason)}\nChange that first; the full error is in the output of rank {rank}."
     )
     try:
-        _publish(prefixed, "missing", message)
+        _publish(prefixed, "refused" if refused else "missing", message)
         prefixed.add("read", 1)
         if rank == 0 and size > 1:
             _linger(prefixed, size)
@@ -153,7 +166,7 @@ class _Agreement:
         self.store.add("read", 1)
         if self.rank == 0:
             _linger(self.store, sum(self._has_arrived(r) for r in range(self.size)))
-        error: type[WholestepError] = RankMismatchError if kind == "mismatch" else RankMissingError
+        error: type[WholestepError] = _ERRORS[kind]
         raise error(message)
 
     def _decide(self, text: str) -> None:

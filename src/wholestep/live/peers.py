@@ -1,0 +1,186 @@
+"""What data parallelism does in a live step: gradients are reduced behind each backward, ranks take the same way.
+
+[Note: ranks of a live step]
+A piece brings its collectives with it. Where calls run one by one, the gradients that a backward has left are reduced
+right behind it, so that parameters stay equal on all ranks. Both need all ranks to do the same, and Python may decide
+otherwise on one of them. So ranks meet before each backward and each piece, and at the end of each call, and say what
+they are about to do. If all run the same piece they do; if some cannot, all run their calls one by one. If one ends its
+call where others go on, that is an error on every rank, with the line of each, before anything has been reduced.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from wholestep.capture.python.tracing_thread import is_capturing, on_this_thread
+from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.reach.reachability import find_reachable
+from wholestep.capture.reach.train_state import TrainState, collect
+from wholestep.config import DDP, CastCompress
+from wholestep.errors import CaptureError, RankMismatchError
+from wholestep.ir.ops.collectives import group_named
+from wholestep.ir.program import InputKind, MeshAxis
+from wholestep.runtime.buffer_sync import broadcast_tensors
+from wholestep.runtime.distributed.failure_report import named_failures
+from wholestep.runtime.distributed.world import World
+
+ENDS, RUNS_BACKWARD, RUNS_PIECE = 0, 1, 2
+_LINE_BYTES = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a rank is about to do."""
+
+    kind: int
+    what: int = 0
+    """Of a piece: a number that is the same on ranks that run the same one."""
+
+    @classmethod
+    def of_piece(cls, source: str) -> Event:
+        """The run of the piece with this source."""
+        return cls(RUNS_PIECE, zlib.crc32(source.encode()))
+
+
+class Peers:
+    """The other ranks of a live step."""
+
+    def __init__(self, step: Callable[..., Any], strategy: DDP, axis: MeshAxis, world: World) -> None:
+        """Raises CaptureError for a strategy that only a graph can carry out."""
+        if strategy.compress is not None and not isinstance(strategy.compress, CastCompress):
+            raise CaptureError(f"{type(strategy.compress).__name__} keeps state for the buckets of a single graph.")
+        self._step, self._strategy, self._axis, self._world = step, strategy, axis, world
+        self._group = group_named(axis.group)
+        self._state = TrainState()
+        self._call_name: Callable[[], str] = lambda: ""
+        self._is_equal = not strategy.sync_at_start
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
+        """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
+        self._call_name = lambda: call_name
+        self._state = collect(find_reachable(self._step, args, kwargs))
+        kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
+        kinds += [InputKind.BUFFER] if self._strategy.broadcast_buffers and self._is_equal else []
+        tensors = [slot.tensor for slot in self._state.of_kind(*kinds)]
+        if tensors:
+            with self._failures_named():
+                broadcast_tensors(tensors, self._axis)
+        self._is_equal = True
+
+    def meet(self, event: Event) -> bool:
+        """Tells the others what this rank is about to do; whether all are about to do the same.
+
+        Where a rank runs a backward and others a piece, those that run the backward wait until all do. Raises
+        RankMismatchError where some ranks end their call and others do not.
+        """
+        while True:
+            events, lines = self._exchange(event)
+            if len(set(events)) == 1:
+                return True
+            if any(one.kind == ENDS for one in events):
+                raise RankMismatchError(self._mismatch(events, lines))
+            if event.kind == RUNS_PIECE:
+                return False
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """While open, gradients that a backward of this thread leaves are reduced."""
+        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+            if is_capturing():  # a piece has its own collectives
+                return engine(tensors, grads, keep, create, inputs, *rest, **kw)
+            self.meet(Event(RUNS_BACKWARD))
+            result = functools.partial(engine, tensors, grads, keep, create, inputs, *rest, **kw)
+            if kw.get("accumulate_grad"):
+                return self._accumulated(result)
+            return result() if create else self._returned(result(), inputs)
+
+        with patch.object(torch.autograd, "_engine_run_backward", on_this_thread(run, engine)):
+            yield
+
+    def _accumulated(self, backward: Callable[[], Any]) -> Any:
+        """A backward that adds to ``.grad``: the sums are reduced, of every parameter that any rank has used."""
+        params = [slot.tensor for slot in self._reduced_params()]
+        before = [(param.grad, param.grad._version if param.grad is not None else 0) for param in params]
+        if self._strategy.reduce == "sum" and any(grad is not None for grad, _ in before):
+            raise CaptureError(
+                "Gradients are summed over the ranks and there are some already, of which nobody knows whether they "
+                'are sums. Use DDP(reduce="mean"), or clear them before each backward.'
+            )
+        result = backward()
+        used = [
+            param.grad is not None and (param.grad is not grad or param.grad._version != version)
+            for param, (grad, version) in zip(params, before, strict=True)
+        ]
+        with torch.no_grad(), self._failures_named():
+            anywhere = torch.tensor(used, dtype=torch.int32, device=self._world.device)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
+            found = [param for param, is_used in zip(params, anywhere.tolist(), strict=True) if is_used]
+            for param in found:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+            self._reduce([param.grad for param in found if param.grad is not None])
+        return result
+
+    def _returned(self, grads: tuple[Any, ...], inputs: Any) -> tuple[Any, ...]:
+        """``torch.autograd.grad``: those of parameters are final, and reduced."""
+        known = {id(slot.tensor) for slot in self._reduced_params()}
+        of_params = [grad for grad, one in zip(grads, inputs, strict=True) if grad is not None and id(one) in known]
+        with torch.no_grad(), self._failures_named():
+            self._reduce(of_params)
+        return grads
+
+    def _reduced_params(self) -> list[Any]:
+        ignored = set(self._strategy.ignore)
+        return [slot for slot in self._state.params if slot.tensor.requires_grad and slot.name not in ignored]
+
+    def _reduce(self, grads: Iterable[torch.Tensor]) -> None:
+        """In place, one message for each dtype; the arithmetic is that of the placed graph."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for grad in grads:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        wire = self._strategy.compress
+        for dtype, same in by_dtype.items():
+            flat = torch.cat([grad.detach().reshape(-1) for grad in same])
+            flat = flat.to(wire.dtype) if isinstance(wire, CastCompress) else flat
+            if self._strategy.reduce == "mean":
+                flat.mul_(1.0 / self._axis.size)
+            dist.all_reduce(flat, group=self._group)
+            parts = flat.to(dtype).split([grad.numel() for grad in same])
+            for grad, part in zip(same, parts, strict=True):
+                grad.detach().copy_(part.view(grad.shape))
+
+    def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
+        line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
+        numbers = [event.kind, event.what, *line]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
+        with self._failures_named():
+            theirs = [torch.empty_like(mine) for _ in range(self._axis.size)]
+            dist.all_gather(theirs, mine, group=self._group)
+            rows = torch.stack(theirs).tolist()
+        return [Event(*row[:2]) for row in rows], [bytes(row[2:]).decode(errors="replace").strip() for row in rows]
+
+    def _mismatch(self, events: list[Event], lines: list[str]) -> str:
+        doing = {ENDS: "ends its call", RUNS_BACKWARD: "runs a backward", RUNS_PIECE: "runs recorded calls"}
+        ranks = "\n".join(
+            f"  rank {rank} {doing[event.kind]}{' at ' + line if line else ''}"
+            for rank, (event, line) in enumerate(zip(events, lines, strict=True))
+        )
+        return (
+            f"The ranks do not run the same backwards in {self._call_name()}:\n{ranks}\nGradients are reduced over all "
+            f"ranks, so all have to come. Decide on all ranks alike (reduce what the decision depends on first), or "
+            f"multiply the loss by 0 where a batch is to be skipped. Nothing was reduced."
+        )
+
+    def _failures_named(self) -> Any:
+        return named_failures(self._world, self._call_name)
