@@ -111,7 +111,6 @@ NOT_YET_ON_ONE_PROCESS: dict[str, str] = {
     "rate_cut_when_the_loss_rises": "refused: AssertionError: sympy expression is NaN",
     "expert_chosen_by_value": "refused: the value of a tensor decides what Python does here (an `if`, `float()`, ...",
     "hardest_rows_only": "refused: the value of a tensor decides what Python does here (an `if`, `float()`, ...",
-    "scale_halved_every_second_call": "wrong: call 0: returned: 1 of 1 elements differ, the largest by 1.8e-01",
     "comparison_with_the_last_call": "refused: the value of a tensor decides what Python does here (an `if`, ...",
     "returns_computed_backwards": "refused: the value of a tensor decides what Python does here (an `if`, ...",
     "ppo_update": "refused: a tensor is turned into numpy or a Python list here, which needs its values",
@@ -121,11 +120,9 @@ NOT_YET_ON_ONE_PROCESS: dict[str, str] = {
     "diffusion": "refused: a tensor is turned into numpy or a Python list here, which needs its values",
     "expectation_maximization": "refused: the value of a tensor decides what Python does here (an `if`, ...",
     "multi_step_lr": "refused: The step changes Python state at schedulers.py:23 in step: scheduler.last_epoch ...",
-    "sequence_of_schedules": "wrong: call 1: scheduler['_schedulers'][1]['last_epoch']: wanted -1, came 0",
     "reduce_on_plateau": "refused: the value of a tensor decides what Python does here (an `if`, `float()`, ...",
     "scheduler_in_a_branch": "wrong: call 2: printed: wanted 'epoch 1 rate 0.06999999999999999\n', came ''",
     "weight_decay_schedule": "refused: The step changes Python state at schedulers.py:192 in step: calls.n was 0, ...",
-    "accumulate_with_a_scheduler": "wrong: call 0: scheduler['last_epoch']: wanted 0, came 2",
 }
 
 NOT_YET_ON_INDUCTOR: dict[str, str] = {
@@ -147,6 +144,5 @@ NOT_YET_ON_TWO_RANKS: dict[str, str] = {
     "mixup": "refused: The step draws from Python's numpy.random generator: one draw would be frozen in the graph",
     "number_returned": "refused: the value of a tensor decides what Python does here (an `if`, `float()`, ...",
     "try_around_the_forward": "wrong: raised RuntimeError: a and b must have same reduction dim, but got [5, 5] X ...",
-    "scale_halved_every_second_call": "wrong: call 0: returned: 1 of 1 elements differ, the largest by 1.8e-01",
     "multi_step_lr": "refused: The step changes Python state at schedulers.py:23 in step: scheduler.last_epoch ...",
 }
