@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import io
 import logging
 import math
@@ -96,6 +97,8 @@ def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield path, value.copy()
     elif isinstance(value, set):
         yield path, frozenset(value)
+    elif type(value).__module__.startswith(__package__) and not isinstance(value, enum.Enum | type):
+        yield from leaves(vars(value), path)  # an object of an idiom's own
     else:
         yield path, value
 
@@ -170,7 +173,9 @@ def _called(step: Callable[..., object], arguments: tuple[object, ...], raises: 
         return type(error).__name__, str(error)
 
 
-def _record_of_a_call(loop: Loop, step: Callable[..., object], call: int, raises: type[Exception] | None) -> Record:
+def _record_of_a_call(
+    loop: Loop, step: Callable[..., object], call: int, raises: type[Exception] | None
+) -> tuple[Record, object]:
     arguments = loop.arguments(call)
     with _heard() as heard:
         returned = _called(step, arguments, raises)
@@ -180,7 +185,7 @@ def _record_of_a_call(loop: Loop, step: Callable[..., object], call: int, raises
     seen.update(random_states())
     for name, value in loop.observe().items():
         seen.update(leaves(value, name))
-    return seen
+    return seen, returned
 
 
 def seed(number: int) -> None:
@@ -204,14 +209,18 @@ def _random_states_kept() -> Iterator[None]:
 def play(
     idiom: Idiom, compile_: Compile, begin: Callable[[Loop], object] = lambda loop: None, rank: int = 0
 ) -> list[Record]:
-    """Builds the idiom's loop, calls its step ten times, and gives a record per call."""
+    """Builds the idiom's loop, calls its step ten times, and gives a record per call, and one of all results as they
+    are behind the last call: no call may write to what an earlier one has returned, if eager code does not."""
     with _random_states_kept():
         seed(BUILD_SEED)
         loop = idiom.build()
         begin(loop)
         step = compile_(loop.step)
         seed(CALL_SEED + rank)
-        return [_record_of_a_call(loop, step, call, idiom.raises) for call in range(CALLS)]
+        records, results = zip(
+            *(_record_of_a_call(loop, step, call, idiom.raises) for call in range(CALLS)), strict=True
+        )
+        return [*records, dict(leaves(results, "results of all calls"))]
 
 
 def same(want: Any, came: Any, *, rounds: bool = False) -> bool:

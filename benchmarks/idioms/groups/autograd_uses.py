@@ -85,7 +85,7 @@ def loss_kept_with_its_graph() -> Loop:
     return loop(step, model=model, opt=opt, count=lambda: len(held))
 
 
-@idiom(ranks=True, added_on_ranks=True)
+@idiom(ranks=True, added_on_ranks=True, inductor=True)
 def two_losses_one_graph() -> Loop:
     """`retain_graph=True` for the first of two backwards."""
     model, opt = small_training()
@@ -102,7 +102,7 @@ def two_losses_one_graph() -> Loop:
     return loop(step, model=model, opt=opt)
 
 
-@idiom(inductor=True)
+@idiom()
 def gradient_penalty() -> Loop:
     """The norm of the input's gradient in the loss: a backward through a backward."""
     model, opt = small_training()
@@ -324,3 +324,59 @@ def style_transfer() -> Loop:
         return loss
 
     return loop(step, image=lambda: image, opt=opt)
+
+
+@idiom()
+def gradients_kept_behind_zero_grad() -> Loop:
+    """Gradients of this call are compared with those of the last: they outlive `zero_grad`."""
+    model, opt = small_training()
+    last, cosines = {"grad": None}, []
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        grad = model[2].weight.grad
+        opt.step()
+        opt.zero_grad()
+        if last["grad"] is not None:
+            cosines.append(F.cosine_similarity(grad.flatten(), last["grad"].flatten(), dim=0).item())
+        last["grad"] = grad
+        return loss.detach()
+
+    return loop(step, model=model, opt=opt, last=last, cosines=cosines)
+
+
+@idiom()
+def saved_tensors_packed() -> Loop:
+    """Hooks on what autograd saves: counted, rounded to bfloat16, and brought back."""
+    model, opt = small_training()
+    counts = {"packed": 0, "unpacked": 0}
+
+    def pack(tensor):
+        counts["packed"] += 1
+        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+    def unpack(tensor):
+        counts["unpacked"] += 1
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def step(x, y):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = F.cross_entropy(model(x), y)
+        return update(loss, opt)
+
+    return loop(step, model=model, opt=opt, counts=counts)
+
+
+@idiom()
+def anomaly_detection() -> Loop:
+    """The debugging mode of autograd in every third call."""
+    model, opt = small_training()
+    calls = {"n": 0}
+
+    def step(x, y):
+        calls["n"] += 1
+        with torch.autograd.set_detect_anomaly(calls["n"] % 3 == 0):
+            return update(F.cross_entropy(model(x), y), opt)
+
+    return loop(step, model=model, opt=opt, calls=calls)

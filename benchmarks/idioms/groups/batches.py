@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,3 +146,79 @@ def text_and_flags_as_arguments() -> Loop:
         return (*features(call), ("shrink", "fit")[call % 2], 1.0 / (1 + call), call % 3 == 0)
 
     return loop(flipped, arguments, model=model, opt=opt)
+
+
+@idiom()
+def batches_from_a_thread() -> Loop:
+    """A thread makes batches ahead and puts them into a queue; the step takes one."""
+    model, opt = small_training()
+    ready = queue.Queue()
+
+    def produce():
+        for call in range(10):
+            ready.put(batch(call))
+
+    threading.Thread(target=produce, daemon=True).start()
+
+    def step():
+        x, y = ready.get(timeout=60)
+        ready.task_done()
+        return update(F.cross_entropy(model(x), y), opt)
+
+    return loop(step, lambda call: (), model=model, opt=opt)
+
+
+@idiom()
+def batch_of_one_buffer() -> Loop:
+    """The caller writes each batch into the same tensors."""
+    model, opt = small_training()
+    held_x, held_y = batch(0)
+
+    def step(x, y):
+        return update(F.cross_entropy(model(x), y), opt)
+
+    def arguments(call):
+        x, y = batch(call)
+        held_x.copy_(x)
+        held_y.copy_(y)
+        return held_x, held_y
+
+    return loop(step, arguments, model=model, opt=opt)
+
+
+@idiom(raises=IndexError)
+def label_out_of_range() -> Loop:
+    """One batch has a label that is no class: an error of values, which the caller catches."""
+    model, opt = small_training()
+
+    def step(x, y):
+        return update(F.cross_entropy(model(x), y), opt)
+
+    def arguments(call):
+        x, y = batch(call)
+        return x, (y + CLASSES if call == 4 else y)
+
+    return loop(step, arguments, model=model, opt=opt)
+
+
+@idiom()
+def batch_wrapped_in_a_class() -> Loop:
+    """A batch as an object of the user, with a method that pins or moves it and one that splits it."""
+    model, opt = small_training()
+
+    class Samples:
+        def __init__(self, x, y):
+            self.x, self.y, self.moved = x, y, False
+
+        def to(self, device):
+            self.x, self.y, self.moved = self.x.to(device), self.y.to(device), True
+            return self
+
+        def halves(self):
+            return (Samples(*pair) for pair in zip(self.x.split(3), self.y.split(3), strict=True))
+
+    def step(samples):
+        losses = [F.cross_entropy(model(half.x), half.y) for half in samples.to("cpu").halves()]
+        return update(torch.stack(losses).mean(), opt), samples.moved
+
+    return loop(step, lambda call: (Samples(*batch(call)),), model=model, opt=opt)

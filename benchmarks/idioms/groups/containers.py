@@ -294,3 +294,19 @@ def named_tuple_returned() -> Loop:
         return result
 
     return loop(step, model=model, opt=opt, results=results)
+
+
+@idiom()
+def best_and_worst_as_tensors() -> Loop:
+    """Losses stay tensors, and Python's own `<`, `max` and `sorted` compare them."""
+    model, opt = small_training()
+    best, window = {"loss": None, "times": 0}, deque(maxlen=4)
+
+    def step(x, y):
+        loss = update(F.cross_entropy(model(x), y), opt)
+        if best["loss"] is None or loss < best["loss"]:
+            best.update(loss=loss, times=best["times"] + 1)
+        window.append(loss)
+        return max(window), sorted(window)[len(window) // 2]
+
+    return loop(step, model=model, opt=opt, best=best, window=window)

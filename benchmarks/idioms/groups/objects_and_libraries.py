@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import enum
 import functools
@@ -329,3 +330,43 @@ def metric_object() -> Loop:
         return loss, holder["metric"](logits.detach(), y)
 
     return loop(step, model=model, opt=opt, metric=lambda: vars(holder["metric"]), calls=lambda: holder["calls"])
+
+
+@torch.library.custom_op("idioms::centred", mutates_args=())
+def centred(x: torch.Tensor) -> torch.Tensor:
+    """An operator of a library that has no fake kernel: nothing can be known of it without running it."""
+    return x - float(x.mean())
+
+
+@idiom()
+def operator_without_a_fake_kernel() -> Loop:
+    """A library's operator prepares the batch, and nobody has told torch what shape it gives."""
+    model, opt = small_training()
+
+    def step(x, y):
+        return update(F.cross_entropy(model(centred(x)), y), opt)
+
+    return loop(step, model=model, opt=opt)
+
+
+@idiom()
+def state_saved_by_a_thread() -> Loop:
+    """Every third call hands a copy of the parameters to a worker and waits for it in the next."""
+    model, opt = small_training()
+    workers, pending, sums = concurrent.futures.ThreadPoolExecutor(1), [], []
+    calls = {"n": 0}
+
+    def total(state):
+        return sum(value.double().sum().item() for value in state.values())
+
+    def step(x, y):
+        while pending:
+            sums.append(pending.pop().result())
+        loss = update(F.cross_entropy(model(x), y), opt)
+        calls["n"] += 1
+        if calls["n"] % 3 == 0:
+            state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+            pending.append(workers.submit(total, state))
+        return loss
+
+    return loop(step, model=model, opt=opt, sums=sums, calls=calls)

@@ -1,14 +1,19 @@
-"""Updates that are more than backward and step: closures, scalers, clipping, accumulation, averages, several groups."""
+"""Updates that are more than backward and step: closures, scalers, clipping, accumulation, groups, own rules."""
 
 from __future__ import annotations
-
-import copy
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.idioms.base import Loop, idiom, loop, mlp, sgd, small_training, update
+from benchmarks.idioms.base import Loop, batch, idiom, loop, mlp, sgd, small_training, update
+
+
+def one_infinite_batch(call):
+    """Call 4 has infinities in it."""
+    x, y = batch(call)
+    return (x * float("inf") if call == 4 else x), y
 
 
 @idiom()
@@ -62,12 +67,7 @@ def grad_scaler() -> Loop:
         scaler.update()
         return loss.detach(), scaler.get_scale()
 
-    def arguments(call):
-        draw = torch.Generator().manual_seed(call)
-        x = torch.randn(5, 6, generator=draw)
-        return (x * float("inf") if call == 4 else x), torch.randint(3, (5,), generator=draw)
-
-    return loop(step, arguments, model=model, opt=opt, scaler=scaler)
+    return loop(step, one_infinite_batch, model=model, opt=opt, scaler=scaler)
 
 
 @idiom()
@@ -82,7 +82,7 @@ def grad_scaler_with_autocast_and_clipping() -> Loop:
             loss = F.cross_entropy(model(x), y)
         scaler.scale(loss).backward()
         scaler.unscale_(opt)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        norms.append(clip_grad_norm_(model.parameters(), 0.5).item())
         scaler.step(opt)
         scaler.update()
         opt.zero_grad(set_to_none=True)
@@ -155,92 +155,6 @@ def accumulation_over_calls() -> Loop:
         return loss.detach()
 
     return loop(step, model=model, opt=opt, calls=calls)
-
-
-@idiom()
-def ema_with_a_moving_decay() -> Loop:
-    """The decay follows the number of updates, as `min(decay, (1 + n) / (10 + n))`."""
-    model, opt = small_training()
-    ema, state = copy.deepcopy(model), {"updates": 0}
-
-    def step(x, y):
-        loss = update(F.cross_entropy(model(x), y), opt)
-        state["updates"] += 1
-        decay = min(0.999, (1 + state["updates"]) / (10 + state["updates"]))
-        with torch.no_grad():
-            for kept, param in zip(ema.parameters(), model.parameters(), strict=True):
-                kept.mul_(decay).add_(param, alpha=1 - decay)
-        return loss, decay
-
-    return loop(step, model=model, opt=opt, ema=ema, state=state)
-
-
-class ExponentialMovingAverage:
-    """What torch_ema keeps: shadows of parameters, and how to swap them in."""
-
-    def __init__(self, parameters, decay):
-        self.decay, self.updates = decay, 0
-        self.parameters = list(parameters)
-        self.shadow = [p.clone().detach() for p in self.parameters]
-        self.stored = []
-
-    def update(self):
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        with torch.no_grad():
-            for shadow, param in zip(self.shadow, self.parameters, strict=True):
-                difference = shadow - param
-                difference.mul_(1.0 - decay)
-                shadow.sub_(difference)
-
-    def store(self):
-        self.stored = [p.clone() for p in self.parameters]
-
-    def copy_to(self):
-        for shadow, param in zip(self.shadow, self.parameters, strict=True):
-            param.data.copy_(shadow.data)
-
-    def restore(self):
-        for stored, param in zip(self.stored, self.parameters, strict=True):
-            param.data.copy_(stored.data)
-
-
-@idiom()
-def ema_object_swapped_in() -> Loop:
-    """torch_ema: updated in every call; every third call is also evaluated with the averages."""
-    model, opt = small_training()
-    ema, losses = ExponentialMovingAverage(model.parameters(), 0.99), []
-
-    def step(x, y):
-        loss = update(F.cross_entropy(model(x), y), opt)
-        ema.update()
-        if ema.updates % 3 == 0:
-            ema.store()
-            ema.copy_to()
-            with torch.no_grad():
-                losses.append(F.cross_entropy(model(x), y).item())
-            ema.restore()
-        return loss
-
-    return loop(step, model=model, opt=opt, shadow=lambda: ema.shadow, updates=lambda: ema.updates, losses=losses)
-
-
-@idiom()
-def data_of_parameters_replaced() -> Loop:
-    """Lookahead: every second call `p.data = ...` puts an average of slow and fast weights in."""
-    model, opt = small_training()
-    slow, calls = [p.detach().clone() for p in model.parameters()], {"n": 0}
-
-    def step(x, y):
-        loss = update(F.cross_entropy(model(x), y), opt)
-        calls["n"] += 1
-        if calls["n"] % 2 == 0:
-            for number, param in enumerate(model.parameters()):
-                slow[number] = 0.5 * slow[number] + 0.5 * param.data
-                param.data = slow[number].clone()
-        return loss
-
-    return loop(step, model=model, opt=opt, slow=slow, calls=calls)
 
 
 @idiom()
@@ -385,3 +299,82 @@ def moments_read_for_a_log() -> Loop:
         return loss
 
     return loop(step, model=model, opt=opt, sizes=sizes, calls=calls)
+
+
+@idiom()
+def error_of_torch_caught_inside() -> Loop:
+    """Clipping is told to raise where the norm is not finite, and the step goes on without an update."""
+    model, opt = small_training()
+    counts = {"skipped": 0}
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        try:
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            opt.step()
+        except RuntimeError as error:
+            counts["skipped"] += "non-finite" in str(error)
+        opt.zero_grad()
+        return loss.detach()
+
+    return loop(step, one_infinite_batch, model=model, opt=opt, counts=counts)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's own: it counts in its groups and in its states."""
+
+    def __init__(self, params, lr=0.01, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            rate = group["lr"] / group["steps"] ** 0.5
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"], state["steps"] = torch.zeros_like(param), 0
+                state["steps"] += 1
+                param.add_(torch.sign(state["momentum"].lerp(param.grad, 1 - group["beta"])), alpha=-rate)
+                state["momentum"].lerp_(param.grad, 0.02 * state["steps"])
+
+
+@idiom()
+def optimizer_of_the_user() -> Loop:
+    """A class of the user's own, with counters of Python in groups and states."""
+    model = mlp()
+    opt = Lion(model.parameters())
+
+    def step(x, y):
+        return update(F.cross_entropy(model(x), y), opt)
+
+    return loop(step, model=model, opt=opt)
+
+
+@idiom()
+def sparse_gradients() -> Loop:
+    """Bags of words by offsets, with sparse gradients and an optimizer for them beside a dense one."""
+    words, head = nn.EmbeddingBag(9, 4, mode="mean", sparse=True), nn.Linear(4, 3)
+    model = nn.ModuleList([words, head])
+    sparse, dense = torch.optim.SparseAdam(words.parameters(), lr=0.05), sgd(head)
+
+    def step(tokens, offsets, y):
+        loss = F.cross_entropy(head(words(tokens, offsets)), y)
+        sparse.zero_grad()
+        dense.zero_grad()
+        loss.backward()
+        sparse.step()
+        dense.step()
+        model.zero_grad()
+        return loss.detach()
+
+    def arguments(call):
+        draw = torch.Generator().manual_seed(call)
+        offsets = torch.tensor([0, 1 + call % 3, 5])
+        return torch.randint(9, (8,), generator=draw), offsets, torch.randint(3, (3,), generator=draw)
+
+    return loop(step, arguments, model=model, sparse=sparse, dense=dense)

@@ -161,7 +161,7 @@ def deep_q_learning() -> Loop:
     )
 
 
-@idiom(ranks=True, added_on_ranks=True, inductor=True)
+@idiom(ranks=True, added_on_ranks=True)
 def generative_adversarial_network() -> Loop:
     """Two optimizers: the critic on real and on detached fakes, then the generator."""
     make, judge, make_opt, judge_opt = generator_and_critic()
@@ -293,7 +293,7 @@ def contrastive_pairs() -> Loop:
     return loop(step, features, model=model, opt=opt, temperature=lambda: temperature)
 
 
-@idiom()
+@idiom(inductor=True)
 def teacher_by_averages() -> Loop:
     """BYOL and DINO: a teacher by moving averages, centred by a buffer, under a schedule of its own."""
     student, opt = small_training()
@@ -336,3 +336,24 @@ def expectation_maximization() -> Loop:
         return update(F.mse_loss(z, centres[nearest]), opt)
 
     return loop(step, features, model=model, opt=opt, centres=centres, rounds=rounds)
+
+
+@idiom()
+def evolution_strategies() -> Loop:
+    """No gradient at all: parameters as one vector, moved by samples of noise and the ranks of their scores."""
+    model = mlp().requires_grad_(False)
+    best = {"score": -float("inf")}
+
+    def step(x, y):
+        centre = nn.utils.parameters_to_vector(model.parameters())
+        noise, scores = torch.randn(4, len(centre)), []
+        for one in noise:
+            nn.utils.vector_to_parameters(centre + 0.1 * one, model.parameters())
+            scores.append(-F.cross_entropy(model(x), y).item())
+        order = np.argsort(np.argsort(scores)) / 3 - 0.5
+        move = (torch.tensor(order, dtype=torch.float32)[:, None] * noise).mean(0)
+        nn.utils.vector_to_parameters(centre + 0.5 * move, model.parameters())
+        best["score"] = max(best["score"], *scores)
+        return scores
+
+    return loop(step, model=model, best=best)

@@ -1,7 +1,8 @@
-"""Rates and other numbers that move by a schedule, stepped inside of the step."""
+"""What follows the training by a schedule: rates, decays, weights of losses, averages of parameters."""
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import contextmanager
 
@@ -269,3 +270,89 @@ def loss_weight_annealed() -> Loop:
         return update(F.cross_entropy(logits, y) + weight * logits.pow(2).mean(), opt), weight
 
     return loop(step, model=model, opt=opt, state=state)
+
+
+@idiom()
+def ema_with_a_moving_decay() -> Loop:
+    """The decay follows the number of updates, as `min(decay, (1 + n) / (10 + n))`."""
+    model, opt = small_training()
+    ema, state = copy.deepcopy(model), {"updates": 0}
+
+    def step(x, y):
+        loss = update(F.cross_entropy(model(x), y), opt)
+        state["updates"] += 1
+        decay = min(0.999, (1 + state["updates"]) / (10 + state["updates"]))
+        with torch.no_grad():
+            for kept, param in zip(ema.parameters(), model.parameters(), strict=True):
+                kept.mul_(decay).add_(param, alpha=1 - decay)
+        return loss, decay
+
+    return loop(step, model=model, opt=opt, ema=ema, state=state)
+
+
+class ExponentialMovingAverage:
+    """What torch_ema keeps: shadows of parameters, and how to swap them in."""
+
+    def __init__(self, parameters, decay):
+        self.decay, self.updates = decay, 0
+        self.parameters = list(parameters)
+        self.shadow = [p.clone().detach() for p in self.parameters]
+        self.stored = []
+
+    def update(self):
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        with torch.no_grad():
+            for shadow, param in zip(self.shadow, self.parameters, strict=True):
+                difference = shadow - param
+                difference.mul_(1.0 - decay)
+                shadow.sub_(difference)
+
+    def store(self):
+        self.stored = [p.clone() for p in self.parameters]
+
+    def copy_to(self):
+        for shadow, param in zip(self.shadow, self.parameters, strict=True):
+            param.data.copy_(shadow.data)
+
+    def restore(self):
+        for stored, param in zip(self.stored, self.parameters, strict=True):
+            param.data.copy_(stored.data)
+
+
+@idiom()
+def ema_object_swapped_in() -> Loop:
+    """torch_ema: updated in every call; every third call is also evaluated with the averages."""
+    model, opt = small_training()
+    ema, losses = ExponentialMovingAverage(model.parameters(), 0.99), []
+
+    def step(x, y):
+        loss = update(F.cross_entropy(model(x), y), opt)
+        ema.update()
+        if ema.updates % 3 == 0:
+            ema.store()
+            ema.copy_to()
+            with torch.no_grad():
+                losses.append(F.cross_entropy(model(x), y).item())
+            ema.restore()
+        return loss
+
+    return loop(step, model=model, opt=opt, shadow=lambda: ema.shadow, updates=lambda: ema.updates, losses=losses)
+
+
+@idiom()
+def data_of_parameters_replaced() -> Loop:
+    """Lookahead: every second call `p.data = ...` puts an average of slow and fast weights in."""
+    model, opt = small_training()
+    slow, calls = [p.detach().clone() for p in model.parameters()], {"n": 0}
+
+    def step(x, y):
+        loss = update(F.cross_entropy(model(x), y), opt)
+        calls["n"] += 1
+        if calls["n"] % 2 == 0:
+            for number, param in enumerate(model.parameters()):
+                slow[number] = 0.5 * slow[number] + 0.5 * param.data
+                param.data = slow[number].clone()
+        return loss
+
+    return loop(step, model=model, opt=opt, slow=slow, calls=calls)
