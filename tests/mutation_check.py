@@ -55,6 +55,16 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        name="owners_by_name",
+        what="a class counts as a library's by what the name of its module begins with",
+        file="capture/python/code_owner.py",
+        old="    return owner_of_module(str(kind.__module__))",
+        new='    names = {"torch": Owner.TORCH, "threading": Owner.PYTHON}\n'
+        "    found = [one for name, one in names.items() if kind.__module__.startswith(name)]\n"
+        "    return found[0] if found else owner_of_module(str(kind.__module__))",
+        tests=("tests/unit/capture/python/test_code_owner.py::test_its_objects_are_read_and_written_at_every_call",),
+    ),
+    Mutation(
         name="second_run_not_undone",
         what="what only the second run of a capture changed in Python stays",
         file="capture/capture.py",

@@ -1,57 +1,105 @@
-"""Tells code of the user from that of installed libraries, of Python and of wholestep."""
+"""Tells code of the user from that of installed libraries, of Python and of wholestep: by where its file lies.
+
+A name says nothing of it: ``torch_utils.py`` may be the user's, and ``torch_geometric`` is not torch.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import sysconfig
 import types
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
-NO_STATE = ("torch", "numpy", "builtins", "_thread", "threading", "logging", "wholestep")
-"""Libraries whose objects are not looked into."""
-_LIBRARY_ROOTS = ("torch.", "numpy.", "wholestep.")
+_MADE_AT_RUN_TIME = 1 << 9
+"""Flag of classes that a ``class`` statement or a call has made. Those of C that lack it nobody can write to."""
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Folders into which packages are installed, wherever they lie."""
+
+
+class Owner(Enum):
+    """Whose a file is."""
+
+    TORCH = "torch"
+    NUMPY = "numpy"
+    OURS = "wholestep"
+    PYTHON = "Python's own library"
+    INSTALLED = "an installed package"
+    USER = "the user"
+
+
+LOOKED_THROUGH = (Owner.TORCH, Owner.NUMPY, Owner.OURS)
+"""Whose objects are not looked into."""
+
+
+@functools.cache  # asked for every function that a step reaches
+def owner_of_file(path: str) -> Owner:
+    """Whose a source file or a compiled module is. Text that is no path, as of ``exec``, is the user's."""
+    for owner, folders in _folders().items():
+        if path.startswith(folders) or (owner is Owner.INSTALLED and not _PACKAGES.isdisjoint(PurePath(path).parts)):
+            return owner
+    return Owner.USER
+
+
+@functools.cache
+def _folders() -> dict[Owner, tuple[str, ...]]:
+    """Folders of each owner, those that lie in others first."""
+    path = sysconfig.get_path
+    found = {
+        Owner.TORCH: torch.__path__, Owner.NUMPY: np.__path__, Owner.OURS: [_own_dir()],
+        Owner.INSTALLED: [path("purelib"), path("platlib")], Owner.PYTHON: [path("stdlib"), path("platstdlib")],
+    }  # fmt: skip
+    return {owner: tuple(f"{one.rstrip(os.sep)}{os.sep}" for one in folders) for owner, folders in found.items()}
+
+
+def owner_of_module(name: str) -> Owner:
+    """Whose an imported module is. One without a file is whose the package is in which it lies."""
+    root = name.partition(".")[0]
+    for module in (sys.modules.get(name), sys.modules.get(root)):
+        if file := getattr(module, "__file__", None):
+            return owner_of_file(file)
+    return Owner.PYTHON if root in sys.stdlib_module_names else Owner.USER
+
+
+def owner_of_class(kind: type) -> Owner:
+    """Whose a class is."""
+    return owner_of_module(str(kind.__module__))
 
 
 def is_user_code(function: types.FunctionType) -> bool:
     """Whether the function is the user's own: not of torch, not of an installed library."""
-    name = (function.__module__ or "") + "."
-    return not name.startswith(_LIBRARY_ROOTS) and "site-packages" not in function.__code__.co_filename
+    file = function.__code__.co_filename
+    owner = owner_of_module(function.__module__ or "") if file.startswith("<") else owner_of_file(file)
+    return owner in (Owner.USER, Owner.PYTHON)
 
 
 def is_user_class(kind: type) -> bool:
     """Whether a class is neither torch's nor an installed library's."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return not kind.__module__.startswith(NO_STATE) and "site-packages" not in file
+    return owner_of_class(kind) is Owner.USER
 
 
 def is_library_class(kind: type) -> bool:
     """Whether a class is torch's or comes with Python, or is one of the libraries that are not looked into."""
-    module = str(kind.__module__)
-    root = module.partition(".")[0]
-    if root in NO_STATE or root not in sys.stdlib_module_names:
-        return root in NO_STATE
+    owner = owner_of_class(kind)
+    if owner in LOOKED_THROUGH or owner is not Owner.PYTHON:
+        return owner in LOOKED_THROUGH
     # A class that was made by a call, as ``ABCMeta(...)``, is said to stand where the call was: it is not found there.
-    found: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(str(kind.__module__))
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is kind
+    return found is kind or not kind.__flags__ & _MADE_AT_RUN_TIME
 
 
 def is_user_file(path: str) -> bool:
     """Whether a source file belongs neither to Python, nor to an installed library, nor to wholestep."""
-    if not path or path.startswith("<"):
-        return False
-    return "site-packages" not in path and "dist-packages" not in path and not path.startswith(_not_users_dirs())
-
-
-@functools.cache
-def _not_users_dirs() -> tuple[str, ...]:
-    python = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-    return (*(f"{folder}/" for folder in sorted(python)), _own_dir(), f"{torch.__path__[0]}/")
+    return bool(path) and not path.startswith("<") and owner_of_file(path) is Owner.USER
 
 
 def _own_dir() -> str:

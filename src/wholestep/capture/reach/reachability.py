@@ -30,7 +30,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, NOT_IN_A_STEP, ClassAttributes, functions_in
-from wholestep.capture.python.code_owner import NO_STATE, is_library_class, is_user_class, is_user_code, is_user_file
+from wholestep.capture.python.code_owner import (
+    LOOKED_THROUGH,
+    is_library_class,
+    is_user_class,
+    is_user_code,
+    is_user_file,
+    owner_of_class,
+)
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach import grad_scaler, rng_and_iterators
@@ -277,7 +284,7 @@ class Walker:
 
     def _plain_object(self, name: str, thing: Any, depth: int) -> None:
         """An object, a class instance or a file of Python, whose attributes `finish` walks."""
-        if not isinstance(thing, types.ModuleType) and type(thing).__module__.startswith(NO_STATE):
+        if owner_of_class(type(thing)) in LOOKED_THROUGH:
             return
         self._objects.append((name, thing))
         self._classes.add(type(thing))
