@@ -113,19 +113,20 @@ class Run:
         structure = flatten((args, kwargs), leaves)
         draws = bool(self.records) and function in _drawing_functions
         if not (draws or self.tensors.is_involved(leaves)):
-            return self._at_once(function, args, kwargs)
+            return self._at_once(function, args, kwargs, leaves)
         why = why_not_recordable() or self._unknown_argument(function, leaves) or self._hooks(function)
         if why:
             return self._unrecorded(function, args, kwargs, why)
         length = self.tensors.length()
+        self.tensors.copies_shared = bool(self.candidates)
         key = Key(function, structure, tuple(map(self.tensors.operand, leaves)), current_modes())
         if self.candidates:
             record = self._next_record(key)
-            if record is not None:
+            if record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, leaves)
-            if self._is_read(function):
+            if record is None and self._is_read(function):
                 self.tensors.forget_since(length)
-                return self._read(function, args, kwargs)
+                return self._read(function, args, kwargs, leaves)
             self._flush(f"{name_of(function)} is a call that no earlier run made here")
         record_or_none, result = self._observe(key, args, kwargs, leaves)
         if record_or_none is None:
@@ -137,7 +138,7 @@ class Run:
         self.reason = self.reason or f"{why} ({current_line()})"
         return _execute(function, args, kwargs)
 
-    def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
         watches = any(record.draws for record in self.records)
         try:
@@ -146,7 +147,7 @@ class Run:
         except Draws:  # its numbers come behind those that wait to be drawn, so it is recorded like them
             _drawing_functions.add(function)
             return self._called(function, args, kwargs)
-        self.tensors.note_fresh(result)
+        self.tensors.note_result(result, leaves)
         return result
 
     def _unknown_argument(self, function: Any, leaves: list[Any]) -> str:
@@ -157,8 +158,11 @@ class Run:
                     return f"{name_of(function)} is given a {type(leaf).__name__}"
                 if leaf.layout is not torch.strided:
                     return f"{name_of(function)} is given a sparse tensor"
-                if type(leaf) is not Handle and leaf.grad_fn is not None and self.tensors.value_of(leaf) is None:
+                value = self.tensors.value_of(leaf)
+                if type(leaf) is not Handle and leaf.grad_fn is not None and value is None:
                     return f"{name_of(function)} is given a tensor whose graph began before the step"
+                if value is not None and self.tensors.is_exposed(leaf):
+                    return f"{name_of(function)} is given a result whose memory an array of yours shares"
             elif not isinstance(leaf, float) and not is_constant(leaf):
                 return f"{name_of(function)} is given a {type(leaf).__name__}"
         return ""
@@ -185,11 +189,17 @@ class Run:
             return False
         return all(self.tensors.fits(path, operand) for operand in key.operands)
 
-    def _recorded(self, record: Record, leaves: list[Any]) -> Any:
-        number = len(self.records)
+    def _makes_state(self, record: Record, leaves: list[Any]) -> bool:
+        """Whether this is the step of an optimizer that has to make state, which Python may look at behind it."""
         for leaf in leaves:
             if isinstance(leaf, Optimizer):
-                self.snapshots[number] = OptimizerSnapshot.of(leaf)
+                snapshot = self.snapshots[len(self.records)] = OptimizerSnapshot.of(leaf)
+                self.tensors.note_state(snapshot.tensors)
+                return snapshot.num_entries != record.state_entries
+        return False
+
+    def _recorded(self, record: Record, leaves: list[Any]) -> Any:
+        number = len(self.records)
         self.records.append(record)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
@@ -209,12 +219,12 @@ class Run:
             read.position == position and read.function == function for path in self.candidates for read in path.reads
         )
 
-    def _read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Python asks for a value: what is recorded runs, as a piece if it can."""
         self.reads.add(Read(len(self.records), function, current_line()))
         self._run_pending(f"{name_of(function)} asks for a value")
         result = _execute(function, args, kwargs)
-        self.tensors.note_fresh(result)
+        self.tensors.note_result(result, leaves)
         return result
 
     # Running what is recorded.
@@ -289,19 +299,31 @@ class Run:
         """Executes a call and notes what it was: a record, or a read, which gives None and its result."""
         self.executed += 1
         observer, before = Observer(), _kinds(leaves)
-        is_opaque = any(isinstance(leaf, Optimizer) for leaf in leaves)
-        with nullcontext() if is_opaque else observer:
+        versions = [
+            (leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        ]
+        optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
+        with observer if optimizer is None else nullcontext():
             result = _execute(key.function, args, kwargs)
+        state_entries = 0
+        if optimizer is not None:
+            snapshot = OptimizerSnapshot.of(optimizer)
+            state_entries = snapshot.num_entries
+            self.tensors.note_state(snapshot.tensors)
         found: list[Any] = []
         structure = flatten(result, found)
         line = current_line()
         if observer.reads or not _is_recordable(structure, found):
-            self._observe_read(key.function, result, found, line)
+            self._observe_read(key.function, found, line)
+            self.tensors.note_result(result, leaves)
             return None, result
         if before != _kinds(leaves):
             self.reason = self.reason or f"{name_of(key.function)} changes the kind of its argument ({line})"
+        if written := [leaf for leaf, version in versions if leaf._version != version]:
+            if any(map(self.tensors.is_shared, written)):
+                self.reason = self.reason or f"{name_of(key.function)} writes to the memory of an array ({line})"
         outputs = tuple(None if one is None else OutputMeta.of(one, leaves) for one in found)
-        record = Record(key, outputs, structure, draws=observer.draws, line=line)
+        record = Record(key, outputs, structure, draws=observer.draws, state_entries=state_entries, line=line)
         for output, (one, meta) in enumerate(zip(found, outputs, strict=True)):
             if meta is not None and meta.alias is None:
                 self.tensors.note_value(one, (len(self.records), output))
@@ -309,7 +331,7 @@ class Run:
         self._started = len(self.records)
         return record, result
 
-    def _observe_read(self, function: Any, result: Any, found: list[Any], line: str) -> None:
+    def _observe_read(self, function: Any, found: list[Any], line: str) -> None:
         tensors = [one for one in found if isinstance(one, torch.Tensor)]
         if not tensors:
             _reading_functions.add(function)
@@ -318,7 +340,6 @@ class Run:
             self.reason = self.reason or (
                 f"{name_of(function)} gives a tensor whose size is data, and gradients go through it ({line})"
             )
-        self.tensors.note_fresh(result)
 
 
 def _is_recordable(structure: Any, found: list[Any]) -> bool:

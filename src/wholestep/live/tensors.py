@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,10 +24,17 @@ class TensorTable:
         """`arguments` are the flat arguments of the step, which are other tensors at every call."""
         self.externals: list[torch.Tensor] = []
         self.numbers: list[float] = []
+        self._alive: list[torch.Tensor] = []
+        """The tensors from outside themselves, so that their ids stay theirs."""
         self._index: dict[int, int] = {}
         self._storages: set[int] = set()
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
         self._fresh: dict[int, torch.Tensor] = {}
+        self._exposed: set[int] = set()
+        self._state: Callable[[], Iterable[torch.Tensor]] | None = None
+        self._state_storages: set[int] | None = None
+        self.copies_shared = False
+        """Whether tensors on memory of others are copied when a call is recorded, since others may write there."""
         for one in arguments:
             self.note_fresh(one)
 
@@ -66,7 +75,38 @@ class TensorTable:
             return True
         if id(leaf) in self._index or self.value_of(leaf) is not None:
             return True
-        return bool(self._storages) and leaf.layout is torch.strided and _storage(leaf) in self._storages
+        if leaf.layout is not torch.strided or not (self._storages or self._state):
+            return False
+        return _storage(leaf) in self._storages or self._is_state(leaf)
+
+    def note_state(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Notes the tensors that a recorded step of an optimizer reads and writes. Looked through when it is asked."""
+        before = self._state
+        self._state = tensors if before is None else lambda: chain(before(), tensors())
+        self._state_storages = None
+
+    def _is_state(self, tensor: torch.Tensor) -> bool:
+        if self._state_storages is None:
+            self._state_storages = set(map(_storage, self._state())) if self._state is not None else set()
+        return _storage(tensor) in self._state_storages
+
+    # Memory that others may write to.
+
+    def note_result(self, result: Any, leaves: Iterable[Any]) -> None:
+        """Notes what a call has given that is not recorded: tensors, or something that may share their memory."""
+        self.note_fresh(result)
+        if not isinstance(result, (torch.Tensor, tuple, list, bool, int, float, complex, str, NoneType)):
+            self._exposed.update(_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain(leaf))
+
+    def is_exposed(self, tensor: torch.Tensor) -> bool:
+        """Whether an array, or something else that is no tensor, may be on the memory of a tensor."""
+        return bool(self._exposed) and is_plain(tensor) and _storage(tensor) in self._exposed
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on memory that is not torch's own: of an array, of another process."""
+        if type(tensor) is Handle or not is_plain(tensor) or tensor.device.type != "cpu":
+            return False
+        return not tensor.untyped_storage().resizable() or self.is_exposed(tensor)
 
     def operand(self, leaf: Any) -> Operand:
         """A leaf of the arguments of a call, as a record holds it."""
@@ -82,7 +122,9 @@ class TensorTable:
         index = self._index.get(id(tensor))
         if index is None:
             index = self._index[id(tensor)] = len(self.externals)
-            self.externals.append(tensor)
+            copies = self.copies_shared and self.is_shared(tensor)
+            self.externals.append(tensor.clone() if copies else tensor)
+            self._alive.append(tensor)
             self._storages.add(_storage(tensor))
         return index
 
@@ -93,10 +135,10 @@ class TensorTable:
     def forget_since(self, length: tuple[int, int]) -> None:
         """Takes back the operands of a call that is not recorded."""
         num_externals, num_numbers = length
-        for tensor in self.externals[num_externals:]:
+        for tensor in self._alive[num_externals:]:
             del self._index[id(tensor)]
             self._storages.discard(_storage(tensor))
-        del self.externals[num_externals:], self.numbers[num_numbers:]
+        del self.externals[num_externals:], self._alive[num_externals:], self.numbers[num_numbers:]
 
     def fits(self, path: Path, operand: Operand) -> bool:
         """Whether an operand of this run may stand where a path has its own."""
@@ -116,7 +158,14 @@ class TensorTable:
 
     def described(self) -> list[torch.Tensor | Description]:
         """The tensors from outside as a path holds them: state by itself, fresh ones by their kind."""
-        return [Description.of(one) if id(one) in self._fresh else one for one in self.externals]
+        return [
+            Description.of(one) if id(one) in self._fresh or self.is_shared(one) else one for one in self._alive
+        ]  # fmt: skip
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own kind."""
+    return type(tensor) is not Handle and tensor.layout is torch.strided
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -83,6 +83,8 @@ class Record:
     output_structure: Structure
     draws: bool = field(compare=False)
     """Whether it drew random numbers."""
+    state_entries: int = field(compare=False)
+    """Of the step of an optimizer: how many things the optimizer's state held behind it; else 0."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
 

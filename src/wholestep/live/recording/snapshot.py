@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -36,6 +37,18 @@ class OptimizerSnapshot:
             dict(optimizer.defaults),
             {key: dict(item) if type(item) is dict else item for key, item in optimizer.state.items()},
         )  # fmt: skip
+
+    @property
+    def num_entries(self) -> int:
+        """How many things its state holds. A step that finds fewer than the last one left makes some."""
+        return sum(len(item) if type(item) is dict else 1 for item in self.state.values())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors of its state."""
+        for item in self.state.values():
+            for one in item.values() if type(item) is dict else (item,):
+                if isinstance(one, torch.Tensor):
+                    yield one
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

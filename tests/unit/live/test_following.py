@@ -1,0 +1,275 @@
+"""A live step follows the path of an earlier call, and runs what it recorded as pieces."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.unit.live.both import CALLS, Compiled, Net, Step, Training, batch, train_both
+from wholestep.errors import CaptureError
+from wholestep.live.live_step import MAX_EAGER_CALLS, LiveStep
+
+
+def appends_the_loss(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = training.model(x).square().mean()
+        training.update(loss)
+        training.notes.append(loss.item())
+        return loss
+
+    return step
+
+
+def test_a_known_path_is_one_launch_and_executes_nothing() -> None:
+    compiled = Compiled()
+    live = train_both(appends_the_loss, compiled=compiled)
+    first = live.stats.executed
+    assert len(compiled.pieces) == 1
+    assert compiled.launches == CALLS - 1
+    assert first == len(live.pieces[0].path.records) + 1  # those of the first call alone, and its read
+
+
+def test_a_value_that_is_asked_for_in_the_middle_ends_a_piece() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = training.model(x).abs().max().item()
+            training.notes.append(scale)
+            return training.update(training.model(x).mean() * 0.5)
+
+        return step
+
+    compiled = Compiled()
+    live = train_both(make, compiled=compiled)
+    assert len(compiled.pieces) == 2
+    assert compiled.launches == 2 * (CALLS - 1)
+    assert [read.name for read in live.reads] == ["item"]
+
+
+def test_a_read_between_forward_and_backward_keeps_the_graph() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor | None:
+            loss = training.model(x).mean()
+            if loss.item() > 1e9:
+                return None
+            return training.update(loss)
+
+        return step
+
+    train_both(make)
+
+
+def test_a_graph_that_outlives_the_call_is_eager() -> None:
+    def make(training: Training) -> Step:
+        held: list[Tensor] = []
+
+        def step(x: Tensor) -> Tensor:
+            held.append(training.model(x).mean())
+            if len(held) == 2:
+                torch.stack(held).sum().backward()
+                training.opt.step()
+                training.opt.zero_grad()
+                held.clear()
+            return held[-1].detach() if held else torch.zeros(())
+
+        return step
+
+    train_both(make, calls=8)
+
+
+def test_another_path_is_executed_first_and_followed_later() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor, twice: bool) -> Tensor:
+            loss = training.model(x).mean()
+            return training.update(loss * 2 if twice else loss)
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, lambda call: (*batch(call), call % 2 == 1), compiled=compiled, calls=8)
+    assert len(compiled.pieces) == 2
+    assert compiled.launches == 6
+
+
+def test_numbers_that_vary_are_arguments_of_one_piece() -> None:
+    def make(training: Training) -> Step:
+        return lambda x: training.update(training.model(x).mean() * random.random())
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled, calls=10)
+    assert len(compiled.pieces) == 1
+    assert compiled.launches == 8
+
+
+def test_tensors_made_inside_are_inputs() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            rows = torch.tensor([random.random() for _ in range(3)])
+            return training.update((training.model(x).squeeze(1) * rows).mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert len(compiled.pieces) == 1
+    assert compiled.launches == CALLS - 1
+
+
+def test_tensors_from_nowhere_are_inputs_once_they_have_varied() -> None:
+    def make(training: Training) -> Step:
+        source = deque(torch.randn(3, 4, generator=torch.Generator().manual_seed(n)) for n in range(10))
+        return lambda x: training.update(training.model(source.popleft()).mean())
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == CALLS - 2
+
+
+def test_handles_are_kept_by_whoever_has_them() -> None:
+    def make(training: Training) -> Step:
+        last: deque[Tensor] = deque(maxlen=2)
+
+        def step(x: Tensor) -> Any:
+            out = training.model(x)
+            last.append(out.detach())
+            training.update(out.mean())
+            return {"mean": torch.stack(tuple(last)).mean(), "last": list(last)}
+
+        return step
+
+    train_both(make, calls=8)
+
+
+def test_draws_come_in_their_order() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)  # draws for dropout
+            return training.update((out + torch.rand(3, 1) + torch.randn_like(out)).mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled, calls=8)
+    assert compiled.launches > 0
+
+
+def test_a_write_to_what_a_recorded_call_reads_comes_behind_it() -> None:
+    def make(training: Training) -> Step:
+        buffer = torch.ones(3, 4)
+
+        def step(x: Tensor) -> Tensor:
+            loss = training.model(x * buffer).mean() + training.model(buffer).mean()
+            loss.backward()
+            buffer.add_(x)  # no parameter has a part in it
+            training.opt.step()
+            training.opt.zero_grad()
+            return loss
+
+        return step
+
+    train_both(make)
+
+
+def test_what_is_no_piece_is_executed_and_given_up() -> None:
+    def refuse(function: Step) -> Step:
+        def run(*args: Any) -> Any:
+            raise CaptureError("not this one")
+
+        return run
+
+    live = train_both(appends_the_loss, compiled=refuse, calls=MAX_EAGER_CALLS + 4)
+    assert live.stats.reasons == {"not this one": MAX_EAGER_CALLS - 1}
+    assert not live.is_recorded
+
+
+def test_an_error_of_the_step_comes_behind_what_stood_before_it() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.update(training.model(x).mean())
+            training.notes.append("raises")
+            raise ValueError("no more")
+
+        def caught(x: Tensor) -> str:
+            try:
+                step(x)
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        return caught
+
+    train_both(make)
+
+
+def test_an_error_leaves_what_was_recorded_done() -> None:
+    def step(training: Training, x: Tensor) -> None:
+        training.update(training.model(x).mean())
+        raise ValueError("no more")
+
+    eager, live = Training(), Training()
+    live_step = LiveStep(lambda x: step(live, x), "step", "", Compiled())
+    for call in range(4):
+        for run in (lambda x: step(eager, x), lambda x: live_step((x,), {})):
+            torch.manual_seed(call)
+            with pytest.raises(ValueError, match="no more"):
+                run(*batch(call))
+    assert all(map(torch.equal, eager.model.state_dict().values(), live.model.state_dict().values()))
+
+
+def test_the_text_of_a_result_is_that_of_eager_code() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> str:
+            loss = training.model(x).mean()
+            training.update(loss)
+            return str(loss) + str(loss.requires_grad)
+
+        return step
+
+    train_both(make)
+
+
+def test_masks_of_data_are_no_reads_of_the_step() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            kept = x[x[:, 0] > -9]
+            return training.update(training.model(kept).mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == CALLS - 1
+
+
+def test_a_size_that_is_data_is_read() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            return training.update(out[out > -9].mean() + F.mse_loss(out, x[:, :1]))
+
+        return step
+
+    train_both(make)
+
+
+def test_a_model_that_is_evaluated_inside() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            model: Net = training.model
+            model.eval()
+            with torch.no_grad():
+                training.notes.append(float(model(x).mean()))
+            model.train()
+            return training.update(model(x).mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)

@@ -1,0 +1,167 @@
+"""Whatever a recorded call reads of Python is read when it is called, not when it runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.live.both import Compiled, Step, Training, train_both
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+
+
+def moves_rate(training: Training) -> None:
+    training.opt.param_groups[0]["lr"] *= 0.7
+
+
+def moves_decay(training: Training) -> None:
+    training.opt.param_groups[0]["weight_decay"] += 0.01
+
+
+def flips_training(training: Training) -> None:
+    training.model.train(not training.model.training)
+
+
+def moves_temperature(training: Training) -> None:
+    training.model.temperature *= 1.5
+
+
+def moves_dropout(training: Training) -> None:
+    training.model.dropout.p = 0.9 - training.model.dropout.p
+
+
+def moves_momentum(training: Training) -> None:
+    training.model.norm.momentum = 0.9 - (training.model.norm.momentum or 0.0)
+
+
+def drops_state(training: Training) -> None:
+    training.opt.state.clear()
+
+
+def scales_state(training: Training) -> None:
+    for state in training.opt.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor) and tensor.dim():
+                tensor.mul_(0.5)
+
+
+def loads_itself(training: Training) -> None:
+    training.opt.load_state_dict(training.opt.state_dict())
+
+
+def splits_groups(training: Training) -> None:
+    params = training.opt.param_groups[0]["params"]
+    if len(params) > 1:
+        training.opt.add_param_group({"params": [params.pop()], "lr": 0.3})
+
+
+def scales_a_weight(training: Training) -> None:
+    training.model.last.weight.data.mul_(1.01)
+
+
+def freezes(training: Training) -> None:
+    training.model.first.weight.requires_grad_(not training.model.first.weight.requires_grad)
+
+
+def nothing(training: Training) -> None:
+    pass
+
+
+MOVES = [
+    moves_rate, moves_decay, flips_training, moves_temperature, moves_dropout, moves_momentum, drops_state,
+    scales_state, loads_itself, splits_groups, scales_a_weight, freezes, nothing,
+]  # fmt: skip
+PLACES = ("before", "behind the forward", "behind the backward", "behind the update")
+
+
+def moved(moves: dict[str, Callable[[Training], None]]) -> Callable[[Training], Step]:
+    """A step that moves something in some places."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            moves[PLACES[0]](training)
+            loss = training.model(x).square().mean()
+            moves[PLACES[1]](training)
+            if loss.requires_grad:
+                loss.backward()
+            moves[PLACES[2]](training)
+            training.opt.step()
+            moves[PLACES[3]](training)
+            training.opt.zero_grad()
+            return loss
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+def test_what_moves_in_one_place(move: Callable[[Training], None], place: str, optimizer: str) -> None:
+    moves = dict.fromkeys(PLACES, nothing) | {place: move}
+    train_both(moved(moves), training=lambda: Training(OPTIMIZERS[optimizer]), calls=5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(MOVES), min_size=4, max_size=4), st.sampled_from(sorted(OPTIMIZERS)))
+def test_what_moves_in_every_place(moves: list[Callable[[Training], None]], optimizer: str) -> None:
+    train_both(moved(dict(zip(PLACES, moves, strict=True))), training=lambda: Training(OPTIMIZERS[optimizer]), calls=5)
+
+
+def test_a_rate_that_a_scheduler_moves_behind_the_update_is_still_one_launch() -> None:
+    def make(training: Training) -> Step:
+        scheduler = torch.optim.lr_scheduler.StepLR(training.opt, 2, 0.5)
+
+        def step(x: Tensor) -> Tensor:
+            loss = training.update(training.model(x).mean())
+            scheduler.step()
+            return loss
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert len(compiled.pieces) == 1
+    assert compiled.launches == 5
+
+
+def test_an_array_that_is_written_behind_a_recorded_call() -> None:
+    def make(training: Training) -> Step:
+        array = np.zeros((3, 4), np.float32)
+
+        def step(x: Tensor) -> Tensor:
+            array[:] = x.numpy()
+            loss = training.update(training.model(torch.from_numpy(array)).mean())
+            array[:] = 7.0
+            return loss
+
+        return step
+
+    train_both(make)
+
+
+def test_python_numbers_are_read_when_they_are_given() -> None:
+    def make(training: Training) -> Step:
+        weights = [1.0, 2.0]
+
+        def step(x: Tensor) -> Tensor:
+            loss = training.model(x).mean() * weights[0] + training.model(x).mean() * weights[1]
+            weights[0] = random.random()
+            return training.update(loss)
+
+        return step
+
+    train_both(make)
