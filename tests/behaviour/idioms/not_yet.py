@@ -59,6 +59,7 @@ NOT_YET_ON_ONE_PROCESS: dict[str, str] = {
     "trainer_with_callbacks": "refused: the value of a tensor decides what Python does here (an `if`, `float()`, ...",
     "dataclass_returned": "refused: the value of a tensor decides what Python does here (an `if`, `float()`, ...",
     "configuration_object": "refused: The step changes Python state at objects_and_libraries.py:146 in scale: ...",
+    "script_with_globals": "wrong: the print comes once, with a warning",
     "global_of_a_module": "wrong: call 2: returned: 1 of 1 elements differ, the largest by 3.3e+00",
     "cycle_of_losses": "refused: it takes the next item of losses, a cycle",
     "cached_and_thread_local": "wrong: call 3: made[3] is missing",
