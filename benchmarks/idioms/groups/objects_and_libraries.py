@@ -172,6 +172,29 @@ def configuration_object() -> Loop:
     return loop(step, arguments, model=model, opt=opt, config=lambda: (config._reads, config.mode, Config.total))
 
 
+net = optimizer = None
+iteration = 0
+
+
+def train_one(x, y):
+    """The step of a script: everything it uses is a global of its file."""
+    global iteration
+    loss = update(F.cross_entropy(net(x), y), optimizer)
+    iteration += 1
+    if iteration % 2 == 0:
+        print("iteration", iteration, "loss", loss.item())
+    return loss
+
+
+@idiom()
+def script_with_globals() -> Loop:
+    """Model, optimizer and counter are variables of the file, and the step assigns to one of them."""
+    global net, optimizer, iteration
+    net, optimizer = small_training()
+    iteration = 0
+    return loop(train_one, model=net, opt=optimizer, iteration=lambda: iteration)
+
+
 @idiom()
 def global_of_a_module() -> Loop:
     """A dictionary of the file and a variable of the environment, both moved between calls."""
