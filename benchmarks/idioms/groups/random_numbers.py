@@ -178,7 +178,7 @@ def minibatches_inside() -> Loop:
     return loop(step, model=model, opt=opt)
 
 
-@idiom()
+@idiom(unrolled=True)
 def random_length() -> Loop:
     """A sequence is cut to a length that numpy draws: shapes differ from call to call."""
     model = nn.ModuleDict({"rnn": nn.GRU(FEATURES, HIDDEN, batch_first=True), "head": nn.Linear(HIDDEN, CLASSES)})

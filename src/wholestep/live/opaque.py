@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
 
-from wholestep.live.handle import CURRENT
+from wholestep.live.handle import CURRENT, Handle
 from wholestep.live.redirect import Redirections
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -40,6 +40,7 @@ def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
     yield _plain(nn.Module.zero_grad), _zero_grad_of_module
     yield _plain(clip_grad.clip_grad_norm_), _clip
     yield _plain(clip_grad.clip_grad_value_), _clip
+    yield _plain(nn.Parameter.__new__), _parameter
     yield torch.autograd.Function.apply.__func__, _apply  # type: ignore[attr-defined]
 
 
@@ -125,6 +126,16 @@ def _clip(plain: Callable[..., Any]) -> Callable[..., Any]:
         return run.called(plain, (params, *args), kwargs)
 
     return clip
+
+
+def _parameter(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def make(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        run = CURRENT.run
+        if run is not None and isinstance(data, Handle):
+            run.flush("a result becomes a parameter")  # which is one for good, so it needs its numbers
+        return plain(cls, data, requires_grad)
+
+    return make
 
 
 def _apply(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,6 +75,8 @@ class Run:
         self.pieces: list[tuple[int, int]] = []
         """Spans of records that ran as pieces."""
         self._launch = launch
+        self._given: list[torch.Tensor] = []
+        """Arguments of calls that have not run, which hold them as eager code would until they do."""
         self._started = 0
         """Records before this one have run."""
 
@@ -201,6 +203,7 @@ class Run:
     def _recorded(self, record: Record, leaves: list[Any]) -> Any:
         number = len(self.records)
         self.records.append(record)
+        self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
             if meta is None:
@@ -248,6 +251,7 @@ class Run:
             assert meta is not None
             fulfil(handle, with_freed_graph(results.pop(), meta))
         self._started = span[1]
+        self._given.clear()
         self.pieces.append(span)
 
     def _holds_graph(self, alive: dict[Value, Handle]) -> bool:
@@ -263,6 +267,7 @@ class Run:
         for number in range(self._started, len(self.records)):
             self._replay(number, handles, results)
         self._started = len(self.records)
+        self._given.clear()
 
     def _replay(self, number: int, handles: dict[Value, Handle], results: dict[Value, torch.Tensor]) -> None:
         record = self.records[number]
@@ -319,9 +324,8 @@ class Run:
             return None, result
         if before != _kinds(leaves):
             self.reason = self.reason or f"{name_of(key.function)} changes the kind of its argument ({line})"
-        if written := [leaf for leaf, version in versions if leaf._version != version]:
-            if any(map(self.tensors.is_shared, written)):
-                self.reason = self.reason or f"{name_of(key.function)} writes to the memory of an array ({line})"
+        if any(leaf._version != version and self.tensors.is_shared(leaf) for leaf, version in versions):
+            self.reason = self.reason or f"{name_of(key.function)} writes to the memory of an array ({line})"
         outputs = tuple(None if one is None else OutputMeta.of(one, leaves) for one in found)
         record = Record(key, outputs, structure, draws=observer.draws, state_entries=state_entries, line=line)
         for output, (one, meta) in enumerate(zip(found, outputs, strict=True)):

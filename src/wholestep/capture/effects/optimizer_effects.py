@@ -49,6 +49,10 @@ class OptimizerEffects:
         self._state, self._counters = context.state, context.counters
         self._read = {id(watch.container): watch.lifted for watch in context.lifter.snapshots}
         self._before = {id(held): (held, dict(held)) for _, held in self._holders()}
+        self._groups = [
+            (opt, list(opt.param_groups), [list(group["params"]) for group in opt.param_groups])
+            for _, opt in context.state.optimizers
+        ]
         self._attributes = {id(vars(opt)) for _, opt in context.state.optimizers}
         self.places: list[ScalarLocation] = []
         self.notes: list[StateWrite] = []
@@ -58,7 +62,8 @@ class OptimizerEffects:
         for n, (_, opt) in enumerate(self._state.optimizers):
             yield Address(n, None, slot=-1), opt.state
             for param, held in states(opt):
-                yield Address(n, None, slot=self._state.index[id(param)]), held
+                if id(param) in self._state.index:  # else it has come into a group in this trace, which is refused
+                    yield Address(n, None, slot=self._state.index[id(param)]), held
             for g, group in enumerate(opt.param_groups):
                 yield Address(n, None, group=g), group
             yield Address(n, None), vars(opt)
@@ -119,7 +124,7 @@ class OptimizerEffects:
 
     def put_back(self) -> list[str]:
         """Behind the trace: puts everything back. Says what would be frozen in the graph."""
-        problems = []
+        problems = [problem for groups in self._groups if (problem := self._put_back_groups(*groups))]
         for one in list(self._changes()):
             path, now = one.address.spelled(self._state), one.now
             shared = f"{one.address.optimizer}.{one.address.key}" if one.address.slot is not None else ""
@@ -135,6 +140,16 @@ class OptimizerEffects:
                 del held[key]
             held.update({key: one for key, one in before.items() if key not in kept})
         return problems
+
+    def _put_back_groups(self, opt: Any, groups: list[Any], params: list[list[Tensor]]) -> str:
+        """Puts back which groups an optimizer has, and whose parameters. Says what was different; "" if nothing was."""
+        found = [*map(id, opt.param_groups), *(id(one) for group in opt.param_groups for one in group["params"])]
+        if found == [*map(id, groups), *(id(one) for held in params for one in held)]:
+            return ""
+        opt.param_groups[:] = groups
+        for group, held in zip(groups, params, strict=True):
+            group["params"][:] = held
+        return f"The step changes which parameters {type(opt).__name__} updates. Do that outside of the step."
 
 
 def _is_plain(thing: Any) -> bool:

@@ -238,8 +238,11 @@ def _reads_written(node: fx.Node) -> bool:
 
 
 @contextmanager
-def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
-    """While open, Python may branch on symbolic numbers that are host scalars; on others it is the usual error."""
+def host_branches(values: Callable[[], HostValues | None], raised: list[Exception] | None = None) -> Iterator[None]:
+    """While open, Python may branch on symbolic numbers that are host scalars; on others it is the usual error.
+
+    `raised` gets such errors too, since a handler of the user's may catch them.
+    """
 
     def truth_or(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def truth(symbol: Any) -> bool:
@@ -255,6 +258,8 @@ def host_branches(values: Callable[[], HostValues | None]) -> Iterator[None]:
                     raise
                 check = assert_branches.asserted_branch_at(_asking()) if host is not None else None
                 if check is None:
+                    if host is not None and raised is not None:
+                        raised.append(error)
                     raise
                 CHECK(symbol, check.wanted, check.error, check.message)
                 return check.wanted

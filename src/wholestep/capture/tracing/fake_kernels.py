@@ -88,8 +88,25 @@ _ROW_BYTES = 16
 class LayoutFakeMode(FakeTensorMode):
     """The mode in which a step is traced."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.raised: list[Exception] = []
+        """What operators of the step have raised: fakes raise where tensors might not, or something else."""
+        self._depth = 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
+        self._depth += 1
+        try:
+            return self._dispatched(func, types, args, kwargs)
+        except Exception as error:
+            if self._depth == 1:
+                self.raised.append(error)
+            raise
+        finally:
+            self._depth -= 1
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _refuse_undiscovered(args)
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _product_of_groups(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _foreach_utils
 
@@ -26,7 +26,7 @@ from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
 from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
-from wholestep.capture.scalars.symbolic_text import symbolic_text
+from wholestep.capture.scalars.symbolic_text import text_refused
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 from wholestep.capture.tracing.grad_markers import GradMarkers
 from wholestep.capture.tracing.module_to import module_to_is_identity
@@ -65,7 +65,7 @@ class SteppedOptimizers:
 class Recorders:
     """What watches one trace."""
 
-    mode: FakeTensorMode
+    mode: LayoutFakeMode
     origins: OriginRecorder
     markers: GradMarkers
     storages: StorageRecorder
@@ -114,8 +114,8 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
 
 
 def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
-    yield symbolic_text()
-    yield host_branches(lambda: recorders.host)
+    yield text_refused(recorders.mode.raised)
+    yield host_branches(lambda: recorders.host, recorders.mode.raised)
     yield context.lifter.fused_kernels()
     yield from recorders.ranks.patches(lambda: recorders.host)
     yield from recorders.groups.patches(RULES)

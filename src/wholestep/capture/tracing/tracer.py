@@ -27,7 +27,6 @@ from wholestep.capture.scalars.counters import ScalarsChanged
 from wholestep.capture.scalars.host_scalars import HostValues, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates
 from wholestep.capture.scalars.rank_symbols import Rank
-from wholestep.capture.scalars.symbolic_text import PLACEHOLDER_TEXT
 from wholestep.capture.tracing import new_parameters
 from wholestep.capture.tracing.call_watch import calls_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
@@ -206,6 +205,8 @@ class Tracer:
         effects.objects.hide()
         with calls_watched():
             returned = effects.arguments.call(step)
+        for caught in self._recorders.mode.raised:  # by a handler of the user's, which took it for an error of torch
+            raise user_frame.explain(caught) from caught
         result = effects.objects.take(returned)
         self._recorders.groups.finish()
         leaves, spec = new_parameters.flatten(result, self._state.index)
@@ -218,7 +219,6 @@ class Tracer:
         effects.optimizers.write_replaced()
         check_places(self._reals, places, self._labels)
         flags.check()
-        _refuse_placeholder_text(leaves, spec)
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
@@ -250,11 +250,6 @@ class Tracer:
         grads = {self._state.index[id(slot.tensor)]: slot.tensor.grad for slot in self._state.params}
         kept = {slot for slot, grad in grads.items() if getattr(grad, ENTRY_MARK, False)}
         return {slot: grad for slot, grad in grads.items() if grad is not None and slot not in kept}, kept
-
-
-def _refuse_placeholder_text(leaves: list[Any], spec: tree_util.TreeSpec) -> None:
-    if any(isinstance(leaf, str) and PLACEHOLDER_TEXT in leaf for leaf in leaves) or PLACEHOLDER_TEXT in repr(spec):
-        raise CaptureError("The step returns text that it made of a number it counts. Return the number itself.")
 
 
 def _undiscovered(module: fx.GraphModule) -> list[torch.Tensor]:

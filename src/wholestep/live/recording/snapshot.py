@@ -26,7 +26,8 @@ class OptimizerSnapshot:
     """Of each group; its list of parameters is a copy."""
     defaults: dict[str, Any]
     state: dict[Any, Any]
-    """The state of each parameter, copied one level deep."""
+    entries: dict[Any, dict[Any, Any]]
+    """What the dicts in `state` hold, as copies."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerSnapshot:
@@ -35,20 +36,18 @@ class OptimizerSnapshot:
             optimizer, list(optimizer.param_groups),
             [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
             dict(optimizer.defaults),
-            {key: dict(item) if type(item) is dict else item for key, item in optimizer.state.items()},
+            dict(optimizer.state), {key: dict(item) for key, item in optimizer.state.items() if type(item) is dict},
         )  # fmt: skip
 
     @property
     def num_entries(self) -> int:
         """How many things its state holds. A step that finds fewer than the last one left makes some."""
-        return sum(len(item) if type(item) is dict else 1 for item in self.state.values())
+        return len(self.state) + sum(map(len, self.entries.values()))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of its state."""
-        for item in self.state.values():
-            for one in item.values() if type(item) is dict else (item,):
-                if isinstance(one, torch.Tensor):
-                    yield one
+        for item in (self.state, *self.entries.values()):
+            yield from (one for one in item.values() if isinstance(one, torch.Tensor))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -69,8 +68,9 @@ class OptimizerSnapshot:
             _same(self.groups, other.groups)
             and all(map(_same_group, self.contents, other.contents))
             and _same_items(self.defaults, other.defaults)
-            and len(self.state) == len(other.state)
-            and all(map(_same_state, self.state.items(), other.state.items()))
+            and _same(list(self.state), list(other.state))
+            and _same(list(self.state.values()), list(other.state.values()))
+            and all(map(_same_entries, self.entries.values(), other.entries.values()))
         )
 
     def _put(self) -> None:
@@ -84,7 +84,10 @@ class OptimizerSnapshot:
         opt.defaults.clear()
         opt.defaults.update(self.defaults)
         opt.state.clear()
-        opt.state.update({key: dict(item) if type(item) is dict else item for key, item in self.state.items()})
+        opt.state.update(self.state)
+        for key, entries in self.entries.items():
+            self.state[key].clear()
+            self.state[key].update(entries)
 
     def _put_back(self, ran: OptimizerSnapshot) -> None:
         """As `self` says, where Python has changed something since `ran`; state that the run has made stays."""
@@ -112,13 +115,8 @@ def _same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(name == "params" or _same_value(item, other.get(name)) for name, item in one.items())
 
 
-def _same_state(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    (key, item), (other_key, other_item) = one, other
-    if key is not other_key:
-        return False
-    if type(item) is not dict:
-        return item is other_item
-    return len(item) == len(other_item) and all(map(is_, item.values(), other_item.values()))
+def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
 @contextmanager
