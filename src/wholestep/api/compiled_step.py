@@ -30,6 +30,7 @@ from wholestep.errors import (
     RetraceLimitError,
     WholestepError,
 )
+from wholestep.ir.ops.assertions import is_of_check
 from wholestep.ir.program import MeshAxis, Program, Stage
 from wholestep.live.handle import CURRENT
 from wholestep.live.live_step import LiveStep
@@ -67,8 +68,17 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
         fast_call = self._fast_call
-        if fast_call is not None and (result := fast_call(args, kwargs)) is not fast_call:
-            return result  # the usual case: as in the last call
+        try:
+            if fast_call is not None and (result := fast_call(args, kwargs)) is not fast_call:
+                return result  # the usual case: as in the last call
+            return self._dispatched(args, kwargs)
+        except Exception as error:
+            if not is_of_check(error) or self._options.fullgraph or init().size > 1:
+                raise
+        # The step raises an error for a value. Nothing was written, so it may run again, and says it in its own words.
+        return LiveStep(self._step, self._stages.name, "", self._compile_piece)(args, kwargs)
+
+    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing() or CURRENT.run is not None:  # one compiled step inside another: part of the outer one
             return self._step(*args, **kwargs)
         if self._live is not None:

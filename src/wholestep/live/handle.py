@@ -8,8 +8,8 @@ import threading
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
-from wholestep.errors import InternalError
 from wholestep.live.recording.record import OutputMeta
 
 
@@ -38,35 +38,40 @@ class Handle(torch.Tensor):
     """A tensor whose numbers are not known yet. `fulfil` makes it an ordinary one.
 
     Python's calls of torch come to the function mode of the live step. What comes here has gone around it: C++ code, or
-    another thread.
+    another thread, for which all that is recorded runs.
     """
+
+    run: Recorder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _recorder(func).called(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if CURRENT.run is not None:
+            return CURRENT.run.called(func, args, kwargs)
+        _flush(func, args, kwargs)
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        _recorder(func).flush(f"{func} was called by code that torch cannot see")
+        _flush(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _recorder(function: Any) -> Recorder:
-    if CURRENT.run is None:
-        raise InternalError(
-            f"{function} was called with a result of a live step which has not run yet, on a thread of its own or from "
-            f"inside another call. Give it to the thread behind the step."
-        )
-    return CURRENT.run
+def _flush(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    handles = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Handle]
+    for handle in handles:
+        if type(handle) is Handle:
+            vars(handle)["run"].flush(f"{function} was called by C++ code or by another thread")
 
 
-def made(meta: OutputMeta) -> Handle:
-    """A handle of this kind."""
+def made(meta: OutputMeta, run: Recorder) -> Handle:
+    """A handle of this kind, which `run` will fulfil."""
     handle: Handle = torch.Tensor._make_wrapper_subclass(
         Handle, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
     )
+    handle.run = run
     return handle
 
 
@@ -110,6 +115,7 @@ def fulfil(handle: torch.Tensor, result: torch.Tensor) -> None:
         result = (
             result.detach().requires_grad_(result.requires_grad) if result.grad_fn is None else result.view_as(result)
         )
+    vars(handle).pop("run", None)
     handle.__class__ = torch.Tensor
     torch._C._swap_tensor_impl(handle, result)
 

@@ -10,6 +10,7 @@ those of eager code; paths only decide how fast they come.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -75,6 +76,8 @@ class Run:
         self.pieces: list[tuple[int, int]] = []
         """Spans of records that ran as pieces."""
         self._launch = launch
+        self._lock = threading.RLock()
+        """Held while something is recorded or runs: another thread may have been given a handle."""
         self._given: list[torch.Tensor] = []
         """Arguments of calls that have not run, which hold them as eager code would until they do."""
         self._started = 0
@@ -87,22 +90,22 @@ class Run:
         with torch._C.DisableTorchFunction():
             if function in METADATA:
                 return function(*args, **kwargs)
-            with _no_current_run():
+            with self._lock, _no_current_run():
                 return self._called(function, args, kwargs)
 
     def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """A call that does more than its arguments say: it is executed at once, and the run makes no path."""
-        with _no_current_run(), torch._C.DisableTorchFunction():
+        with self._lock, _no_current_run(), torch._C.DisableTorchFunction():
             return self._unrecorded(function, args, kwargs, why)
 
     def flush(self, why: str) -> None:
         """Runs what is recorded, one by one; the run observes from here on."""
-        with _no_current_run(), torch._C.DisableTorchFunction():
+        with self._lock, _no_current_run(), torch._C.DisableTorchFunction():
             self._flush(why)
 
     def finish(self) -> None:
         """The step has returned: what is still recorded runs."""
-        with _no_current_run(), torch._C.DisableTorchFunction():
+        with self._lock, _no_current_run(), torch._C.DisableTorchFunction():
             self._run_pending("the step ends")
 
     def path(self) -> Path:
@@ -163,8 +166,8 @@ class Run:
                 value = self.tensors.value_of(leaf)
                 if type(leaf) is not Handle and leaf.grad_fn is not None and value is None:
                     return f"{name_of(function)} is given a tensor whose graph began before the step"
-                if value is not None and self.tensors.is_exposed(leaf):
-                    return f"{name_of(function)} is given a result whose memory an array of yours shares"
+                if (value is not None or leaf.requires_grad) and self.tensors.is_exposed(leaf):
+                    return f"{name_of(function)} is given a tensor whose memory an array of yours shares"
             elif not isinstance(leaf, float) and not is_constant(leaf):
                 return f"{name_of(function)} is given a {type(leaf).__name__}"
         return ""
@@ -211,7 +214,7 @@ class Run:
             elif meta.alias is not None:
                 results.append(leaves[meta.alias])
             else:
-                results.append(self.tensors.note_value(made(meta), (number, output)))
+                results.append(self.tensors.note_value(made(meta, self), (number, output)))
         return unflatten(record.output_structure, results)
 
     def _is_read(self, function: Any) -> bool:

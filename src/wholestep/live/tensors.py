@@ -8,6 +8,7 @@ from itertools import chain
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -30,7 +31,8 @@ class TensorTable:
         self._storages: set[int] = set()
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
         self._fresh: dict[int, torch.Tensor] = {}
-        self._exposed: set[int] = set()
+        self._exposed: list[tuple[weakref.ref[Any] | None, set[int]]] = []
+        """Things that may be on the memory of tensors, None for what has no weak references, and that memory."""
         self._state: Callable[[], Iterable[torch.Tensor]] | None = None
         self._state_storages: set[int] | None = None
         self.copies_shared = False
@@ -96,15 +98,19 @@ class TensorTable:
         """Notes what a call has given that is not recorded: tensors, or something that may share their memory."""
         self.note_fresh(result)
         if not isinstance(result, (torch.Tensor, tuple, list, bool, int, float, complex, str, NoneType)):
-            self._exposed.update(_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain(leaf))
+            memory = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain(leaf)}
+            self._exposed.append((weakref.ref(result) if isinstance(result, np.ndarray) else None, memory))
 
     def is_exposed(self, tensor: torch.Tensor) -> bool:
         """Whether an array, or something else that is no tensor, may be on the memory of a tensor."""
-        return bool(self._exposed) and is_plain(tensor) and _storage(tensor) in self._exposed
+        if not self._exposed or not is_plain(tensor):
+            return False
+        memory = _storage(tensor)
+        return any(memory in held and (who is None or who() is not None) for who, held in self._exposed)
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on memory that is not torch's own: of an array, of another process."""
-        if type(tensor) is Handle or not is_plain(tensor) or tensor.device.type != "cpu":
+        if not is_plain(tensor) or tensor.requires_grad or tensor.device.type != "cpu":
             return False
         return not tensor.untyped_storage().resizable() or self.is_exposed(tensor)
 

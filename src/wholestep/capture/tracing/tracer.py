@@ -121,6 +121,7 @@ class Tracer:
         """Traces `step`. Raises CaptureError with the user's line; the user's objects are as before in any case."""
         recorders, recorded = self._recorders, list[_Recorded]()
         entry_grads = [(s, s.tensor.grad) for s in self._state.params if s.tensor.grad is not None]
+        argument_grads = [(one, one.grad) for one in self._context.user if one.is_leaf]
         fakes = self._make_fakes()
         for slot, _ in entry_grads:
             slot.tensor.grad = None
@@ -141,6 +142,8 @@ class Tracer:
             for slot, grad in entry_grads:
                 slot.tensor.grad = grad
                 grad.__dict__.pop(ENTRY_MARK, None)
+            for argument, own_grad in argument_grads:
+                argument.grad = own_grad
             self._context.counters.restore()
             self._context.lifter.restore()
             self._effects.arguments.put_back()

@@ -20,7 +20,14 @@ def _check(truth: Any, wanted: bool, error: str, message: str) -> None:
     if isinstance(truth, (torch.SymBool, torch.SymInt, torch.SymFloat)):
         return  # while tracing
     if bool(truth) is not wanted:
-        raise _exception(error, message)
+        raised = _exception(error, message)
+        raised.wholestep_check = True  # type: ignore[attr-defined]
+        raise raised
+
+
+def is_of_check(error: Exception) -> bool:
+    """Whether a check of a graph has raised this: nothing was written, and its text names values by their code."""
+    return getattr(error, "wholestep_check", False)
 
 
 def _exception(name: str, message: str) -> Exception:
