@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.handle import CURRENT
 from wholestep.live.opaque import redirected
 from wholestep.live.peers import ENDS, Event, Peers
-from wholestep.live.piece import Piece, make_piece
-from wholestep.live.recording.path import Path, Paths, Value
+from wholestep.live.piece import Piece, PieceSpec, make_piece
+from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
 from wholestep.live.recording.snapshot import as_recorded
 from wholestep.live.run import Run
@@ -41,7 +41,7 @@ class CompiledPiece:
     """One piece, what it was compiled to, and whether it could be."""
 
     path: Path
-    span: tuple[int, int]
+    spec: PieceSpec
     piece: Piece
     call: Compiled
     refused: str = ""
@@ -84,7 +84,7 @@ class LiveStep:
         self.stats = LiveStats()
         self._step, self._compile, self._peers = step, compile_piece, peers
         self._paths = Paths()
-        self._pieces: dict[tuple[Path, tuple[int, int], tuple[Value, ...]], CompiledPiece] = {}
+        self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
         self._eager_calls = 0
 
@@ -128,7 +128,7 @@ class LiveStep:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_recorded:
             return self._step(*args, **kwargs)
-        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch)
+        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch, reduces=self._peers is not None)
         with redirected():
             CURRENT.run = run
             try:
@@ -156,8 +156,8 @@ class LiveStep:
         elif run.candidates:
             self._paths.used(run.candidates[0])
 
-    def _launch(self, run: Run, span: tuple[int, int], wanted: Sequence[Value]) -> list[torch.Tensor] | None:
-        compiled = self._piece(run.candidates[0], span, tuple(wanted))
+    def _launch(self, run: Run, spec: PieceSpec) -> list[torch.Tensor] | None:
+        compiled = self._piece(run.candidates[0], spec)
         event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
         if self._peers is not None and not self._peers.meet(event):
             return None
@@ -169,7 +169,7 @@ class LiveStep:
         piece = compiled.piece
         tensors = run.tensors
         inputs = inputs_of(tensors, piece.earlier, piece.externals)
-        snapshots = [run.snapshots[number] for number in range(*span) if number in run.snapshots]
+        snapshots = [run.snapshots[number] for number in range(*spec.span) if number in run.snapshots]
         try:
             with as_recorded(snapshots):
                 results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])
@@ -180,11 +180,11 @@ class LiveStep:
         self._last = compiled
         return results
 
-    def _piece(self, path: Path, span: tuple[int, int], wanted: tuple[Value, ...]) -> CompiledPiece | None:
+    def _piece(self, path: Path, spec: PieceSpec) -> CompiledPiece | None:
         """The compiled piece; None if the path has enough of them."""
-        compiled = self._pieces.get((path, span, wanted))
+        compiled = self._pieces.get((path, spec))
         if compiled is None and sum(one.path is path for one in self._pieces.values()) < MAX_PIECES:
-            piece = make_piece(f"{self.name}_piece", path, span, wanted)
-            compiled = CompiledPiece(path, span, piece, self._compile(piece.function))
-            self._pieces[path, span, wanted] = compiled
+            piece = make_piece(f"{self.name}_piece", path, spec)
+            compiled = CompiledPiece(path, spec, piece, self._compile(piece.function))
+            self._pieces[path, spec] = compiled
         return compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -34,17 +34,29 @@ class Piece:
     """Numbers that vary, in the order of the argument."""
 
 
-def make_piece(name: str, path: Path, span: tuple[int, int], wanted: Sequence[Value]) -> Piece:
-    """Writes the records ``span[0]`` to ``span[1]`` of a path as a function that returns the wanted values.
+@dataclass(frozen=True, slots=True)
+class PieceSpec:
+    """Which records of a path are a piece, and what it gives."""
+
+    span: tuple[int, int]
+    wanted: tuple[Value, ...]
+    held_leaves: tuple[int, ...] | None = None
+    """Where the last record is a backward whose gradients are results behind the wanted values: of which tensors from
+    outside, by number."""
+
+
+def make_piece(name: str, path: Path, spec: PieceSpec) -> Piece:
+    """Writes records of a path as a function.
 
     Its name ends with a number that is the same in every process that writes the same piece.
     """
-    return _Writer(name, path, span, wanted).write()
+    return _Writer(name, path, spec).write()
 
 
 class _Writer:
-    def __init__(self, name: str, path: Path, span: tuple[int, int], wanted: Sequence[Value]) -> None:
-        self._name, self._path, self._span, self._wanted = name, path, span, wanted
+    def __init__(self, name: str, path: Path, spec: PieceSpec) -> None:
+        self._name, self._path, self._span, self._held = name, path, spec.span, spec.held_leaves
+        self._results = [_name(value) for value in spec.wanted]
         self._earlier: dict[Value, None] = {}
         self._inputs: dict[int, None] = {}
         self._state: dict[int, int] = {}
@@ -61,7 +73,7 @@ class _Writer:
             self._lines.append(f"    with modes({self._constant(modes)}):")
             for number, record in group:
                 self._lines.append(f"        {self._statement(number)}  # {record.line}")
-        self._lines.append(f"    return [{', '.join(map(_name, self._wanted))}]")
+        self._lines.append(f"    return [{', '.join(self._results)}]")
         header = [f"    {_name(value)} = inputs[{place}]" for place, value in enumerate(self._earlier)]
         start = len(self._earlier)
         header += [f"    x{index} = inputs[{place}]" for place, index in enumerate(self._inputs, start)]
@@ -85,6 +97,11 @@ class _Writer:
     def _statement(self, number: int) -> str:
         record = self._path.records[number]
         operands = iter(record.operands)
+        if self._held is not None and number == self._span[1] - 1:
+            grads, leaves = [f"g{index}" for index in self._held], [self._external(index) for index in self._held]
+            self._results += grads
+            call = f"{self._in_scope('grad', torch.autograd.grad)}([{self._operand(next(operands))}], "
+            return f"[{', '.join(grads)}] = {call}[{', '.join(leaves)}], allow_unused=True)"
         _, (args, kwargs) = record.key.structure
         arguments = [self._expression(item, operands) for item in args[1]]
         for name, item in zip(kwargs[1], kwargs[2], strict=True):

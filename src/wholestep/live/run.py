@@ -11,7 +11,7 @@ those of eager code; paths only decide how fast they come.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -20,29 +20,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
+from wholestep.live.ahead import Ahead, Before, plan_ahead
 from wholestep.live.handle import CURRENT, Handle, fulfil, made, with_freed_graph
+from wholestep.live.observation import execute, observe
+from wholestep.live.piece import PieceSpec
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, under, why_not_recordable
-from wholestep.live.recording.observer import Draws, DrawWatch, Observer
+from wholestep.live.recording.observer import Draws, DrawWatch
 from wholestep.live.recording.path import BACKWARDS, Path, Value
 from wholestep.live.recording.record import (
+    CONSTANT,
     EXTERNAL,
     NUMBER,
     VALUE,
     Key,
     Operand,
-    OutputMeta,
     Read,
     Record,
     is_constant,
     name_of,
 )
 from wholestep.live.recording.snapshot import OptimizerSnapshot, as_recorded
-from wholestep.live.recording.structure import LEAF, flatten, unflatten
+from wholestep.live.recording.structure import flatten, unflatten
 from wholestep.live.tensors import TensorTable
 
-_reading_functions: set[Any] = set()
-"""Functions of torch that have given Python something other than tensors."""
+_reading_calls: set[Any] = set()
+"""Calls of torch that have given Python something other than tensors, by function and what is no tensor in them."""
 _drawing_functions: set[Any] = set()
 """Functions of torch that have drawn random numbers without any tensor of the step."""
 
@@ -50,15 +53,17 @@ _drawing_functions: set[Any] = set()
 class Launcher(Protocol):
     """Runs records as a compiled piece."""
 
-    def __call__(self, run: Run, span: tuple[int, int], wanted: Sequence[Value]) -> list[torch.Tensor] | None:
-        """The wanted values; None where these records can be no piece, and nothing has run."""
+    def __call__(self, run: Run, spec: PieceSpec) -> list[torch.Tensor] | None:
+        """What the piece gives; None where these records can be no piece, and nothing has run."""
 
 
 class Run:
     """One call of a live step."""
 
-    def __init__(self, paths: Iterable[Path], arguments: Iterable[Any], launch: Launcher) -> None:
-        """`arguments` are the flat arguments of the step. `launch` compiles and runs pieces."""
+    def __init__(
+        self, paths: Iterable[Path], arguments: Iterable[Any], launch: Launcher, *, reduces: bool = False
+    ) -> None:
+        """`arguments` are the flat arguments of the step. `launch` compiles and runs pieces, which may reduce."""
         self.candidates = list(paths)
         """Known paths that agree with this run so far, while it follows them."""
         self.records: list[Record] = []
@@ -80,6 +85,8 @@ class Run:
         """Held while something is recorded or runs: another thread may have been given a handle."""
         self._given: list[torch.Tensor] = []
         """Arguments of calls that have not run, which hold them as eager code would until they do."""
+        self._reduces = reduces
+        self._ahead: Ahead | None = None
         self._started = 0
         """Records before this one have run."""
 
@@ -107,11 +114,14 @@ class Run:
         """The step has returned: what is still recorded runs."""
         with self._lock, _no_current_run(), torch._C.DisableTorchFunction():
             self._run_pending("the step ends")
+            self._leave_ahead()
 
     def path(self) -> Path:
         """What this run has shown, for later ones."""
         tensors = self.tensors
-        return Path(tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads))
+        return Path(
+            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources()
+        )  # fmt: skip
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves: list[Any] = []
@@ -129,7 +139,7 @@ class Run:
             record = self._next_record(key)
             if record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, leaves)
-            if record is None and self._is_read(function):
+            if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
                 return self._read(function, args, kwargs, leaves)
             self._flush(f"{name_of(function)} is a call that no earlier run made here")
@@ -140,15 +150,15 @@ class Run:
 
     def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         self._flush(why)
-        self.reason = self.reason or f"{why} ({current_line()})"
-        return _execute(function, args, kwargs)
+        self._make_no_path(why)
+        return execute(function, args, kwargs)
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
         watches = any(record.draws for record in self.records)
         try:
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
-                result = _execute(function, args, kwargs)
+                result = execute(function, args, kwargs)
         except Draws:  # its numbers come behind those that wait to be drawn, so it is recorded like them
             _drawing_functions.add(function)
             return self._called(function, args, kwargs)
@@ -186,6 +196,8 @@ class Run:
         found = [path for path in self.candidates if self._is_next(path, number, key)]
         if not found:
             return None
+        if self._ahead is not None and self._ahead.path is not found[0]:
+            return None
         self.candidates = found
         return found[0].records[number]
 
@@ -206,6 +218,8 @@ class Run:
     def _recorded(self, record: Record, leaves: list[Any]) -> Any:
         number = len(self.records)
         self.records.append(record)
+        if self._ahead is not None:
+            return self._from_ahead(self._ahead, record)
         self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
@@ -217,19 +231,17 @@ class Run:
                 results.append(self.tensors.note_value(made(meta, self), (number, output)))
         return unflatten(record.output_structure, results)
 
-    def _is_read(self, function: Any) -> bool:
-        if function in _reading_functions:
-            return True
-        position = len(self.records)
-        return any(
-            read.position == position and read.function == function for path in self.candidates for read in path.reads
-        )
+    def _is_read(self, key: Key) -> bool:
+        """Whether a call asks for a value: here in an earlier run, or anywhere if it gives no tensors."""
+        here = (len(self.records), key.function)
+        known = ((read.position, read.function) for path in self.candidates for read in path.reads)
+        return _without_tensors(key) in _reading_calls or here in known
 
     def _read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Python asks for a value: what is recorded runs, as a piece if it can."""
         self.reads.add(Read(len(self.records), function, current_line()))
         self._run_pending(f"{name_of(function)} asks for a value")
-        result = _execute(function, args, kwargs)
+        result = execute(function, args, kwargs)
         self.tensors.note_result(result, leaves)
         return result
 
@@ -241,30 +253,103 @@ class Run:
         if span[0] == span[1]:
             return
         alive = self.tensors.handles()
-        results = None
-        if not self._holds_graph(alive):
-            with torch._C._EnableTorchFunction():
-                results = self._launch(self, span, list(alive))
-        if results is None:
+        if self._holds_graph(alive):
+            done = self._run_ahead(span, alive)
+        else:
+            results = self._launched(PieceSpec(span, tuple(alive)))
+            done = results is not None
+            if results is not None:
+                self._fulfil(alive, results)
+        if not done:
             self._flush(why)
             return
+        self._started = span[1]
+        self._given.clear()
+        self.pieces.append(span)
+
+    def _launched(self, spec: PieceSpec) -> list[torch.Tensor] | None:
+        with torch._C._EnableTorchFunction():
+            return self._launch(self, spec)
+
+    def _fulfil(self, alive: dict[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Gives the handles the last of the results."""
         while alive:
             (number, output), handle = alive.popitem()
             meta = self.records[number].outputs[output]
             assert meta is not None
             fulfil(handle, with_freed_graph(results.pop(), meta))
-        self._started = span[1]
-        self._given.clear()
-        self.pieces.append(span)
 
-    def _holds_graph(self, alive: dict[Value, Handle]) -> bool:
+    def _holds_graph(self, alive: dict[Value, torch.Tensor]) -> bool:
         """Whether somebody may still ask for gradients of what is recorded, through a tensor that is alive."""
         freed = self.candidates[0].freed[len(self.records)]
-        return any(value not in freed and handle.requires_grad for value, handle in alive.items())
+        return any(value not in freed and tensor.requires_grad for value, tensor in alive.items())
+
+    def _run_ahead(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> bool:
+        """Runs what is recorded and the backward behind it, whose gradients are held back."""
+        path, tensors = self.candidates[0], self.tensors
+        length = tensors.length()
+        plan = plan_ahead(path, *span, tensors)
+        if plan is None:
+            return False
+        leaves = [tensors.externals[index] for index in plan.leaves]
+        later = plan.wanted(path)
+        before = Before.of(path.records[slice(*span)], tensors)
+        results = None
+        if not (self._reduces and any(leaf.grad is not None for leaf in leaves)):  # which may be reduced already or not
+            results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.leaves))
+        if results is None:
+            tensors.forget_since(length)
+            return False
+        ahead = Ahead(plan, path, before, length)
+        for leaf in reversed(leaves):
+            grad = results.pop()
+            if grad is not None:
+                ahead.grads.insert(0, (leaf, grad))
+        self._fulfil(alive, results)
+        ahead.values = dict(zip(later, results, strict=True))
+        self._ahead = ahead
+        return True
+
+    def _from_ahead(self, ahead: Ahead, record: Record) -> Any:
+        """A record behind the read that has run already. The backward puts the gradients in place."""
+        number = len(self.records) - 1
+        self._started = number + 1
+        if number == ahead.plan.span[1] - 1:
+            self._ahead = None
+            ahead.put()
+            return None
+        results: list[torch.Tensor | None] = []
+        for output, meta in enumerate(record.outputs):
+            if meta is None:
+                results.append(None)
+            else:
+                value = with_freed_graph(ahead.values.pop((number, output)), meta)
+                results.append(self.tensors.note_value(value, (number, output)))
+        return unflatten(record.output_structure, results)
+
+    def _leave_ahead(self) -> None:
+        """Python went another way: gradients are dropped, and what somebody may still need has a graph again."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        used = [one.key for record in self.records for one in record.operands if one.kind == EXTERNAL]
+        self.tensors.forget_since((max([ahead.length[0], *(key + 1 for key in used)]), len(self.tensors.numbers)))
+        span = (ahead.plan.span[0], len(self.records))
+        freed = ahead.path.freed[ahead.plan.position]
+        alive = {value: one for value, one in self.tensors.alive().items() if value[0] >= span[0]}
+        if not any(one.requires_grad and value not in freed for value, one in alive.items()):
+            return
+        states = ahead.before.put_back()
+        results: dict[Value, torch.Tensor] = {}
+        for number in range(*span):
+            self._replay(number, alive, results)
+        for generator, state in states:
+            generator.set_state(state)
 
     def _flush(self, why: str) -> None:
         """Runs what is recorded, one by one and in order; the run observes from here on."""
         self.candidates = []
+        self._leave_ahead()
         handles = self.tensors.handles()
         results: dict[Value, torch.Tensor] = dict(handles)
         for number in range(self._started, len(self.records)):
@@ -272,12 +357,12 @@ class Run:
         self._started = len(self.records)
         self._given.clear()
 
-    def _replay(self, number: int, handles: dict[Value, Handle], results: dict[Value, torch.Tensor]) -> None:
+    def _replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
         record = self.records[number]
         args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
         snapshots = [self.snapshots[number]] if number in self.snapshots else []
         with under(record.key.modes), as_recorded(snapshots):
-            result = _execute(record.key.function, args, kwargs)
+            result = execute(record.key.function, args, kwargs)
         self.executed += 1
         found: list[Any] = []
         flatten(result, found)
@@ -306,73 +391,42 @@ class Run:
     ) -> tuple[Record | None, Any]:
         """Executes a call and notes what it was: a record, or a read, which gives None and its result."""
         self.executed += 1
-        observer, before = Observer(), _kinds(leaves)
-        versions = [
-            (leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
-        ]
-        optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
-        with observer if optimizer is None else nullcontext():
-            result = _execute(key.function, args, kwargs)
-        state_entries = 0
-        if optimizer is not None:
-            snapshot = OptimizerSnapshot.of(optimizer)
-            state_entries = snapshot.num_entries
-            self.tensors.note_state(snapshot.tensors)
-        found: list[Any] = []
-        structure = flatten(result, found)
-        line = current_line()
-        if observer.reads or not _is_recordable(structure, found):
-            self._observe_read(key.function, found, line)
-            self.tensors.note_result(result, leaves)
-            return None, result
-        if before != _kinds(leaves):
-            self.reason = self.reason or f"{name_of(key.function)} changes the kind of its argument ({line})"
-        if any(leaf._version != version and self.tensors.is_shared(leaf) for leaf, version in versions):
-            self.reason = self.reason or f"{name_of(key.function)} writes to the memory of an array ({line})"
-        outputs = tuple(None if one is None else OutputMeta.of(one, leaves) for one in found)
-        record = Record(key, outputs, structure, draws=observer.draws, state_entries=state_entries, line=line)
-        for output, (one, meta) in enumerate(zip(found, outputs, strict=True)):
+        line, tensors = current_line(), self.tensors
+        seen = observe(lambda: execute(key.function, args, kwargs), leaves)
+        if seen.state is not None:
+            tensors.note_state(seen.state.tensors)
+        if seen.reads:
+            given = [one for one in seen.results if isinstance(one, torch.Tensor)]
+            if not given and seen.result is not None and seen.result is not NotImplemented:
+                _reading_calls.add(_without_tensors(key))
+            self.reads.add(Read(len(self.records), key.function, line))
+            if any(one.requires_grad for one in given):
+                self._make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
+            tensors.note_result(seen.result, leaves)
+            return None, seen.result
+        if seen.changes_kind:
+            self._make_no_path(f"{name_of(key.function)} changes the kind of its argument")
+        if any(map(tensors.is_shared, seen.written)):
+            self._make_no_path(f"{name_of(key.function)} writes to the memory of an array")
+        record = seen.record(key, leaves, line)
+        for output, (one, meta) in enumerate(zip(seen.results, record.outputs, strict=True)):
             if meta is not None and meta.alias is None:
-                self.tensors.note_value(one, (len(self.records), output))
+                tensors.note_value(one, (len(self.records), output))
         self.records.append(record)
         self._started = len(self.records)
-        return record, result
+        return record, seen.result
 
-    def _observe_read(self, function: Any, found: list[Any], line: str) -> None:
-        tensors = [one for one in found if isinstance(one, torch.Tensor)]
-        if not tensors:
-            _reading_functions.add(function)
-        self.reads.add(Read(len(self.records), function, line))
-        if any(one.requires_grad for one in tensors):
-            self.reason = self.reason or (
-                f"{name_of(function)} gives a tensor whose size is data, and gradients go through it ({line})"
-            )
+    def _make_no_path(self, why: str) -> None:
+        self.reason = self.reason or f"{why} ({current_line()})"
 
 
-def _is_recordable(structure: Any, found: list[Any]) -> bool:
-    """Whether a result is made of plain tensors."""
-    if structure is not LEAF and (structure[0] is dict or not all(map(_has_no_dict, structure[-1]))):
-        return False
-    return all(one is None or (type(one) is torch.Tensor and one.layout is torch.strided) for one in found)
-
-
-def _has_no_dict(structure: Any) -> bool:
-    return structure is LEAF or (structure[0] is not dict and all(map(_has_no_dict, structure[-1])))
-
-
-def _kinds(leaves: list[Any]) -> list[Any]:
-    """What a call in place may change of its arguments besides their numbers."""
-    return [(leaf.requires_grad, leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _without_tensors(key: Key) -> Any:
+    """A call as far as it is no tensors and numbers."""
+    return key.function, key.structure, tuple(one if one.kind == CONSTANT else one.kind for one in key.operands)
 
 
 def _grad_hooks(tensor: torch.Tensor) -> Any:
     return tensor.is_leaf and tensor._post_accumulate_grad_hooks
-
-
-def _execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls it as if nothing was recorded: tensors may be of classes of their own."""
-    with torch._C._EnableTorchFunction():
-        return function(*args, **kwargs)
 
 
 @contextmanager

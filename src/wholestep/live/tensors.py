@@ -25,6 +25,7 @@ class TensorTable:
         """`arguments` are the flat arguments of the step, which are other tensors at every call."""
         self.externals: list[torch.Tensor] = []
         self.numbers: list[float] = []
+        self._arguments = [one for one in arguments if isinstance(one, torch.Tensor)]
         self._alive: list[torch.Tensor] = []
         """The tensors from outside themselves, so that their ids stay theirs."""
         self._index: dict[int, int] = {}
@@ -37,7 +38,7 @@ class TensorTable:
         self._state_storages: set[int] | None = None
         self.copies_shared = False
         """Whether tensors on memory of others are copied when a call is recorded, since others may write there."""
-        for one in arguments:
+        for one in self._arguments:
             self.note_fresh(one)
 
     # Values.
@@ -59,10 +60,35 @@ class TensorTable:
                 return tensor
         raise KeyError(value)
 
-    def handles(self) -> dict[Value, Handle]:
+    def handles(self) -> dict[Value, torch.Tensor]:
         """The handles that somebody holds, in the order of their calls."""
+        return {value: one for value, one in self.alive().items() if type(one) is Handle}
+
+    def alive(self) -> dict[Value, torch.Tensor]:
+        """The values that somebody holds, in the order of their calls."""
         alive = ((value, reference()) for reference, value in self._values.values())
-        return dict(sorted((value, one) for value, one in alive if type(one) is Handle))
+        return dict(sorted(((value, one) for value, one in alive if one is not None), key=lambda item: item[0]))
+
+    def expect(self, path: Path, count: int) -> bool:
+        """Takes the next tensors from outside that a path has, up to `count` of them: state, or arguments of the call.
+
+        False if one is neither, or of another kind; then none is taken.
+        """
+        length = self.length()
+        for index in range(len(self.externals), count):
+            known, source = path.externals[index], path.sources[index]
+            if source is not None and source < len(self._arguments):
+                known = self._arguments[source]
+            if isinstance(known, Description) or id(known) in self._index or not path.takes_external(index, known):
+                self.forget_since(length)
+                return False
+            self._external(known)
+        return True
+
+    def sources(self) -> list[int | None]:
+        """Which argument of the step each tensor from outside is, by number; None if it is none."""
+        places = {id(one): place for place, one in enumerate(self._arguments)}
+        return [places.get(id(one)) for one in self._alive]
 
     # Operands.
 
@@ -179,5 +205,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def inputs_of(table: TensorTable, earlier: Sequence[Value], externals: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors that a piece is called with."""
+    """The tensors that a piece is called with. What is no state has been used before it runs."""
     return [*map(table.tensor_of, earlier), *(table.externals[index] for index in externals)]

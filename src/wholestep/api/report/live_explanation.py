@@ -84,11 +84,11 @@ def explain_live(step: LiveStep, backend: str) -> LiveExplanation:
     """Describes a live step as its calls so far have shown it."""
     pieces = []
     for one in step.pieces:
-        first, last = one.path.records[one.span[0]], one.path.records[one.span[1] - 1]
+        first, last = one.path.records[one.spec.span[0]], one.path.records[one.spec.span[1] - 1]
         pieces.append(
             PieceLine(
                 lines=f"{first.line} to {last.line}",
-                num_calls=one.span[1] - one.span[0],
+                num_calls=one.spec.span[1] - one.spec.span[0],
                 launches=one.launches,
                 refused=one.refused,
                 source=one.piece.source,

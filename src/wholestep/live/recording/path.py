@@ -33,6 +33,8 @@ class Path:
     numbers: list[Any]
     """Floats among the arguments, in order; VARIES where calls differ."""
     reads: set[Read]
+    sources: list[int | None]
+    """Which tensor among the arguments of the step each one from outside is; None if it is none."""
     freed: list[set[Value]] = field(init=False)
     """By number of records: the values whose graph a backward among them has freed, and what was computed of those."""
 
@@ -54,12 +56,19 @@ class Path:
         self.externals = [one for one in externals if one is not None]
         self.numbers = numbers
         self.reads |= other.reads
+        self.sources = [
+            mine if mine == theirs else None for mine, theirs in zip(self.sources, other.sources, strict=True)
+        ]
         return changed
 
     def takes_external(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor may be the one from outside with this number."""
         known = self.externals[index]
         return known is tensor or (type(known) is Description and known == Description.of(tensor))
+
+    def is_varying(self, index: int) -> bool:
+        """Whether a number is another one in every call."""
+        return self.numbers[index] is VARIES
 
     def takes_number(self, index: int, number: float) -> bool:
         """Whether a number may be the one with this number."""

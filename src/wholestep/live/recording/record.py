@@ -85,6 +85,8 @@ class Record:
     """Whether it drew random numbers."""
     state_entries: int = field(compare=False)
     """Of the step of an optimizer: how many things the optimizer's state held behind it; else 0."""
+    writes: tuple[int, ...] = field(compare=False)
+    """Leaves of its arguments that it has written to."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
 

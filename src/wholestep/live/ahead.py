@@ -1,0 +1,149 @@
+"""Runs a backward ahead of a value that Python asks for between forward and backward.
+
+``if not math.isfinite(loss): return``, a metric of the logits, a print: the value is asked for while the graph of the
+forward is still needed. Cutting there would need the tensors that autograd has saved. Instead the piece goes on to the
+backward that followed in earlier calls, and its gradients are held back. When Python comes to that backward, they are
+put in place; if it goes another way, they are dropped, and what is still needed is executed again as eager code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from wholestep.live.recording.path import BACKWARDS, Path, Value
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, Record
+from wholestep.live.tensors import TensorTable
+
+
+@dataclass(frozen=True, slots=True)
+class AheadPlan:
+    """A piece that ends with a backward whose gradients are results."""
+
+    span: tuple[int, int]
+    """Its records; the last one is the backward."""
+    position: int
+    """How many records there were when Python asked for a value."""
+    num_externals: int
+    """How many tensors from outside its records use."""
+    leaves: tuple[int, ...]
+    """Tensors from outside, by number, whose gradients are held."""
+
+    def wanted(self, path: Path) -> list[Value]:
+        """Results of the records behind the read, which Python will be given when it comes to them."""
+        return [
+            (number, output)
+            for number in range(self.position, self.span[1] - 1)
+            for output, meta in enumerate(path.records[number].outputs)
+            if meta is not None and meta.alias is None
+        ]
+
+
+def plan_ahead(path: Path, started: int, position: int, tensors: TensorTable) -> AheadPlan | None:
+    """The plan for a read behind `position` records of a path; None if no backward can be run ahead of it."""
+    end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
+    if end is None or any(_cannot_wait(path, record, tensors) for record in path.records[position:end]):
+        return None
+    used = [one.key for record in path.records[position:end] for one in record.operands if one.kind == EXTERNAL]
+    length, count = tensors.length(), max([len(tensors.externals), *(index + 1 for index in used)])
+    if not tensors.expect(path, count):
+        return None
+    leaves = tuple(index for index, one in enumerate(tensors.externals) if one.requires_grad)
+    if any(_is_hooked(tensors.externals[index]) for index in leaves):
+        tensors.forget_since(length)
+        return None
+    return AheadPlan((started, end + 1), position, count, leaves)
+
+
+def _is_hooked(leaf: torch.Tensor) -> bool:
+    """Whether more happens to its gradient than that it is added."""
+    return not leaf.is_leaf or bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def _is_plain_backward(record: Record) -> bool:
+    """Whether it is ``loss.backward()``, which frees the graph and reaches all leaves."""
+    if record.key.function is not BACKWARDS[0]:
+        return False
+    others = record.operands[1:]
+    return all(one.kind == CONSTANT and one.key in (None, False) for one in others)
+
+
+def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
+    """Whether a record between the read and the backward needs what is not known yet, or does more than compute."""
+    if record.draws or record.writes or record.state_entries or record.key.function in BACKWARDS:
+        return True
+    for operand in record.operands:
+        if operand.kind == NUMBER and operand.key >= len(tensors.numbers) and path.is_varying(operand.key):
+            return True
+    return False
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Gradients that are held back until Python comes to their backward."""
+
+    plan: AheadPlan
+    path: Path
+    before: Before
+    length: tuple[int, int]
+    """Of the tensors from outside and numbers before it; see `TensorTable.length`."""
+    values: dict[Value, torch.Tensor] = field(default_factory=dict)
+    """Of records behind the read."""
+    grads: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Leaves and what their gradients get."""
+
+    def put(self) -> None:
+        """Does what the backward does: adds the gradients, in the layout of their parameters."""
+        used: set[int] = set()
+        with torch.no_grad():
+            for leaf, grad in self.grads:
+                if not leaf.requires_grad:
+                    continue  # frozen behind the forward: autograd leaves it alone
+                if leaf.grad is not None:
+                    leaf.grad.add_(grad)
+                    continue
+                memory = grad.untyped_storage().data_ptr()
+                if grad.stride() != leaf.stride() or memory in used or grad.numel() != grad.untyped_storage().size():
+                    grad = torch.empty_like(leaf).copy_(grad)
+                used.add(memory)
+                leaf.grad = grad
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What a piece changes that stands in front of a read, as it was: to execute its records again."""
+
+    generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
+    written: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Record], tensors: TensorTable) -> Before:
+        """Of the records of a piece. Copies what they write to; buffers of norms, usually."""
+        written: dict[int, torch.Tensor] = {}
+        for record in records:
+            for number in record.writes:
+                operand = record.operands[number]
+                if operand.kind == EXTERNAL:
+                    written[operand.key] = tensors.externals[operand.key]
+        draws = any(record.draws for record in records)
+        return cls(
+            tuple((one, one.get_state()) for one in _generators()) if draws else (),
+            tuple((one, one.detach().clone()) for one in written.values()),
+        )  # fmt: skip
+
+    def put_back(self) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
+        """Everything as it was. Returns the states of generators as they are now, for afterwards."""
+        now = tuple((one, one.get_state()) for one, _ in self.generators)
+        for one, state in self.generators:
+            one.set_state(state)
+        with torch.no_grad():
+            for tensor, values in self.written:
+                tensor.detach().copy_(values)
+        return now
+
+
+def _generators() -> list[torch.Generator]:
+    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *on_gpus]

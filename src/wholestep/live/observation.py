@@ -1,0 +1,92 @@
+"""One call that is executed for the first time: what it gives, and what it does besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep.live.recording.observer import Observer
+from wholestep.live.recording.record import Key, OutputMeta, Record
+from wholestep.live.recording.snapshot import OptimizerSnapshot
+from wholestep.live.recording.structure import LEAF, Structure, flatten
+
+
+def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls it as if nothing was recorded: tensors may be of classes of their own."""
+    with torch._C._EnableTorchFunction():
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What a call was seen to do."""
+
+    result: Any
+    results: list[Any]
+    """The leaves of it."""
+    structure: Structure
+    reads: bool
+    """Whether it gave something else than plain tensors of known shapes."""
+    draws: bool
+    changes_kind: bool
+    """Whether an argument has another shape or type behind it."""
+    written: list[torch.Tensor]
+    """Arguments that it has written to."""
+    state: OptimizerSnapshot | None
+    """Of the optimizer that it has stepped, behind the step."""
+
+    def record(self, key: Key, leaves: Sequence[Any], line: str) -> Record:
+        """The record of the call, made with these leaves of arguments at a line of the user's."""
+        return Record(
+            key, tuple(None if one is None else OutputMeta.of(one, leaves) for one in self.results), self.structure,
+            draws=self.draws, line=line, state_entries=0 if self.state is None else self.state.num_entries,
+            writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
+        )  # fmt: skip
+
+
+def observe(call: Callable[[], Any], leaves: Sequence[Any]) -> Observation:
+    """Executes a call with these leaves of arguments."""
+    observer, kinds, contents = Observer(), _kinds(leaves), _contents(leaves)
+    optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
+    with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
+        result = call()
+    results: list[Any] = []
+    structure = flatten(result, results)
+    return Observation(
+        result=result, results=results, structure=structure,
+        reads=observer.reads or not (_has_no_dict(structure) and all(map(_is_plain, results))),
+        draws=observer.draws, changes_kind=kinds != _kinds(leaves),
+        written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
+        state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
+    )  # fmt: skip
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or (type(leaf) is torch.Tensor and leaf.layout is torch.strided)
+
+
+def _has_no_dict(structure: Structure) -> bool:
+    return structure is LEAF or (structure[0] is not dict and all(map(_has_no_dict, structure[-1])))
+
+
+def _kinds(leaves: Sequence[Any]) -> list[Any]:
+    """What a call in place may change of its arguments besides their numbers."""
+    return [(leaf.requires_grad, leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _contents(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:
+    """The tensors of a call with their versions, and of those without gradients their values.
+
+    Norms write to their running statistics without counting a version.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    return [(leaf, leaf._version, None if leaf.requires_grad else leaf.detach().clone()) for leaf in tensors]
+
+
+def _is_written(tensor: torch.Tensor, version: int, values: torch.Tensor | None) -> bool:
+    return tensor._version != version or (values is not None and not torch.equal(tensor, values))

@@ -1,0 +1,122 @@
+"""A value asked for between forward and backward: the backward runs ahead of it, its gradients are held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.live.both import CALLS, Compiled, Step, Training, batch, train_both
+
+
+def guarded(decide: Callable[[int, float], str]) -> Callable[[Training], Step]:
+    """A step that looks at its loss and then goes one of several ways."""
+
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> Tensor | None:
+            loss = training.model(x).square().mean()
+            way = decide(next(calls), loss.item())
+            if way == "nothing":
+                return None
+            if way == "returns":
+                return loss.detach()
+            if way == "twice":
+                loss = loss * 2
+            if way == "kept":
+                loss.backward(retain_graph=True)
+            if way == "raises":
+                raise ValueError(way)
+            training.notes.append(float(loss))
+            return training.update(loss)
+
+        def caught(x: Tensor) -> Tensor | str | None:
+            try:
+                return step(x)
+            except ValueError as error:
+                return str(error)
+
+        return caught
+
+    return make
+
+
+def test_a_guard_is_two_pieces_and_no_eager_call() -> None:
+    compiled = Compiled()
+    live = train_both(guarded(lambda call, loss: ""), compiled=compiled)
+    assert len(compiled.pieces) == 2
+    assert compiled.launches == 2 * (CALLS - 1)
+    assert live.stats.executed == len(live.pieces[0].path.records) + 2  # the first call, and its reads
+
+
+@pytest.mark.parametrize("way", ["nothing", "returns", "twice", "kept", "raises"])
+def test_python_goes_another_way(way: str) -> None:
+    train_both(guarded(lambda call, loss: way if call in (3, 4, 7) else ""), calls=10)
+
+
+def test_gradients_add_up() -> None:
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> float:
+            loss = training.model(x).mean()
+            value = loss.item()
+            loss.backward()
+            if next(calls) % 2:
+                training.opt.step()
+                training.opt.zero_grad()
+            return value
+
+        return step
+
+    train_both(make, calls=10)
+
+
+def test_a_parameter_is_frozen_behind_the_read() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> float:
+            loss = training.model(x).mean()
+            value = loss.item()
+            training.model.last.bias.requires_grad_(False)
+            training.update(loss)
+            training.model.last.bias.requires_grad_(True)
+            return value
+
+        return step
+
+    train_both(make)
+
+
+def test_a_parameter_is_written_behind_the_read() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> float:
+            loss = training.model(x).mean()
+            value = loss.item()
+            with torch.no_grad():
+                training.model.last.bias.mul_(0.5)  # the backward does not read it
+            training.update(loss)
+            return value
+
+        return step
+
+    train_both(make)
+
+
+def test_draws_behind_the_read_come_behind_those_before_it() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> float:
+            loss = training.model(x).mean()
+            value = loss.item()
+            scale = float(torch.rand(()))
+            if scale > 0.5:
+                training.update(loss)
+            else:
+                training.notes.append(loss.detach())
+            return value * scale
+
+        return step
+
+    train_both(make, batch, calls=12)
