@@ -26,8 +26,8 @@ class AheadPlan:
     """Its records; the last one is the backward."""
     position: int
     """How many records there were when Python asked for a value."""
-    num_externals: int
-    """How many tensors from outside its records use."""
+    skipped: frozenset[int]
+    """Records that change gradients, such as ``zero_grad()``: they run when Python comes to them."""
     leaves: tuple[int, ...]
     """Tensors from outside, by number, whose gradients are held."""
 
@@ -36,6 +36,7 @@ class AheadPlan:
         return [
             (number, output)
             for number in range(self.position, self.span[1] - 1)
+            if number not in self.skipped
             for output, meta in enumerate(path.records[number].outputs)
             if meta is not None and meta.alias is None
         ]
@@ -54,7 +55,8 @@ def plan_ahead(path: Path, started: int, position: int, tensors: TensorTable) ->
     if any(_is_hooked(tensors.externals[index]) for index in leaves):
         tensors.forget_since(length)
         return None
-    return AheadPlan((started, end + 1), position, count, leaves)
+    skipped = frozenset(number for number in range(position, end) if path.records[number].writes_grads)
+    return AheadPlan((started, end + 1), position, skipped, leaves)
 
 
 def _is_hooked(leaf: torch.Tensor) -> bool:
@@ -74,6 +76,8 @@ def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
     """Whether a record between the read and the backward needs what is not known yet, or does more than compute."""
     if record.draws or record.writes or record.state_entries or record.key.function in BACKWARDS:
         return True
+    if record.writes_grads:
+        return any(meta is not None for meta in record.outputs)
     for operand in record.operands:
         if operand.kind == NUMBER and operand.key >= len(tensors.numbers) and path.is_varying(operand.key):
             return True

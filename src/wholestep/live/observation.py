@@ -37,6 +37,8 @@ class Observation:
     """Whether an argument has another shape or type behind it."""
     written: list[torch.Tensor]
     """Arguments that it has written to."""
+    writes_grads: bool
+    """Whether arguments have other gradients behind it."""
     state: OptimizerSnapshot | None
     """Of the optimizer that it has stepped, behind the step."""
 
@@ -46,12 +48,13 @@ class Observation:
             key, tuple(None if one is None else OutputMeta.of(one, leaves) for one in self.results), self.structure,
             draws=self.draws, line=line, state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
+            writes_grads=self.writes_grads,
         )  # fmt: skip
 
 
 def observe(call: Callable[[], Any], leaves: Sequence[Any]) -> Observation:
     """Executes a call with these leaves of arguments."""
-    observer, kinds, contents = Observer(), _kinds(leaves), _contents(leaves)
+    observer, kinds, contents, grads = Observer(), _kinds(leaves), _contents(leaves), _grads(leaves)
     optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
         result = call()
@@ -62,6 +65,7 @@ def observe(call: Callable[[], Any], leaves: Sequence[Any]) -> Observation:
         reads=observer.reads or not (_has_no_dict(structure) and all(map(_is_plain, results))),
         draws=observer.draws, changes_kind=kinds != _kinds(leaves),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
+        writes_grads=grads != _grads(leaves),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip
 
@@ -77,6 +81,12 @@ def _has_no_dict(structure: Structure) -> bool:
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
     """What a call in place may change of its arguments besides their numbers."""
     return [(leaf.requires_grad, leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _grads(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """The gradients of leaves of the graph, by identity and version."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    return [(id(one.grad), 0 if one.grad is None else one.grad._version) for one in tensors]
 
 
 def _contents(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:

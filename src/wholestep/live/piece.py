@@ -40,6 +40,8 @@ class PieceSpec:
 
     span: tuple[int, int]
     wanted: tuple[Value, ...]
+    skipped: frozenset[int] = frozenset()
+    """Records in between that are no part of it."""
     held_leaves: tuple[int, ...] | None = None
     """Where the last record is a backward whose gradients are results behind the wanted values: of which tensors from
     outside, by number."""
@@ -56,6 +58,7 @@ def make_piece(name: str, path: Path, spec: PieceSpec) -> Piece:
 class _Writer:
     def __init__(self, name: str, path: Path, spec: PieceSpec) -> None:
         self._name, self._path, self._span, self._held = name, path, spec.span, spec.held_leaves
+        self._skipped = spec.skipped
         self._results = [_name(value) for value in spec.wanted]
         self._earlier: dict[Value, None] = {}
         self._inputs: dict[int, None] = {}
@@ -68,7 +71,7 @@ class _Writer:
 
     def write(self) -> Piece:
         first, last = self._span
-        numbered = [(number, self._path.records[number]) for number in range(first, last)]
+        numbered = [(n, self._path.records[n]) for n in range(first, last) if n not in self._skipped]
         for modes, group in groupby(numbered, lambda one: one[1].key.modes):
             self._lines.append(f"    with modes({self._constant(modes)}):")
             for number, record in group:

@@ -138,7 +138,7 @@ class Run:
         if self.candidates:
             record = self._next_record(key)
             if record is not None and not self._makes_state(record, leaves):
-                return self._recorded(record, leaves)
+                return self._recorded(record, args, kwargs, leaves)
             if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
                 return self._read(function, args, kwargs, leaves)
@@ -215,11 +215,11 @@ class Run:
                 return snapshot.num_entries != record.state_entries
         return False
 
-    def _recorded(self, record: Record, leaves: list[Any]) -> Any:
+    def _recorded(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         number = len(self.records)
         self.records.append(record)
         if self._ahead is not None:
-            return self._from_ahead(self._ahead, record)
+            return self._from_ahead(self._ahead, record, args, kwargs)
         self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
@@ -296,7 +296,7 @@ class Run:
         before = Before.of(path.records[slice(*span)], tensors)
         results = None
         if not (self._reduces and any(leaf.grad is not None for leaf in leaves)):  # which may be reduced already or not
-            results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.leaves))
+            results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped, plan.leaves))
         if results is None:
             tensors.forget_since(length)
             return False
@@ -310,7 +310,7 @@ class Run:
         self._ahead = ahead
         return True
 
-    def _from_ahead(self, ahead: Ahead, record: Record) -> Any:
+    def _from_ahead(self, ahead: Ahead, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A record behind the read that has run already. The backward puts the gradients in place."""
         number = len(self.records) - 1
         self._started = number + 1
@@ -318,6 +318,8 @@ class Run:
             self._ahead = None
             ahead.put()
             return None
+        if number in ahead.plan.skipped:
+            return execute(record.key.function, args, kwargs)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
             if meta is None:

@@ -57,6 +57,27 @@ def test_python_goes_another_way(way: str) -> None:
     train_both(guarded(lambda call, loss: way if call in (3, 4, 7) else ""), calls=10)
 
 
+def test_gradients_that_are_cleared_behind_the_read_stay_where_it_returns() -> None:
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> float:
+            loss = training.model(x).mean()
+            value = loss.item()
+            if next(calls) in (4, 6):
+                return value
+            training.opt.zero_grad()
+            loss.backward()
+            training.opt.step()
+            return value
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, calls=10, compiled=compiled)
+    assert compiled.launches > 10
+
+
 def test_gradients_add_up() -> None:
     def make(training: Training) -> Step:
         calls = iter(range(100))

@@ -87,6 +87,8 @@ class Record:
     """Of the step of an optimizer: how many things the optimizer's state held behind it; else 0."""
     writes: tuple[int, ...] = field(compare=False)
     """Leaves of its arguments that it has written to."""
+    writes_grads: bool = field(compare=False)
+    """Whether it has changed the gradients of its arguments, and is no backward."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
 
