@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from wholestep.live.recording.path import BACKWARDS, Path, Value
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, Record
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record
 from wholestep.live.tensors import TensorTable
 
 
@@ -27,7 +27,7 @@ class AheadPlan:
     position: int
     """How many records there were when Python asked for a value."""
     skipped: frozenset[int]
-    """Records that change gradients, such as ``zero_grad()``: they run when Python comes to them."""
+    """Records that only act, such as ``zero_grad()``: they run when Python comes to them."""
     leaves: tuple[int, ...]
     """Tensors from outside, by number, whose gradients are held."""
 
@@ -55,7 +55,7 @@ def plan_ahead(path: Path, started: int, position: int, tensors: TensorTable) ->
     if any(_is_hooked(tensors.externals[index]) for index in leaves):
         tensors.forget_since(length)
         return None
-    skipped = frozenset(number for number in range(position, end) if path.records[number].writes_grads)
+    skipped = frozenset(number for number in range(position, end) if _only_acts(path.records[number]))
     return AheadPlan((started, end + 1), position, skipped, leaves)
 
 
@@ -76,12 +76,19 @@ def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
     """Whether a record between the read and the backward needs what is not known yet, or does more than compute."""
     if record.draws or record.writes or record.state_entries or record.key.function in BACKWARDS:
         return True
+    if _only_acts(record):
+        return any(operand.kind == VALUE for operand in record.operands)
     if record.writes_grads:
-        return any(meta is not None for meta in record.outputs)
+        return True
     for operand in record.operands:
         if operand.kind == NUMBER and operand.key >= len(tensors.numbers) and path.is_varying(operand.key):
             return True
     return False
+
+
+def _only_acts(record: Record) -> bool:
+    """Whether it gives nothing, so that it was called for what it does: ``zero_grad()``, ``param.grad = None``."""
+    return all(meta is None for meta in record.outputs)
 
 
 @dataclass(slots=True)
