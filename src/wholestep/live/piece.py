@@ -57,6 +57,7 @@ def make_piece(name: str, path: Path, spec: PieceSpec) -> Piece:
 
 class _Writer:
     def __init__(self, name: str, path: Path, spec: PieceSpec) -> None:
+        name = "".join(letter if letter.isalnum() else "_" for letter in name).strip("_") or "step"
         self._name, self._path, self._span, self._held = name, path, spec.span, spec.held_leaves
         self._skipped = spec.skipped
         self._results = [_name(value) for value in spec.wanted]

@@ -84,7 +84,8 @@ class Run:
         self._lock = threading.RLock()
         """Held while something is recorded or runs: another thread may have been given a handle."""
         self._given: list[torch.Tensor] = []
-        """Arguments of calls that have not run, which hold them as eager code would until they do."""
+        """Tensors that calls which have not run are given. (Handles are held by Python alone: those that nobody holds
+        when the calls run are no results.)"""
         self._reduces = reduces
         self._ahead: Ahead | None = None
         self._started = 0
@@ -220,7 +221,7 @@ class Run:
         self.records.append(record)
         if self._ahead is not None:
             return self._from_ahead(self._ahead, record, args, kwargs)
-        self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is not Handle)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
             if meta is None:

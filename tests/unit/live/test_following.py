@@ -35,6 +35,11 @@ def test_a_known_path_is_one_launch_and_executes_nothing() -> None:
     assert first == len(live.pieces[0].path.records) + 1  # those of the first call alone, and its read
 
 
+def test_a_piece_gives_only_what_somebody_holds() -> None:
+    live = train_both(appends_the_loss, compiled=Compiled())
+    assert [piece.spec.wanted for piece in live.pieces] == [((7, 0),)]  # the loss, of eight values
+
+
 def test_a_value_that_is_asked_for_in_the_middle_ends_a_piece() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> Tensor:

@@ -1,0 +1,174 @@
+"""What the user's own Python costs in a live step, beside the same step as one graph.
+
+    python benchmarks/live.py                # host microseconds a call beyond the pure step, on the CPU
+    python benchmarks/live.py --workload W1  # milliseconds a step of a reference training, on a GPU
+    python benchmarks/live.py --json
+
+The pure step returns its loss, whose value is asked for behind the call. The live steps ask for it themselves. All are
+called by turns in one run, a block of calls each; a figure is the median of its calls. Behind the table stands what
+`explain` says of each live step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.cli.suite.workloads import autocast_step, draw_tokens
+from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize, build
+
+SMALL_GPT = LanguageModelSize(num_layers=12, width=16, num_heads=2, vocabulary=64, length=8, rows=1)
+BLOCK = 10
+
+
+class SmallCalls(nn.Module):
+    """Some thirty small calls of torch on one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(9):
+            x = torch.tanh(x * self.weight) + 0.1
+        return F.mse_loss(x, y)
+
+
+@dataclass
+class Contender:
+    """One way to write the step, with a model of its own."""
+
+    name: str
+    call: Callable[[], Any]
+    step: ws.CompiledStep
+    times_us: list[float] = field(default_factory=list)
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.times_us)
+
+
+def contenders(
+    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], plain: Callable[..., Tensor], backend: str
+) -> list[Contender]:
+    """The step as one graph, and live with reads behind the update and in front of it."""
+
+    def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    model, opt = training()
+    pure = ws.compile(lambda *batch: plain(model, opt, *batch), backend=backend, fullgraph=True)
+
+    met, met_opt = training()
+    losses: list[float] = []
+
+    def metered(*batch: Tensor) -> None:
+        losses.append(plain(met, met_opt, *batch).item())
+        if len(losses) % 10 == 0:
+            print(end="")  # a line of a log, without the noise
+
+    guarded_model, guarded_opt = training()
+
+    def guarded(*batch: Tensor) -> float | None:
+        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=batch[0].is_cuda):
+            loss = guarded_model(*batch)
+        loss.backward()
+        if not torch.isfinite(loss.detach()):
+            return None
+        guarded_opt.step()
+        guarded_opt.zero_grad()
+        return float(loss)
+
+    live = [ws.compile(metered, backend=backend), ws.compile(guarded, backend=backend)]
+    return [
+        Contender("pure, the value asked for behind it", lambda: float(pure(*batch)), pure),
+        Contender("append(loss.item()), print", lambda: live[0](*batch), live[0]),
+        Contender("isfinite between backward and update", lambda: live[1](*batch), live[1]),
+    ]
+
+
+def measure(group: list[Contender], blocks: int, progress: Progress) -> None:
+    """Times blocks of calls by turns, behind enough calls to know the paths."""
+    task = progress.add_task("calls", total=blocks + 1)
+    for number in range(blocks + 1):
+        for one in group:
+            for _ in range(BLOCK):
+                start = time.perf_counter()
+                one.call()
+                if number:
+                    one.times_us.append((time.perf_counter() - start) * 1e6)
+        progress.advance(task)
+
+
+def plain_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """Forward, backward and update in the model's own precision."""
+    loss: Tensor = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def groups(workload: str | None) -> dict[str, list[Contender]]:
+    """What is measured, by name."""
+    if workload is not None:
+        size, device = REFERENCE[workload], torch.device("cuda")
+        x, y = (one.to(device) for one in draw_tokens(size, 0))
+        return {workload: contenders(lambda: build(size, device), (x, y), autocast_step, "inductor")}
+    x, y = draw_tokens(SMALL_GPT, 0)
+    gpt = contenders(lambda: build(SMALL_GPT, torch.device("cpu")), (x, y), plain_step, "eager")
+    small = contenders(SmallCalls, (torch.randn(8), torch.randn(8)), plain_step, "eager")
+    return {"GPT of 12 layers": gpt, "30 small calls": small}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=sorted(REFERENCE), help="a reference training, on a GPU")
+    parser.add_argument("--blocks", type=int, default=20, help=f"blocks of {BLOCK} calls (default 20)")
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    options = parser.parse_args()
+    measured = groups(options.workload)
+    with Progress(console=Console(stderr=True)) as progress:
+        for group in measured.values():
+            measure(group, options.blocks, progress)
+    rows = [
+        {
+            "training": name, "step": one.name, "median_us": one.median_us,
+            "beyond_us": one.median_us - group[0].median_us, "ratio": one.median_us / group[0].median_us,
+        }
+        for name, group in measured.items() for one in group
+    ]  # fmt: skip
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    table = Table(title=f"Live steps, torch {torch.__version__}")
+    for column in ("training", "step", "median us", "beyond the pure step, us", "ratio"):
+        table.add_column(column, justify="left" if column in ("training", "step") else "right")
+    for row in rows:
+        table.add_row(
+            str(row["training"]), str(row["step"]), f"{row['median_us']:,.0f}", f"{row['beyond_us']:,.0f}",
+            f"{row['ratio']:.3f}",
+        )  # fmt: skip
+    Console().print(table)
+    for group in measured.values():
+        for one in group[1:]:
+            print(one.step.explain())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
