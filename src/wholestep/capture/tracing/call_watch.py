@@ -7,6 +7,7 @@ other parts of a capture see; whatever else is called, by the step or by a libra
 
 from __future__ import annotations
 
+import _thread
 import functools
 import os
 import sys
@@ -30,8 +31,8 @@ _COMPUTING = frozenset(
     }
 )  # fmt: skip
 """Modules, and modules of classes, whose C functions compute; by the first part of the name, without underscores."""
-_OUTSIDE = frozenset({print, input, open, breakpoint})
-"""Builtins that do more."""
+_OUTSIDE = frozenset({print, input, open, breakpoint, _thread.start_new_thread})
+"""Functions of these modules that do more; what another thread does is not watched."""
 
 
 class OutsideEffect(CaptureError):

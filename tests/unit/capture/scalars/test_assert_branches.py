@@ -51,7 +51,7 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
 def test_answers_of_python_are_no_results() -> None:
     """They are bools in eager code, and would be tensors."""
     with pytest.raises(CaptureError, match=r"Return the number, and ask outside"):
-        ws.compile(raising_functions.answers, backend="eager")(GOOD)
+        ws.compile(raising_functions.answers, backend="eager", fullgraph=True)(GOOD)
 
 
 def test_the_first_call_is_checked_too() -> None:
@@ -63,7 +63,7 @@ def test_the_first_call_is_checked_too() -> None:
 
 @pytest.mark.parametrize("fn", raising_functions.REFUSED, ids=lambda fn: fn.__name__)
 def test_what_may_do_more_is_refused(fn: Any) -> None:
-    run: Any = ws.compile(fn, backend="eager")
+    run: Any = ws.compile(fn, backend="eager", fullgraph=True)
     with pytest.raises(CaptureError, match=f"raising_functions.py:.* in {fn.__name__}(.|\n)*value of a tensor decides"):
         run(GOOD)
 
@@ -73,7 +73,7 @@ def test_what_may_do_more_is_refused(fn: Any) -> None:
 )
 def test_what_is_raised_in_a_function_that_the_step_catches_is_refused(fn: Any) -> None:
     with pytest.raises(CaptureError, match=r"in raises(.|\n)*value of a tensor decides"):
-        ws.compile(fn, backend="eager")(GOOD)
+        ws.compile(fn, backend="eager", fullgraph=True)(GOOD)
 
 
 def test_who_calls_the_step_may_catch_it() -> None:
