@@ -83,11 +83,11 @@ def computes(function: Any) -> bool:
 
 
 def _module_of(function: Any) -> str:
+    if module := getattr(function, "__module__", None):  # of functions, and of methods that pybind11 makes
+        return str(module)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        kind = owner if isinstance(owner, type) else type(owner)
-        return str(next((base.__module__ for base in kind.__mro__ if name in vars(base)), kind.__module__))
-    return str(getattr(function, "__module__", None) or "builtins")
+    kind = owner if isinstance(owner, type) else type(owner)
+    return str(next((base.__module__ for base in kind.__mro__ if name in vars(base)), kind.__module__))
 
 
 @functools.cache

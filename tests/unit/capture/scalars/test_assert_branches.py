@@ -33,7 +33,7 @@ COMPILED = (
 ], ids=lambda one: getattr(one, "__name__", one))  # fmt: skip
 def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
     kind, text = raising_functions.RAISE[fn]
-    run: Any = ws.compile(fn, backend=backend)
+    run: Any = ws.compile(fn, backend=backend, fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(run(GOOD), fn(GOOD))
         with pytest.raises(kind):
@@ -45,6 +45,22 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
             raising_functions.distribution,
             raising_functions.clips,
         )
+    assert run.cache_info().traces == 1
+
+
+@pytest.mark.parametrize("fn", raising_functions.RAISE, ids=lambda fn: fn.__name__)
+def test_without_fullgraph_the_error_is_that_of_the_code(fn: Any) -> None:
+    """The step's own Python runs once more, and the next call is on the graph again."""
+    kind, _ = raising_functions.RAISE[fn]
+    run: Any = ws.compile(fn, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(run(GOOD), fn(GOOD))
+        with pytest.raises(kind) as wanted:
+            fn(BAD)
+        with pytest.raises(kind) as raised:
+            run(BAD)
+        assert (type(raised.value), str(raised.value)) == (type(wanted.value), str(wanted.value))
+        assert raised.traceback[-1].lineno == wanted.traceback[-1].lineno
     assert run.cache_info().traces == 1
 
 
@@ -103,7 +119,7 @@ def test_nothing_is_half_updated(asked: str, backend: str) -> None:
     def state() -> list[Tensor]:
         return [*model.parameters(), *(opt.state[one]["momentum_buffer"] for one in model.parameters())]
 
-    run: Any = ws.compile(step, backend=backend)
+    run: Any = ws.compile(step, backend=backend, fullgraph=True)
     run(GOOD)
     before = [one.detach().clone() for one in state()]
     with pytest.raises(ValueError, match="not below"):

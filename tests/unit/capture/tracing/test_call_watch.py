@@ -95,6 +95,7 @@ COMPUTING: dict[str, Callable[[], object]] = {
     "partial": lambda: functools.reduce(lambda a, b: a + b, [1, 2]),
     "numpy": lambda: np.linspace(0.0, 1.0, 3).mean(),
     "generators of its own": lambda: (random.Random(0).random(), np.random.default_rng(0).random()),
+    "a future of torch": lambda: torch.futures.Future[int]().done(),
     "a silent log": lambda: log.debug("seen"),
     "the rate of a schedule": lambda: torch.optim.lr_scheduler.StepLR(
         torch.optim.SGD([torch.zeros(1)], lr=0.1), 1
