@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,45 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.harness.second_thread import closed_lock, second_thread, wait_for
 from tests.harness.training import backward_and_step
 from wholestep.capture.capture import capture
 from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 from wholestep.ir.node_meta import Region
-
-
-def closed() -> threading.Lock:
-    """A lock that opens once: a thread waits by acquiring it."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-def wait_for(lock: threading.Lock) -> None:
-    assert lock.acquire(timeout=30)
-
-
-@contextmanager
-def beside(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """A thread that does this when the step calls what is given here, which waits for it. A step may start none."""
-    begins, ends = closed(), closed()
-
-    def run() -> None:
-        wait_for(begins)
-        try:
-            work()
-        finally:
-            ends.release()
-
-    def let() -> None:
-        begins.release()
-        wait_for(ends)
-
-    with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(run)
-        yield let
-        done.result()
 
 
 class Waits(nn.Module):
@@ -93,7 +60,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begins, self.inside, self.may_go_on, self.ends = closed(), closed(), closed(), closed()
+        self.begins, self.inside, self.may_go_on, self.ends = closed_lock(), closed_lock(), closed_lock(), closed_lock()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +113,7 @@ def test_another_thread_sends_objects_and_makes_groups(group: Any) -> None:
         assert found == [True]
         dist.destroy_process_group(dist.new_group([0]))
 
-    with beside(talk) as let:
+    with second_thread(talk) as let:
 
         def step(model: nn.Module, x: Tensor) -> Tensor:
             let()
@@ -159,7 +126,7 @@ def test_another_thread_sends_objects_and_makes_groups(group: Any) -> None:
 def test_another_thread_takes_the_next_batch(how: str) -> None:
     batches, found = iter([1, 2]), []
     take = {"next": partial(next, batches), "lambda": lambda: next(batches)}[how]
-    with beside(lambda: found.append(take())) as let:
+    with second_thread(lambda: found.append(take())) as let:
 
         def step(model: nn.Module, x: Tensor) -> Tensor:
             let()
