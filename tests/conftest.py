@@ -9,11 +9,13 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from wholestep.api.compiled_step import CompiledStep
 from wholestep.capture.native import build
 
 pytest_plugins = ["tests.harness.rank_pools"]
@@ -50,3 +52,31 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def may_go_live() -> bool:
+    """Whether steps that a test compiles may go live: not unless the test, its file or its folder says so.
+
+    Most tests compare a graph with eager code, and would go on doing so in vain once the step was none.
+    """
+    return False
+
+
+@pytest.fixture(autouse=True)
+def no_step_goes_live_unseen(may_go_live: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test of graphs, in this process, one of whose steps has been refused as one graph and went live."""
+    refusals: list[str] = []
+    go_live = CompiledStep._go_live
+
+    def noted(step: CompiledStep, refusal: Exception, *call: Any) -> Any:
+        refusals.append(str(refusal))
+        return go_live(step, refusal, *call)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CompiledStep, "_go_live", noted)
+    yield
+    if refusals and not may_go_live:
+        pytest.fail(
+            "A step of this test is no graph and went live. If it shall be refused compile it with fullgraph=True; if "
+            f"it shall be live let the test ask for `may_go_live` as True. Refused was:\n{refusals[0]}"
+        )

@@ -83,11 +83,11 @@ DOORS: dict[str, dict[str, str]] = {
     },
     "capture/tracing/rnn_unroll.py": {"torch._VF": "recurrent layers, which choose cuDNN by themselves"},
     "capture/tracing/tensor_swap.py": {
-        "torch._C._swap_tensor_impl": "state is lifted by exchanging what is inside a tensor, not the object",
+        "torch._C._swap_tensor_impl": "what is inside two tensors is exchanged, and not the objects",
     },
+    "capture/tracing/backward_engine.py": {"torch.autograd._engine_run_backward": "to see every backward as it runs"},
     "capture/tracing/patches.py": {
         "torch.utils._foreach_utils": "which tensor types count as plain when torch chooses foreach kernels",
-        "torch.autograd._engine_run_backward": "to see every backward as it runs",
         "torch.fx.experimental.symbolic_shapes": "host scalars are symbols of a ShapeEnv",
     },
     "capture/tracing/tracer.py": {
@@ -154,6 +154,27 @@ DOORS: dict[str, dict[str, str]] = {
     "ir/ops/collectives.py": {
         "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",
         "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
+    },
+    "live/handle.py": {
+        "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",
+    },
+    "live/observation.py": {"torch._C._EnableTorchFunction": "a call runs as it would in eager code"},
+    "live/opaque.py": {
+        "torch.optim.optimizer._global_optimizer_post_hooks": "hooks on the steps of all optimizers, which are Python",
+        "torch.optim.optimizer._global_optimizer_pre_hooks": "likewise",
+    },
+    "live/recording/modes.py": {
+        "torch._C._autograd": "whether hooks on saved tensors are set",
+        "torch._C._functorch": "whether a transform of torch.func runs",
+        "torch._C._is_any_autocast_enabled": "autocast of all devices, asked at every call",
+        "torch._C._len_torch_dispatch_stack": "whether a dispatch mode of the user's looks at every operator",
+    },
+    "live/recording/observer.py": {
+        "torch.utils._python_dispatch": "the mode in which the operators of a call are seen"
+    },
+    "live/run.py": {
+        "torch._C.DisableTorchFunction": "what a live step does by itself is not recorded",
+        "torch._C._EnableTorchFunction": "a piece is captured and runs as outside of a live step",
     },
     "spmd/comm_tensor.py": {
         "torch.Tensor._make_wrapper_subclass": "how a tensor subclass that wraps another tensor is made",

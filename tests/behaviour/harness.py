@@ -161,7 +161,7 @@ class Compiled(Run):
         return module
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        step = ws.compile(fn, strategy=self.strategy, backend=self.backend)
+        step = ws.compile(fn, strategy=self.strategy, backend=self.backend, fullgraph=True)
         self.steps.append(step)
         return step
 

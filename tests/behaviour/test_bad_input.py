@@ -114,7 +114,7 @@ def test_is_refused_at_its_line(name: str, warm: bool) -> None:
     if warm:
         warm_up(module, opt)
     x, y = batch()
-    step = ws.compile(STEPS[name], backend="eager")
+    step = ws.compile(STEPS[name], backend="eager", fullgraph=True)
     with (
         untouched(module=module, opt=opt, x=x, y=y),
         pytest.raises(ws.CaptureError, match=re.escape(place_of(STEPS[name])) + r"\b"),
@@ -130,8 +130,10 @@ def test_the_models_are_usable_after_an_error() -> None:
     opts = [sgd(module) for module in twins]
     x, y = batch()
     with pytest.raises(ws.CaptureError):
-        ws.compile(branch_on_a_tensor, backend="eager")(twins[0], opts[0], x, y)
-    good = ws.compile(lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager")
+        ws.compile(branch_on_a_tensor, backend="eager", fullgraph=True)(twins[0], opts[0], x, y)
+    good = ws.compile(
+        lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager", fullgraph=True
+    )
     for _ in range(3):
         torch.manual_seed(1)
         compiled = good(twins[0], opts[0], x, y)
@@ -150,7 +152,7 @@ def test_own_exception_of_the_step_comes_through() -> None:
     opt = sgd(module)
     x, y = batch()
     with untouched(module=module, opt=opt), pytest.raises((ValueError, ws.CaptureError), match="my own complaint"):
-        ws.compile(step, backend="eager")(module, opt, x, y)
+        ws.compile(step, backend="eager", fullgraph=True)(module, opt, x, y)
 
 
 def test_error_while_the_graph_runs_leaves_everything() -> None:
@@ -167,7 +169,7 @@ def test_error_while_the_graph_runs_leaves_everything() -> None:
     module = Net()
     opt = sgd(module)
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         return backward_and_step(module(x, y), opt)
 
@@ -197,7 +199,7 @@ def test_detection_of_anomalies_is_refused_before_the_first_call_and_later() -> 
     model = nn.Linear(FEATURES, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(x: Tensor) -> Tensor:
         return backward_and_step(model(x).square().mean(), opt)
 
@@ -218,7 +220,7 @@ def test_detection_of_anomalies_is_refused_before_the_first_call_and_later() -> 
 def test_parameters_without_a_shape_are_refused_until_they_have_one() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.LazyLinear(3))
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
         loss.backward()
@@ -239,7 +241,7 @@ def test_lbfgs_is_refused() -> None:
     opt = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2)
     x, y = batch()
     with untouched(module=module, opt=opt), pytest.raises(ws.CaptureError, match="LBFGS") as raised:
-        ws.compile(lbfgs_step, backend="eager")(module, opt, x, y)
+        ws.compile(lbfgs_step, backend="eager", fullgraph=True)(module, opt, x, y)
     assert HERE in str(raised.value)
 
 
@@ -257,7 +259,7 @@ def test_sparse_adam_is_refused(sparse: bool) -> None:
     module = nn.Embedding(10, 4, sparse=sparse)
     opt = torch.optim.SparseAdam(module.parameters(), lr=0.1)
     with untouched(module=module, opt=opt), pytest.raises(ws.CaptureError, match="SparseAdam") as raised:
-        ws.compile(sparse_step, backend="eager")(module, opt, torch.tensor([1, 2, 3]))
+        ws.compile(sparse_step, backend="eager", fullgraph=True)(module, opt, torch.tensor([1, 2, 3]))
     assert HERE in str(raised.value)
 
 
@@ -265,7 +267,7 @@ def test_more_retraces_than_allowed_are_an_error_with_all_reasons() -> None:
     module = net()
     opt = sgd(module)
 
-    @ws.compile(backend="eager", max_retraces=2)
+    @ws.compile(backend="eager", max_retraces=2, fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         return backward_and_step(loss_of(module, x, y), opt)
 
@@ -338,6 +340,8 @@ def test_one_tensor_in_two_places_that_are_given_different_values(
     module = make_model()
     opt = make_opt(module) if make_opt is sgd else make_opt(module.parameters())
     x, y = batch()
-    step = ws.compile(lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager")
+    step = ws.compile(
+        lambda model, opt, x, y: backward_and_step(loss_of(model, x, y), opt), backend="eager", fullgraph=True
+    )
     with untouched(module=module, opt=opt, x=x, y=y), pytest.raises(ws.CaptureError, match=said):
         step(module, opt, x, y)

@@ -1,13 +1,13 @@
 """Python that runs while a step is traced runs once and never again.
 
-Numbers that it moves go on as inputs of the graph; the rest is refused and undone, or said. Nothing of it may be baked
-in silence.
+Numbers that it moves go on as inputs of the graph; the rest is refused as one graph and undone, and runs live. Nothing
+of it may be baked in silence.
 """
 
 from __future__ import annotations
 
-import logging
 import random
+import re
 import warnings
 from functools import partial
 from operator import length_hint
@@ -23,7 +23,7 @@ from torch import Tensor
 import wholestep as ws
 from tests.behaviour.harness import Record
 from tests.behaviour.small_models import loss_of, sgd
-from tests.behaviour.untouched import assert_untouched, batch, everything, net, place_of
+from tests.behaviour.untouched import assert_untouched, batch, everything, net, place_of, untouched
 from tests.harness.training import backward_and_step
 
 HERE = Path(__file__).name
@@ -142,7 +142,7 @@ SIDE_EFFECTS = {  # method -> what the message must name
 def test_side_effect_is_refused_and_undone(name: str) -> None:
     trainer = Trainer()
     x, y = batch()
-    step = ws.compile(getattr(trainer, name), backend="eager")
+    step = ws.compile(getattr(trainer, name), backend="eager", fullgraph=True)
     before = trainer.seen()
     with pytest.raises(ws.CaptureError, match=SIDE_EFFECTS[name]) as raised:
         step(x, y)
@@ -171,7 +171,7 @@ def test_numbers_that_the_step_moves_go_on(name: str) -> None:
     eager = Trainer()
     torch.manual_seed(1)
     ours = Trainer()
-    step = ws.compile(getattr(ours, name), backend="eager")
+    step = ws.compile(getattr(ours, name), backend="eager", fullgraph=True)
     for _ in range(5):
         x, y = batch()
         torch.manual_seed(5)
@@ -190,7 +190,7 @@ def test_a_generator_that_was_there_goes_on_from_call_to_call() -> None:
     def step(x: Tensor, generator: torch.Generator) -> Tensor:
         return x + torch.randn(x.shape, generator=generator)
 
-    plain, compiled, run = torch.Generator(), torch.Generator(), ws.compile(step, backend="eager")
+    plain, compiled, run = torch.Generator(), torch.Generator(), ws.compile(step, backend="eager", fullgraph=True)
     for _ in range(3):
         assert torch.equal(step(torch.ones(3), plain), run(torch.ones(3), compiled))
     assert torch.equal(plain.get_state(), compiled.get_state())
@@ -206,7 +206,7 @@ def test_iterators_that_the_step_makes_are_its_own() -> None:
         return backward_and_step(loss_of(module, x.to(next(iter([first.dtype]))), y), opt)
 
     x, y = batch()
-    ws.compile(step, backend="eager")(x, y)
+    ws.compile(step, backend="eager", fullgraph=True)(x, y)
 
 
 CALLS = 0
@@ -222,7 +222,7 @@ def test_a_counter_in_a_global_goes_on() -> None:
     global CALLS
     module = net()
     opt = sgd(module)
-    step = ws.compile(counting_in_a_global, backend="eager")
+    step = ws.compile(counting_in_a_global, backend="eager", fullgraph=True)
     for calls in (1, 2, 3):
         step(module, opt, *batch())
         assert calls == CALLS
@@ -243,7 +243,7 @@ def test_a_counter_in_a_closure_goes_on_and_is_branched_on() -> None:
 
         return step
 
-    eager, step = made(), ws.compile(made(), backend="eager")
+    eager, step = made(), ws.compile(made(), backend="eager", fullgraph=True)
     for call in range(9):
         x, y = batch()
         torch.manual_seed(call)
@@ -262,27 +262,57 @@ def test_losses_collected_in_a_closure_are_refused_and_undone() -> None:
         return losses[-1]
 
     with pytest.raises(ws.CaptureError, match="losses") as raised:
-        ws.compile(step, backend="eager")(*batch())
+        ws.compile(step, backend="eager", fullgraph=True)(*batch())
     assert HERE in str(raised.value)
     assert losses == []
 
 
 def printing(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = backward_and_step(loss_of(model, x, y), opt)
+    print(round(loss.item(), 3))  # <- here
+    return loss
+
+
+def printing_a_tensor(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = backward_and_step(loss_of(model, x, y), opt)
     print(loss)  # <- here
     return loss
 
 
-def test_print_warns_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+def printing_a_word(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    print("a step")  # <- here
+    return backward_and_step(loss_of(model, x, y), opt)
+
+
+PRINTING = [printing, printing_a_tensor, printing_a_word]
+
+
+@pytest.mark.parametrize("fn", PRINTING, ids=lambda fn: fn.__name__)
+def test_a_print_is_refused_and_nothing_is_printed(fn: Any, capsys: pytest.CaptureFixture[str]) -> None:
     module = net()
     opt = sgd(module)
-    step = ws.compile(printing, backend="eager")
-    with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.WARNING):
-        warnings.simplefilter("always")
-        for _ in range(3):
+    x, y = batch()
+    with untouched(module=module, opt=opt), pytest.raises(ws.CaptureError, match=re.escape(place_of(fn)) + r"\b"):
+        ws.compile(fn, backend="eager", fullgraph=True)(module, opt, x, y)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize("fn", PRINTING, ids=lambda fn: fn.__name__)
+def test_a_step_that_prints_goes_live_and_prints_at_every_call(
+    fn: Any, may_go_live: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for step in (fn, ws.compile(fn, backend="eager")):
+        torch.manual_seed(0)
+        module = net()
+        opt = sgd(module)
+        for call in range(4):
+            torch.manual_seed(call)
             step(module, opt, *batch())
-    said = [str(one.message) for one in warned] + [one.getMessage() for one in caplog.records]
-    assert sum(place_of(printing) in text for text in said) == 1, said
+        said.append(capsys.readouterr().out)
+    assert said[0].count("\n") == 4
+    assert said[1] == said[0]
 
 
 def test_a_step_without_side_effects_is_not_suspected() -> None:
@@ -290,7 +320,7 @@ def test_a_step_without_side_effects_is_not_suspected() -> None:
     module = net()
     opt = sgd(module)
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
         parts, count = [], 0
         for half in x.split(3):

@@ -26,7 +26,7 @@ def test_experts_with_shapes_that_follow_the_routing_are_refused() -> None:
     ).train()
     opt = torch.optim.AdamW(module.parameters(), lr=1e-2)
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return backward_and_step(module(**batch).loss, opt)
 

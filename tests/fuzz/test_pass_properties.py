@@ -151,7 +151,7 @@ def test_four_virtual_ranks(seed: int) -> None:
     rows = [step.batch(rank) for rank in range(4)]
     x, y = (torch.cat(parts) for parts in zip(*rows, strict=True))
     before = [one.detach().clone() for one in step.state()]
-    found = ws.compile(step.run, strategy=strategy).verify(x, y, ranks=4, steps=2)
+    found = ws.compile(step.run, strategy=strategy, fullgraph=True).verify(x, y, ranks=4, steps=2)
     assert found.ok, str(found)
     assert builders.same([one.detach() for one in step.state()], before)
 
@@ -161,7 +161,7 @@ def on_two_ranks(seed: int) -> None:
     ours, theirs = random_step(seed, dropout=False), random_step(seed, dropout=False)
     wrapped = DistributedDataParallel(theirs.model, find_unused_parameters=True)
     theirs.forward[0], theirs.accumulate[0] = wrapped, wrapped.no_sync
-    step = ws.compile(ours.run, strategy=DDP(bucket_bytes=ours.bucket_bytes or "auto"), backend="eager")
+    step = ws.compile(ours.run, strategy=DDP(bucket_bytes=ours.bucket_bytes or "auto"), backend="eager", fullgraph=True)
     for call in range(3):
         batch = ours.batch(10 * call + dist.get_rank())
         results = [step(*batch), *ours.state()], [theirs.run(*batch), *theirs.state()]

@@ -16,7 +16,7 @@ from tests.fuzz.random_loops import RandomLoop, difference
 
 def compare(seed: int, device: torch.device, backend: ws.config.Backend) -> None:
     wanted = RandomLoop(seed, device).run(lambda step: step)
-    found = RandomLoop(seed, device).run(partial(ws.compile, backend=backend, max_retraces=64))
+    found = RandomLoop(seed, device).run(partial(ws.compile, backend=backend, max_retraces=64, fullgraph=True))
     assert difference(found, wanted) is None
 
 
@@ -30,7 +30,7 @@ def on_two_ranks(seed: int, backend: ws.config.Backend = "eager") -> str | None:
     wrap = partial(DistributedDataParallel, find_unused_parameters=True)
     wanted = RandomLoop(seed, device, rank=rank).run(lambda step: step, wrap)
     own = RandomLoop(seed, device, rank=rank)
-    found = own.run(partial(ws.compile, backend=backend, max_retraces=64), lambda model: model)
+    found = own.run(partial(ws.compile, backend=backend, max_retraces=64, fullgraph=True), lambda model: model)
     return difference(found, wanted)
 
 

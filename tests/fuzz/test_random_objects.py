@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def compare(seed: int, device: torch.device, backend: ws.config.Backend, tolerance: float = 0.0) -> None:
-    compile = partial(ws.compile, backend=backend, max_retraces=30)
+    compile = partial(ws.compile, backend=backend, max_retraces=30, fullgraph=True)
     made, compiled = RandomObjects(seed), RandomObjects(seed)
     wanted, found = made.run(device), compiled.run(device, compile)
     assert all(map(partial(torch.allclose, rtol=tolerance, atol=tolerance), found, wanted)), f"seed {seed}: {made}"

@@ -25,7 +25,7 @@ def compare(
     seed: int, backend: ws.config.Backend, device: torch.device = CPU, *, kind: type[RandomWrites] = RandomWrites
 ) -> None:
     made = kind(seed)
-    wanted, found = made.run(device), made.run(device, partial(ws.compile, backend=backend))
+    wanted, found = made.run(device), made.run(device, partial(ws.compile, backend=backend, fullgraph=True))
     for call, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         same = all(map(partial(torch.allclose, rtol=ROUNDING, atol=ROUNDING), ours, theirs))
         assert same, f"seed {seed}, call {call}: {made.text}"

@@ -47,7 +47,7 @@ def train_in_backward(inside: bool) -> list[Tensor]:
         for param in opts:
             param.register_post_accumulate_grad_hook(update)
 
-    @ws.compile(strategy=ws.DDP(), backend="eager")
+    @ws.compile(strategy=ws.DDP(), backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(module, x, y)
         loss.backward()

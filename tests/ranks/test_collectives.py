@@ -121,7 +121,8 @@ def trained() -> str:
         work.wait()
         return metric
 
-    wrapped, compiled = DistributedDataParallel(eager), ws.compile(step, strategy=ws.DDP(), backend="eager")
+    wrapped = DistributedDataParallel(eager)
+    compiled = ws.compile(step, strategy=ws.DDP(), backend="eager", fullgraph=True)
     for call in range(CALLS):
         wanted, found = step(wrapped, opts[0], *tensors(call)), compiled(ours, opts[1], *tensors(call))
         assert torch.equal(wanted, found)
@@ -161,7 +162,7 @@ def sizes_differ(x: Tensor, y: Tensor) -> Tensor:
 
 def mismatched(step: Any) -> str:
     with pytest.raises(ws.RankMismatchError) as caught:
-        ws.compile(step)(*tensors(0))
+        ws.compile(step, fullgraph=True)(*tensors(0))
     return str(caught.value)
 
 

@@ -65,7 +65,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def compiled(*, loss_scale: float = 1.0, **options: Any) -> Any:
-    @ws.compile(strategy=ws.DDP(**{"bucket_bytes": ONE_BUCKET, **options}), backend="eager")
+    @ws.compile(strategy=ws.DDP(**{"bucket_bytes": ONE_BUCKET, **options}), backend="eager", fullgraph=True)
     def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         return backward_and_step(F.cross_entropy(model(x), y) * loss_scale, opt)
 

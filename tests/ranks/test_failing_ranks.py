@@ -44,7 +44,7 @@ def outcome(step: Any, batches: list[tuple[Tensor, ...]], **objects: object) -> 
 
 
 def ddp_step(module: nn.Module, opt: torch.optim.Optimizer, **strategy: Any) -> Any:
-    @ws.compile(strategy=ws.DDP(**strategy), backend="eager")
+    @ws.compile(strategy=ws.DDP(**strategy), backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         return backward_and_step(loss_of(module, x.to(next(module.parameters()).dtype), y), opt)
 
@@ -82,7 +82,7 @@ def code_paths_differ(how: str) -> tuple[type, str, int, float]:
     module = nn.ModuleDict({"body": mlp(), "left": nn.Linear(3, 3), "right": nn.Linear(3, 3)})
     opt = sgd(module)
 
-    @ws.compile(strategy=ws.DDP(), backend="eager")
+    @ws.compile(strategy=ws.DDP(), backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         hidden = module["body"](x)
         if how == "heads":
@@ -121,7 +121,7 @@ def paths_part_later() -> tuple[type, str, int, float]:
         module = nn.ModuleDict({"body": mlp(), "head": nn.Linear(3, 3)})
         opt = sgd(module)
 
-        @ws.compile(strategy=ws.DDP(hold_updates=True), backend="eager")
+        @ws.compile(strategy=ws.DDP(hold_updates=True), backend="eager", fullgraph=True)
         def step(x: Tensor, y: Tensor, with_head: bool) -> Tensor:
             hidden = module["body"](x)
             return backward_and_step(
@@ -168,7 +168,7 @@ def texts() -> list[str]:
     module = batch_norm_net()
     opt = torch.optim.AdamW(module.parameters(), lr=0.1)
 
-    @ws.compile(strategy=ws.DDP(bucket_bytes=200), backend="eager")
+    @ws.compile(strategy=ws.DDP(bucket_bytes=200), backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(module, x, y)
         loss.backward()
@@ -193,7 +193,7 @@ def one_rank_cannot_capture() -> tuple[type, str, int, float]:
     module = mlp()
     opt = sgd(module)
 
-    @ws.compile(strategy=ws.DDP(), backend="eager")
+    @ws.compile(strategy=ws.DDP(), backend="eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(module, x, y)
         if dist.get_rank() == 1 and loss > 3:

@@ -23,7 +23,7 @@ from wholestep.runtime.distributed.blob_store import BlobStore
 def _train() -> tuple[torch.Tensor, str, int]:
     """Losses, plan, and how often Inductor was called."""
     world = ws.init()
-    step = ws.compile(train_step, backend="inductor", strategy=ws.DDP(bucket_bytes=800))
+    step = ws.compile(train_step, backend="inductor", strategy=ws.DDP(bucket_bytes=800), fullgraph=True)
     with patch.object(compile_fx, "compile_fx_inner", wraps=compile_fx.compile_fx_inner) as called:
         losses, model, _ = train(step, rank=world.rank)
     wanted, eager, _ = train(train_step, rank=world.rank, wrap=DistributedDataParallel)
@@ -44,7 +44,7 @@ def _alone() -> tuple[int, int, str]:
     """How often Inductor is called for a shape that all ranks have, and for one that this rank alone has; what rank 1
     said about it."""
     world, told = ws.init(), io.StringIO()
-    step = ws.compile(lambda x: x.sin().cos().sum(0) * 3, backend="inductor", strategy=ws.DDP())
+    step = ws.compile(lambda x: x.sin().cos().sum(0) * 3, backend="inductor", strategy=ws.DDP(), fullgraph=True)
     handler, log = logging.StreamHandler(told), logging.getLogger("wholestep")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -72,7 +72,7 @@ def _with_a_blob_store_that(fails: str) -> tuple[int, str]:
     ws.init()
     told = io.StringIO()
     handler, log = logging.StreamHandler(told), logging.getLogger("wholestep")
-    step = ws.compile(lambda x: x.cos().sin().sum(0) * 5, backend="inductor", strategy=ws.DDP())
+    step = ws.compile(lambda x: x.cos().sin().sum(0) * 5, backend="inductor", strategy=ws.DDP(), fullgraph=True)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
@@ -103,7 +103,7 @@ def _one_cannot_compile() -> tuple[str, int]:
         patch("wholestep.api.stages.agreed_costs", lambda *_: costs),
         patch.object(segment_compiler, "why_not", lambda _: no_compiler),
     ):
-        step = ws.compile(train_step, strategy=ws.DDP())
+        step = ws.compile(train_step, strategy=ws.DDP(), fullgraph=True)
         step(*small())
         backend = step.explain().backend
     return backend, sum(isinstance(node.target, Segment) for node in step.graph.graph.nodes)

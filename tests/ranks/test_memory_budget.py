@@ -35,7 +35,7 @@ def trained(passes: Any) -> tuple[list[Tensor], ws.CompiledStep]:
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3))]
     model = nn.Sequential(*layers).to(world.device)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = ws.compile(train, passes=passes, backend="eager")
+    step = ws.compile(train, passes=passes, backend="eager", fullgraph=True)
     losses = [step(model, opt, torch.randn(400, 32, device=world.device)) for _ in range(CALLS)]
     state = [value for one in opt.state.values() for value in one.values()]
     tensors = [*losses, *model.parameters(), *state]
@@ -122,4 +122,4 @@ def test_options_that_cannot_be_used(name: str) -> None:
 
 def test_options_in_a_list_of_passes_are_refused_with_the_way_to_say_it() -> None:
     with pytest.raises(ws.ConfigError, match=r"compile\(passes=...\) wants .* extra=\[my_pass\]"):
-        ws.compile(train, passes=[ws.default_passes(memory_budget=0.6), seen])
+        ws.compile(train, passes=[ws.default_passes(memory_budget=0.6), seen], fullgraph=True)

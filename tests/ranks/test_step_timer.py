@@ -28,7 +28,7 @@ def trained(*, measured: bool) -> tuple[list[Tensor], ws.CompiledStep]:
     torch.manual_seed(world.rank)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(world.device)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ws.compile(train, strategy=ws.DDP(bucket_bytes=1000))
+    step = ws.compile(train, strategy=ws.DDP(bucket_bytes=1000), fullgraph=True)
     x = torch.randn(4, 16, device=world.device)
     step(model, opt, x)
     if measured:

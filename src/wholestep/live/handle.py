@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from wholestep.capture.tracing.tensor_swap import swap_contents
 from wholestep.live.recording.record import OutputMeta
 
 
@@ -117,7 +118,7 @@ def fulfil(handle: torch.Tensor, result: torch.Tensor) -> None:
         )
     vars(handle).pop("run", None)
     handle.__class__ = torch.Tensor
-    torch._C._swap_tensor_impl(handle, result)
+    swap_contents(handle, result)
 
 
 _OWNED = 3

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from wholestep.capture.python.tracing_thread import is_capturing, on_this_thread
+from wholestep.capture.python.tracing_thread import is_capturing
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import TrainState, collect
+from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.config import DDP, CastCompress
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.ops.collectives import group_named
@@ -94,8 +94,10 @@ class Peers:
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """While open, gradients that a backward of this thread leaves are reduced."""
-        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        with backward_replaced(self._reducing_backward):
+            yield
 
+    def _reducing_backward(self, engine: Engine) -> Engine:
         def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
             if is_capturing():  # a piece has its own collectives
                 return engine(tensors, grads, keep, create, inputs, *rest, **kw)
@@ -105,8 +107,7 @@ class Peers:
                 return self._accumulated(result)
             return result() if create else self._returned(result(), inputs)
 
-        with patch.object(torch.autograd, "_engine_run_backward", on_this_thread(run, engine)):
-            yield
+        return run
 
     def _accumulated(self, backward: Callable[[], Any]) -> Any:
         """A backward that adds to ``.grad``: the sums are reduced, of every parameter that any rank has used."""

@@ -170,8 +170,9 @@ class _Step(CompiledStep):
     ) -> None:
         self.gradients = LocalGradients()
         options = Options(
-            strategy=mode.strategy, mesh=None, backend="eager", passes=DefaultPasses(), max_retraces=MAX_RETRACES
-        )
+            strategy=mode.strategy, mesh=None, backend="eager", passes=DefaultPasses(), max_retraces=MAX_RETRACES,
+            fullgraph=True,
+        )  # fmt: skip
         transforms = (("custom_passes", mode.custom_passes), ("gm_transformation", transformation))
         stages = functools.partial(_Stages, gradients=self.gradients, overrides=overrides, transforms=transforms)
         super().__init__(self.gradients.clearing_after(step), options, stages=stages)

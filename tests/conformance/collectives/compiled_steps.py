@@ -41,7 +41,7 @@ def compared(step: Step, calls: list[int] | None = None) -> str:
 
 def run_both(step: Step, calls: list[int] | None = None, **options: Any) -> ws.CompiledStep:
     """Eager and compiled calls with so many rows each: equal bit for bit. Gives the compiled step."""
-    compiled = ws.compile(step, **options)
+    compiled = ws.compile(step, **options, fullgraph=True)
     for call, rows in enumerate(calls or [ROWS] * CALLS):
         here, there = tensors(call, rows), tensors(call, rows)
         wanted, found = leaves((step(*here), here)), leaves((compiled(*there), there))
@@ -80,5 +80,5 @@ def run(pool: Any, step: Step, *rest: Any) -> list[str]:
 
 def refused(step: Step) -> str:
     with pytest.raises(ws.CaptureError) as caught:
-        ws.compile(step)(*tensors(0))
+        ws.compile(step, fullgraph=True)(*tensors(0))
     return str(caught.value)

@@ -198,7 +198,7 @@ def test_traced_readers_wait(ranks2: Any, name: str) -> None:
 
 
 def compiled(name: str) -> list[bool]:
-    step, x = ws.compile(doubled(name, CommTensor), strategy=ws.DDP()), argument()
+    step, x = ws.compile(doubled(name, CommTensor), strategy=ws.DDP(), fullgraph=True), argument()
     return [same(step(one), wanted(name, one)) for one in (x, x + 1)] + [step.cache_info().traces == 1]
 
 

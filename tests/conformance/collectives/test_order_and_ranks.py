@@ -44,7 +44,7 @@ def wait_for_the_input(under_way: Tensor, x: Tensor) -> Tensor:
 
 
 def started_eagerly(step: Step) -> str:
-    compiled, name = ws.compile(step), dist.group.WORLD.group_name
+    compiled, name = ws.compile(step, fullgraph=True), dist.group.WORLD.group_name
     for call in range(CALLS):
         x, y = tensors(call)
         found = compiled(c10d.all_reduce(x, "sum", name), y)
@@ -69,7 +69,7 @@ def gather_only(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def awaited_eagerly(step: Step) -> str:
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for call in range(CALLS):
         x, y = tensors(call)
         found, wanted = leaves(compiled(x, y))[0], leaves(step(x, y))[0]

@@ -58,7 +58,7 @@ def run_both(number: int, groups_of_rank: random_collectives.Groups) -> str | No
     models.append(copy.deepcopy(models[0]))
     opts = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     eager = step_of(number, groups_of_rank)
-    compiled = ws.compile(step_of(number, groups_of_rank))
+    compiled = ws.compile(step_of(number, groups_of_rank), fullgraph=True)
     training = number % 2
     wrapped = DistributedDataParallel(models[0]) if training else None
     for call in range(CALLS):

@@ -78,7 +78,7 @@ def check(make: Callable[[], Pattern], traces: int = 1, calls: int = CALLS) -> w
     wanted = run(eager, eager.step, calls)
     torch.manual_seed(0)
     pattern = make()
-    step = ws.compile(pattern.step)
+    step = ws.compile(pattern.step, fullgraph=True)
     for call, (want, got) in enumerate(zip(wanted, run(pattern, step, calls), strict=True)):
         for key in want:
             assert same(got[key], want[key]), f"call {call}, {key}: {got[key]} instead of {want[key]}"
@@ -96,7 +96,7 @@ def refused(step: Callable[..., Any], *args: Any, text: str) -> None:
     values = [arg.clone() if arg.untyped_storage().size() else None for arg in args]
     try:
         with pytest.raises(CaptureError, match=text) as caught:
-            ws.compile(step)(*args)
+            ws.compile(step, fullgraph=True)(*args)
         assert any(f"{Path(file).name}:" in str(caught.value) for file in (step.__code__.co_filename, __file__))
         assert before == [(arg.untyped_storage().size(), arg._version, tuple(arg.shape)) for arg in args]
         assert all(value is None or torch.equal(arg, value) for arg, value in zip(args, values, strict=True))

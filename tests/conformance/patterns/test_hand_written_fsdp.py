@@ -125,7 +125,7 @@ def test_hand_written_fsdp_frees_each_weight_after_its_last_reader() -> None:
     peaks = []
     for compiled in (False, True):
         pattern = HandWrittenFSDP(layers, features)
-        step = ws.compile(pattern.step) if compiled else pattern.step
+        step = ws.compile(pattern.step, fullgraph=True) if compiled else pattern.step
         for _ in range(3):
             step()
         for layer in pattern.model:

@@ -137,7 +137,7 @@ def module_hooks_on_a_rank() -> None:
         layers = pattern.model
         step: Callable[..., Tensor] = pattern.step
         if compiled:
-            step = ws.compile(pattern.step)
+            step = ws.compile(pattern.step, fullgraph=True)
         else:
             pattern.model = DistributedDataParallel(layers)  # type: ignore[assignment]
         for call in range(CALLS):
@@ -218,7 +218,7 @@ def test_a_hook_that_counts_in_python_is_refused_at_its_line(where: str, how: st
 
     try:
         with pytest.raises(CaptureError, match="The step changes Python state") as caught:
-            ws.compile(step)(torch.rand(2, 4))
+            ws.compile(step, fullgraph=True)(torch.rand(2, 4))
     finally:
         handle.remove()
     assert f"{Path(__file__).name}:{code.co_firstlineno + 1} in {how}" in str(caught.value)
@@ -242,7 +242,7 @@ def test_a_hook_that_moves_a_number_goes_on_as_in_eager_code(where: str, how: st
             loss.backward()
             return loss.detach()
 
-        run = ws.compile(step, backend="eager") if compiled else step
+        run = ws.compile(step, backend="eager", fullgraph=True) if compiled else step
         try:
             for _ in range(3):
                 run(torch.rand(2, 4))
@@ -267,7 +267,7 @@ def test_what_a_hook_sets_on_a_parameter_is_refused() -> None:
         model(x).sum().backward()
 
     with pytest.raises(CaptureError, match=r"in count: model\.weight\.calls was 0, is 1"):
-        ws.compile(step)(torch.rand(2, 4))
+        ws.compile(step, fullgraph=True)(torch.rand(2, 4))
     assert model.weight.calls == 0
 
 
@@ -275,7 +275,7 @@ def test_what_a_hook_sets_on_a_parameter_is_refused() -> None:
 def test_attributes_of_a_parameter_are_in_sight() -> None:
     model = nn.Linear(4, 4, bias=False)
     model.weight.scale = 3  # type: ignore[attr-defined]
-    step = ws.compile(lambda x: model(x) * model.weight.scale)
+    step = ws.compile(lambda x: model(x) * model.weight.scale, fullgraph=True)
     x = torch.rand(2, 4)
     for scale in (3, 3, 5):
         model.weight.scale = scale  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ class ParameterInAnObject(NewParameter):
 def test_a_returned_new_parameter_is_that_of_eager_code(kind: type[NewParameter]) -> None:
     check(kind)
     eager, pattern = kind(), kind()
-    step = ws.compile(pattern.step)
+    step = ws.compile(pattern.step, fullgraph=True)
     for call in range(CALLS):
         x = pattern.arguments(call)[0]
         (p, r), (q, s) = eager.step(x), step(x)
@@ -86,7 +86,7 @@ def test_a_returned_new_parameter_is_that_of_eager_code(kind: type[NewParameter]
 @row("nn_param_return1")
 def test_a_new_parameter_inside_of_what_is_returned() -> None:
     check(ParameterInAnObject)
-    result = ws.compile(ParameterInAnObject().step)(torch.ones(2))
+    result = ws.compile(ParameterInAnObject().step, fullgraph=True)(torch.ones(2))
     assert isinstance(result["out"], Out)
     assert isinstance(result["out"].weight, nn.Parameter)
     assert isinstance(result["p"][0], nn.Parameter)
@@ -95,7 +95,7 @@ def test_a_new_parameter_inside_of_what_is_returned() -> None:
 def parameters_on_a_rank() -> None:
     world = ws.init()
     x = torch.randn(16, device=world.device) + world.rank
-    p, r = ws.compile(ParameterOfSum().step)(x)
+    p, r = ws.compile(ParameterOfSum().step, fullgraph=True)(x)
     q, s = ParameterOfSum().step(x)
     assert isinstance(p, nn.Parameter)
     assert same([p.detach(), p.grad, r], [q.detach(), q.grad, s])  # of this rank, and not reduced

@@ -162,7 +162,7 @@ def test_the_size_of_a_storage_belongs_to_the_signature() -> None:
             return out.copy_(x) * 2
         return x + out
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     x, full, freed = torch.randn(10), torch.randn(10), torch.randn(10)
     assert torch.equal(compiled(x, full), x + full)
     freed.untyped_storage().resize_(0)
@@ -212,7 +212,7 @@ def test_freed_state_is_kept_until_nothing_can_fail_any_more() -> None:
         buffer.untyped_storage().resize_(0)
         return y + nn.functional.embedding(rows, table)
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     with pytest.raises(IndexError):
         compiled(torch.tensor([0, 9]))
     assert torch.equal(buffer, torch.arange(3.0))
@@ -223,7 +223,7 @@ def test_freed_state_is_kept_until_nothing_can_fail_any_more() -> None:
 @row("storage_resize_zero")
 @torch.no_grad()
 def test_a_captured_program_says_what_is_freed() -> None:
-    step = ws.compile(lambda x: (x.sin(), x.untyped_storage().resize_(0))[0].cos())
+    step = ws.compile(lambda x: (x.sin(), x.untyped_storage().resize_(0))[0].cos(), fullgraph=True)
     step(torch.randn(3))
     captured = step.program(Stage.CAPTURED)
     assert [n.target for n in captured.graph.nodes if n.op == "call_function"].count(op_info.RESIZE_STORAGE) == 1

@@ -113,7 +113,7 @@ def changes_alone(rank_that_changes: int, folder: Path) -> None:
     def step(x: Tensor, *, both: bool) -> Tensor:
         return backward_and_step(first(second(x) if both else x).square().mean(), opt)
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for _ in range(2):
         compiled(torch.ones(2, 4), both=True)
     world.barrier("both have run")

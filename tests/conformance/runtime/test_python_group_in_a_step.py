@@ -37,7 +37,7 @@ def train(model: nn.Module, compiled: bool) -> tuple[list[Tensor], list[Tensor]]
     def step(x: Tensor) -> Tensor:
         return backward_and_step(model(x).square().mean(), opt)
 
-    run_step = ws.compile(step, strategy=ws.DDP()) if compiled else step
+    run_step = ws.compile(step, strategy=ws.DDP(), fullgraph=True) if compiled else step
     draw = torch.Generator().manual_seed(dist.get_rank())
     losses = [run_step(torch.randn(5, 6, generator=draw)).detach() for _ in range(4)]
     return losses, [parameter.detach() for parameter in model.parameters()]
@@ -89,7 +89,7 @@ def collectives_in_a_step_on_a_python_group() -> None:
         return [whole, part, turned, sent]
 
     x = torch.arange(8.0).view(4, 2) + 100 * world.rank
-    wanted, found = step(x), ws.compile(step)(x)
+    wanted, found = step(x), ws.compile(step, fullgraph=True)(x)
     assert all(map(torch.equal, wanted, found))
     world.close()
     init("gloo")

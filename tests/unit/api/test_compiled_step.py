@@ -127,7 +127,7 @@ def test_a_retrace_is_logged_in_one_line_that_names_the_change(
 
 
 def test_too_many_retraces_list_their_reasons() -> None:
-    step = ws.compile(scaled, max_retraces=1)
+    step = ws.compile(scaled, max_retraces=1, fullgraph=True)
     step(batch(1))
     step(batch(2))
     with pytest.raises(ws.RetraceLimitError, match=r"max_retraces=1") as raised:
@@ -268,12 +268,12 @@ def test_bad_options(name: str) -> None:
 
 
 def test_a_decorator_with_and_without_options_keeps_name_and_docs() -> None:
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def bare(x: Tensor) -> Tensor:
         """Doc."""
         return x + 1
 
-    @ws.compile(max_retraces=0)
+    @ws.compile(max_retraces=0, fullgraph=True)
     def with_options(x: Tensor) -> Tensor:
         return x + 2
 

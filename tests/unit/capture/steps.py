@@ -84,7 +84,7 @@ def run_both(
     ``before(call, opt)`` may change the optimizer before each call.
     """
     eager, ours = twins(make)
-    compiled = ws.compile(step, backend="eager")
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
     for call in range(num_calls):
         for _, opt in (eager, ours):
             before(call, opt)

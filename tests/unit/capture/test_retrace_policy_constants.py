@@ -170,7 +170,7 @@ def test_a_number_that_is_only_read_stays_the_object_it_is() -> None:
 def test_the_limit_says_what_could_be_no_input() -> None:
     model = Net()
 
-    @ws.compile(backend="eager", max_retraces=2)
+    @ws.compile(backend="eager", max_retraces=2, fullgraph=True)
     def step(x: Tensor, size: int) -> Tensor:
         return model(x[:size]).sum()
 

@@ -9,13 +9,14 @@ the step leaves in it becomes an operation of the graph. Counters that nobody se
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.fx as fx
+from torch.autograd.graph import increment_version
 
 from wholestep.capture.python.code_owner import library_frame
 from wholestep.capture.scalars.host_scalars import running_tracer
@@ -103,6 +104,28 @@ class VersionRecorder:
             self._set_plainly((tensor,), (int(number),))
             if index is not None:
                 self._pins[index] = value, int(number)
+
+
+@contextmanager
+def lists_counted(func: Any, written: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Around an operator that a dispatch mode runs: kernels over lists count their writes, which torch stops there."""
+    counted = written if func.__name__.startswith("_foreach_") else ()
+    before = [(one, one._version) for one in counted if not one.is_inference()]
+    yield
+    for one, version in before:
+        if one._version == version:
+            increment_version(one)
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    places = op_info.mutated_args(func)
+    named = (func._schema.arguments[place].name for place in places)
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in zip(places, named, strict=True)]
+    flat = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
+    return [one for one in flat if isinstance(one, torch.Tensor)]
 
 
 def _plus(symbol: torch.SymInt, number: int) -> torch.SymInt:

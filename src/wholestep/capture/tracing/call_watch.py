@@ -7,6 +7,7 @@ other parts of a capture see; whatever else is called, by the step or by a libra
 
 from __future__ import annotations
 
+import _thread
 import functools
 import os
 import sys
@@ -30,8 +31,8 @@ _COMPUTING = frozenset(
     }
 )  # fmt: skip
 """Modules, and modules of classes, whose C functions compute; by the first part of the name, without underscores."""
-_OUTSIDE = frozenset({print, input, open, breakpoint})
-"""Builtins that do more."""
+_OUTSIDE = frozenset({print, input, open, breakpoint, _thread.start_new_thread})
+"""Functions of these modules that do more; what another thread does is not watched."""
 
 
 class OutsideEffect(CaptureError):
@@ -82,11 +83,11 @@ def computes(function: Any) -> bool:
 
 
 def _module_of(function: Any) -> str:
+    if module := getattr(function, "__module__", None):  # of functions, and of methods that pybind11 makes
+        return str(module)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        kind = owner if isinstance(owner, type) else type(owner)
-        return str(next((base.__module__ for base in kind.__mro__ if name in vars(base)), kind.__module__))
-    return str(getattr(function, "__module__", None) or "builtins")
+    kind = owner if isinstance(owner, type) else type(owner)
+    return str(next((base.__module__ for base in kind.__mro__ if name in vars(base)), kind.__module__))
 
 
 @functools.cache

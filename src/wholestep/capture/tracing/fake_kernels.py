@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
+from wholestep.capture.functionalize.version_counters import lists_counted, written_tensors
 from wholestep.capture.python.user_frame import current_line
 from wholestep.errors import CaptureError
 
@@ -110,15 +110,11 @@ class LayoutFakeMode(FakeTensorMode):
         _refuse_undiscovered(args)
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _product_of_groups(*args, **(kwargs or {}))
-        written = _written(func, args, kwargs or {}) if func._schema.is_mutable else []
-        over_lists = func.__name__.startswith("_foreach_")
-        counters = [over_lists and not one.is_inference() and one._version for one in written]
-        with _undrawn(func):
+        written = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, FakeTensor)]
+        with _undrawn(func), lists_counted(func, written):
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        for one, counter in zip(written, counters, strict=True):
+        for one in written:
             one.item_memo = None
-            if counter is not False and one._version == counter:
-                increment_version(one)
         return _laid_out(func, args, found)
 
 
@@ -185,15 +181,6 @@ def _product_of_groups(
     row = -(-sizes[-1] // step) * step
     strides = (row, 1) if len(sizes) == 2 else (sizes[1] * row, row, 1)
     return a.new_empty_strided(sizes, strides, dtype=dtype)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[FakeTensor]:
-    """The fake tensors that an operator writes to."""
-    places = [place for place, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]
-    named = (func._schema.arguments[place].name for place in places)
-    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in zip(places, named, strict=True)]
-    flat = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
-    return [one for one in flat if isinstance(one, FakeTensor)]
 
 
 def _with_strides(made: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from torch.utils import _foreach_utils
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
 from wholestep.capture.functionalize.version_counters import VersionRecorder
 from wholestep.capture.python.node_origin import OriginRecorder
-from wholestep.capture.python.tracing_thread import capture_flag, on_this_thread
+from wholestep.capture.python.tracing_thread import capture_flag
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
@@ -27,6 +28,7 @@ from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
 from wholestep.capture.scalars.symbolic_text import text_refused
+from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 from wholestep.capture.tracing.grad_markers import GradMarkers
 from wholestep.capture.tracing.module_to import module_to_is_identity
@@ -124,8 +126,7 @@ def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractCon
         yield patch.object(module, "_foreach_supported_types", [*plain, FakeTensor])
     yield patch.object(torch, "as_tensor", _tensor_from_symbol(torch.as_tensor))
     yield patch.object(torch, "tensor", _tensor_from_symbol(torch.tensor))
-    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    yield patch.object(torch.autograd, "_engine_run_backward", _marking_backward(engine, context.state, recorders))
+    yield backward_replaced(partial(_marking_backward, state=context.state, recorders=recorders))
     recorders.origins.on_optimizer_step = recorders.stepped.note
     steps = (inspect.unwrap(getattr(opt, "_init_group", opt.step)) for _, opt in context.state.optimizers)
     for scope in {id(step.__globals__): step.__globals__ for step in steps}.values():
@@ -134,7 +135,7 @@ def _patches(context: StepContext, recorders: Recorders) -> Iterator[AbstractCon
                 yield _put(scope, name, _two_numbers(getattr(builtins, name), symbolic))
 
 
-def _marking_backward(original: Callable[..., Any], state: TrainState, recorders: Recorders) -> Callable[..., Any]:
+def _marking_backward(original: Engine, state: TrainState, recorders: Recorders) -> Engine:
     """The backward of autograd; gradients of parameters that it returns, and does not accumulate, are marked."""
     names = {id(s.tensor): s.name for s in state.params}
 
@@ -151,7 +152,7 @@ def _marking_backward(original: Callable[..., Any], state: TrainState, recorders
                     for grad, name in zip(result, leaves, strict=True)
                 )
 
-    return on_this_thread(run, original)
+    return run
 
 
 def _tensor_from_symbol(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -45,4 +45,9 @@ def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges class, attributes and implementation of two tensor objects; their identities stay."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    swap_contents(a, b)
+
+
+def swap_contents(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchanges what two tensor objects stand for, and neither their classes nor their attributes."""
     torch._C._swap_tensor_impl(a, b)

@@ -67,4 +67,4 @@ class SilentStep(CompiledStep):
     """The compiled step of a data-parallel training, without its communication."""
 
     def __init__(self, step: Any) -> None:
-        super().__init__(step, checked_options(DDP(), None, "inductor", None, 0), stages=_SilentStages)
+        super().__init__(step, checked_options(DDP(), None, "inductor", None, 0, fullgraph=True), stages=_SilentStages)

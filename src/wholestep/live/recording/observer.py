@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wholestep.capture.functionalize.version_counters import lists_counted, written_tensors
+
 _known_shapes: dict[Any, bool] = {}
 """By operator: whether shapes of its results follow from shapes of its arguments."""
 
@@ -30,6 +32,11 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.reads |= torch.Tag.data_dependent_output in func.tags or not _has_known_shapes(func, args, kwargs)
+        return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    with lists_counted(func, written_tensors(func, args, kwargs)):
         return func(*args, **kwargs)
 
 
@@ -58,7 +65,7 @@ class DrawWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Draws
-        return func(*args, **(kwargs or {}))
+        return _run(func, args, kwargs or {})
 
 
 class Draws(Exception):

@@ -92,7 +92,7 @@ def test_what_a_graph_would_not_see_is_refused(name: str, told: str) -> None:
         held.weight.grad = held.gradients[:4].view(2, 2)
     step, before = getattr(held, name), held.weights.clone()
     with pytest.raises(CaptureError, match="share memory") as raised:
-        ws.compile(step, backend="eager")(torch.ones(3, 2))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3, 2))
     assert told in str(raised.value)
     assert name == "returns_a_part" or line_of(step) in str(raised.value)
     assert torch.equal(held.weights, before)
@@ -116,7 +116,7 @@ def test_two_parameters_in_one_memory_are_refused(foreach: bool) -> None:
     twin = nn.Parameter(weight.detach().t())
     opt = torch.optim.SGD([weight, twin], lr=0.1, foreach=foreach)
     with pytest.raises(CaptureError, match="share memory"):
-        ws.compile(transposed_twins, backend="eager")(torch.ones(3, 2), weight, twin, opt)
+        ws.compile(transposed_twins, backend="eager", fullgraph=True)(torch.ones(3, 2), weight, twin, opt)
 
 
 def test_writing_to_an_expanded_argument_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_writing_to_an_expanded_argument_is_refused() -> None:
         return x.sum()
 
     with pytest.raises(CaptureError, match="an expanded tensor"):
-        ws.compile(step, backend="eager")(torch.ones(1, 3).expand(4, 3))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(1, 3).expand(4, 3))
 
 
 def scales_a_tensor_twice(x: Tensor, y: Tensor) -> None:
@@ -167,7 +167,7 @@ def test_items_of_a_call_that_use_one_memory_are_refused(write: Callable[[Tensor
         return z * 2
 
     with pytest.raises(CaptureError, match=rf"{HERE}:\d+\naten\.\w+\.\w+ writes to .*one memory"):
-        ws.compile(step, backend="eager")(torch.ones(3))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3))
     assert torch.equal(x, torch.arange(3.0))
     assert torch.equal(y, torch.ones(3))
 
@@ -184,7 +184,7 @@ def test_a_clipped_gradient_that_stands_in_the_list_twice_is_told_by_name() -> N
         r"_foreach_mul_.* item 0 of a list \(weight.grad\) and writes to it again as item 1 of a list \(weight.grad\)"
     )
     with pytest.raises(CaptureError, match=told):
-        ws.compile(step, backend="eager")(torch.ones(3))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3))
     assert torch.equal(weight.grad, torch.full((3,), 4.0))
 
 

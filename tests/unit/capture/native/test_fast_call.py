@@ -60,7 +60,7 @@ def test_arguments_by_name_and_in_containers_take_the_shortcut() -> None:
     def summed(parts: list[Tensor], *, scale: float, more: dict[str, Tensor]) -> Tensor:
         return scale * (parts[0] + parts[1] + more["x"])
 
-    step = ws.compile(summed, backend="eager")
+    step = ws.compile(summed, backend="eager", fullgraph=True)
     x = torch.ones(2)
     for _ in range(3):
         assert torch.equal(step([x, x + 1], scale=2.0, more={"x": x}), torch.full((2,), 8.0))

@@ -280,7 +280,7 @@ class Counts(nn.Module):
 
 def test_a_step_that_counts_in_the_class_of_a_module_is_refused() -> None:
     module = Counts()
-    step = ws.compile(lambda x: module(x).sum(), backend="eager")
+    step = ws.compile(lambda x: module(x).sum(), backend="eager", fullgraph=True)
     with pytest.raises(ws.CaptureError, match=rf"{HERE}:\d+ in forward: Counts.calls was 0, is 1"):
         step(torch.ones(2))
     assert Counts.calls == 0

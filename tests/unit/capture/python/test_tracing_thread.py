@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.harness.second_thread import closed_lock, second_thread, wait_for
 from tests.harness.training import backward_and_step
 from wholestep.capture.capture import capture
 from wholestep.capture.python.tracing_thread import is_capturing
+from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 from wholestep.ir.node_meta import Region
 
@@ -22,15 +26,15 @@ from wholestep.ir.node_meta import Region
 class Waits(nn.Module):
     """Stays in its forward, or in its backward, until it may go on."""
 
-    def __init__(self, where: str, inside: threading.Event, may_go_on: threading.Event) -> None:
+    def __init__(self, where: str, inside: threading.Lock, may_go_on: threading.Lock) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.where, self.inside, self.may_go_on = where, inside, may_go_on
 
     def stay(self, where: str) -> None:
         if self.where == where:
-            self.inside.set()
-            assert self.may_go_on.wait(30)
+            self.inside.release()
+            wait_for(self.may_go_on)
 
     def forward(self) -> Tensor:
         self.stay("forward")
@@ -39,9 +43,9 @@ class Waits(nn.Module):
         return total
 
 
-def train_another(where: str, *events: threading.Event) -> None:
+def train_another(where: str, inside: threading.Lock, may_go_on: threading.Lock) -> None:
     """What a thread may do that no step may, or that is recorded of one."""
-    model = Waits(where, *events)
+    model = Waits(where, inside, may_go_on)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     model().backward()
     opt.step()
@@ -52,20 +56,20 @@ def train_another(where: str, *events: threading.Event) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, where: str) -> None:
+    """Computes while another thread trains."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.where = where
+        self.begins, self.inside, self.may_go_on, self.ends = closed_lock(), closed_lock(), closed_lock(), closed_lock()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        with ThreadPoolExecutor(1) as threads:
-            inside, may_go_on = threading.Event(), threading.Event()
-            done = threads.submit(train_another, self.where, inside, may_go_on)
-            assert inside.wait(30)
-            x = x * 2
-            may_go_on.set()
-            done.result()
+        self.begins.release()
+        wait_for(self.inside)
+        x = x * 2
+        self.may_go_on.release()
+        wait_for(self.ends)
         return self.second(x)
 
 
@@ -75,10 +79,20 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_another_thread_trains_and_prints(where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model(where)
-    with warnings.catch_warnings():
+    model = Model()
+
+    def run() -> None:
+        wait_for(model.begins)
+        try:
+            train_another(where, model.inside, model.may_go_on)
+        finally:
+            model.ends.release()
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as threads:
         warnings.simplefilter("error")
+        done = threads.submit(run)
         captured = capture(train, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3)), {})
+        done.result()
     assert "seen elsewhere: Parameter" in capsys.readouterr().out
     nodes = {node.name: node_meta.origin(node) for node in captured.program.graph.nodes if node.op == "call_function"}
     assert (nodes["mul"].region, nodes["mul"].module) == (Region.FORWARD, "model")
@@ -99,21 +113,38 @@ def test_another_thread_sends_objects_and_makes_groups(group: Any) -> None:
         assert found == [True]
         dist.destroy_process_group(dist.new_group([0]))
 
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        thread = ThreadPoolExecutor(1)
-        thread.submit(talk).result()
-        return model(x)
+    with second_thread(talk) as let:
 
-    capture(step, (nn.Linear(3, 3), torch.ones(2, 3)), {})
+        def step(model: nn.Module, x: Tensor) -> Tensor:
+            let()
+            return model(x)
+
+        capture(step, (nn.Linear(3, 3), torch.ones(2, 3)), {})
 
 
-def test_another_thread_takes_the_next_batch() -> None:
-    batches = iter([1, 2])
+@pytest.mark.parametrize("how", ["next", "lambda"])
+def test_another_thread_takes_the_next_batch(how: str) -> None:
+    batches, found = iter([1, 2]), []
+    take = {"next": partial(next, batches), "lambda": lambda: next(batches)}[how]
+    with second_thread(lambda: found.append(take())) as let:
 
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(next, batches).result() == 1
-            assert pool.submit(lambda: next(batches)).result() == 2
-        return model(x)
+        def step(model: nn.Module, x: Tensor) -> Tensor:
+            let()
+            return model(x)
 
-    capture(step, (nn.Linear(3, 3), torch.ones(2, 3)), {})
+        capture(step, (nn.Linear(3, 3), torch.ones(2, 3)), {})
+    assert found == [1]
+
+
+@pytest.mark.parametrize("starts", [
+    lambda: ThreadPoolExecutor(1).submit(int), lambda: threading.Thread(target=int).start(),
+], ids=["pool", "thread"])  # fmt: skip
+def test_a_step_that_starts_a_thread_is_refused(starts: Callable[[], object]) -> None:
+    """Nobody sees what it does, and it would do it while capturing only."""
+
+    def step(x: Tensor) -> Tensor:
+        starts()
+        return x * 2
+
+    with pytest.raises(CaptureError, match="does more than compute with Python's objects"):
+        capture(step, (torch.ones(2),), {})

@@ -87,7 +87,6 @@ def steps() -> dict[str, tuple[Callable[[Tensor], Any], str]]:
         "float": (lambda x: float(x.sum()), "value of a tensor decides"),
         "shape": (lambda x: x[x > 0], "value of a tensor decides"),
         "numpy": (lambda x: x.numpy(), "turned into numpy"),
-        "format": (lambda x: f"{x.sum():.2f}", "formatted into text"),
         "fake": (lambda x: no_fake(x), "no fake kernel"),
         "own": (lambda x: {}["missing"], "KeyError"),
     }

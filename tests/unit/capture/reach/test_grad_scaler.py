@@ -128,8 +128,9 @@ def test_other_factors_are_another_graph() -> None:
 
 def test_an_update_outside_of_the_step_is_refused_and_the_scaler_stays_usable() -> None:
     model, optimizer, scaler = training()
+    compiled = ws.compile(step_of(scaler, updates=False), backend="eager", fullgraph=True)
     with pytest.raises(CaptureError, match=r"scaler.*its update\(\) is not called there.*scaler.update\(\)"):
-        ws.compile(step_of(scaler, updates=False), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+        compiled(model, optimizer, torch.ones(4, WIDTH))
     step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))
     assert scaler.get_scale() == 1024.0
 
@@ -137,8 +138,9 @@ def test_an_update_outside_of_the_step_is_refused_and_the_scaler_stays_usable() 
 @pytest.mark.parametrize(("fails", "error"), [("at a call", ValueError), ("while capturing", CaptureError)])
 def test_a_step_that_fails_on_its_way_leaves_no_notes(fails: str, error: type[Exception]) -> None:
     model, optimizer, scaler = training()
+    compiled = ws.compile(step_of(scaler, clips=True, fails=fails), backend="eager", fullgraph=True)
     with pytest.raises(error):
-        ws.compile(step_of(scaler, clips=True, fails=fails), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+        compiled(model, optimizer, torch.ones(4, WIDTH))
     step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))  # else: unscale_() has already been called
 
 
@@ -147,7 +149,7 @@ def test_an_optimizer_that_leaves_the_choice_to_python_is_named(options: dict[st
     model, scaler = model_of(), new_scaler()
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     with pytest.raises(CaptureError, match="fused=True"):
-        ws.compile(step_of(scaler), backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+        ws.compile(step_of(scaler), backend="eager", fullgraph=True)(model, optimizer, torch.ones(4, WIDTH))
 
 
 def test_notes_are_put_back_whatever_else_is_refused() -> None:
@@ -158,5 +160,5 @@ def test_notes_are_put_back_whatever_else_is_refused() -> None:
         return inner(model, optimizer, x * chance.random())
 
     with pytest.raises(CaptureError, match="chance"):
-        ws.compile(step, backend="eager")(model, optimizer, torch.ones(4, WIDTH))
+        ws.compile(step, backend="eager", fullgraph=True)(model, optimizer, torch.ones(4, WIDTH))
     step_of(scaler, clips=True)(model, optimizer, torch.ones(4, WIDTH))

@@ -225,7 +225,7 @@ def test_a_class_that_takes_itself_apart_is_not_written_to() -> None:
         Node, lambda node: ([node.x], None), lambda parts, _: Node(parts[0]), serialized_type_name="tests.Node"
     )
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(node: Node) -> None:
         node.x = node.x * 2
         backward_and_step(model(node.x).square().mean(), opt)
@@ -239,7 +239,7 @@ def test_a_class_that_takes_itself_apart_is_not_written_to() -> None:
 def test_a_dict_that_is_given_twice_is_not_written_to() -> None:
     model, _ = training()
 
-    @ws.compile(backend="eager")
+    @ws.compile(backend="eager", fullgraph=True)
     def step(one: dict[str, Any], other: dict[str, Any]) -> None:
         one["loss"] = model(other["x"]).square().mean().detach()
 

@@ -33,7 +33,7 @@ COMPILED = (
 ], ids=lambda one: getattr(one, "__name__", one))  # fmt: skip
 def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
     kind, text = raising_functions.RAISE[fn]
-    run: Any = ws.compile(fn, backend=backend)
+    run: Any = ws.compile(fn, backend=backend, fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(run(GOOD), fn(GOOD))
         with pytest.raises(kind):
@@ -48,10 +48,26 @@ def test_it_raises_what_the_code_raises(fn: Any, backend: str) -> None:
     assert run.cache_info().traces == 1
 
 
+@pytest.mark.parametrize("fn", raising_functions.RAISE, ids=lambda fn: fn.__name__)
+def test_without_fullgraph_the_error_is_that_of_the_code(fn: Any) -> None:
+    """The step's own Python runs once more, and the next call is on the graph again."""
+    kind, _ = raising_functions.RAISE[fn]
+    run: Any = ws.compile(fn, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(run(GOOD), fn(GOOD))
+        with pytest.raises(kind) as wanted:
+            fn(BAD)
+        with pytest.raises(kind) as raised:
+            run(BAD)
+        assert (type(raised.value), str(raised.value)) == (type(wanted.value), str(wanted.value))
+        assert raised.traceback[-1].lineno == wanted.traceback[-1].lineno
+    assert run.cache_info().traces == 1
+
+
 def test_answers_of_python_are_no_results() -> None:
     """They are bools in eager code, and would be tensors."""
     with pytest.raises(CaptureError, match=r"Return the number, and ask outside"):
-        ws.compile(raising_functions.answers, backend="eager")(GOOD)
+        ws.compile(raising_functions.answers, backend="eager", fullgraph=True)(GOOD)
 
 
 def test_the_first_call_is_checked_too() -> None:
@@ -63,7 +79,7 @@ def test_the_first_call_is_checked_too() -> None:
 
 @pytest.mark.parametrize("fn", raising_functions.REFUSED, ids=lambda fn: fn.__name__)
 def test_what_may_do_more_is_refused(fn: Any) -> None:
-    run: Any = ws.compile(fn, backend="eager")
+    run: Any = ws.compile(fn, backend="eager", fullgraph=True)
     with pytest.raises(CaptureError, match=f"raising_functions.py:.* in {fn.__name__}(.|\n)*value of a tensor decides"):
         run(GOOD)
 
@@ -73,7 +89,7 @@ def test_what_may_do_more_is_refused(fn: Any) -> None:
 )
 def test_what_is_raised_in_a_function_that_the_step_catches_is_refused(fn: Any) -> None:
     with pytest.raises(CaptureError, match=r"in raises(.|\n)*value of a tensor decides"):
-        ws.compile(fn, backend="eager")(GOOD)
+        ws.compile(fn, backend="eager", fullgraph=True)(GOOD)
 
 
 def test_who_calls_the_step_may_catch_it() -> None:
@@ -103,7 +119,7 @@ def test_nothing_is_half_updated(asked: str, backend: str) -> None:
     def state() -> list[Tensor]:
         return [*model.parameters(), *(opt.state[one]["momentum_buffer"] for one in model.parameters())]
 
-    run: Any = ws.compile(step, backend=backend)
+    run: Any = ws.compile(step, backend=backend, fullgraph=True)
     run(GOOD)
     before = [one.detach().clone() for one in state()]
     with pytest.raises(ValueError, match="not below"):

@@ -267,7 +267,7 @@ def test_tensors_in_containers_of_the_state_are_refused(value: Any) -> None:
         return x
 
     with pytest.raises(CaptureError, match="creates state 'held' in a form that cannot be put back"):
-        ws.compile(step, backend="eager")(torch.ones(3, 4))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3, 4))
     assert len(opt.state) == 0
 
 
@@ -279,7 +279,7 @@ def test_what_is_no_number_is_refused() -> None:
         return x
 
     with pytest.raises(HyperparameterError, match=r"leaves a list in opt\.log\.0\.weight, which was nothing"):
-        ws.compile(step, backend="eager")(torch.ones(3, 4))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3, 4))
     assert len(opt.state) == 0
 
 
@@ -293,7 +293,7 @@ def test_a_counter_that_goes_away_is_refused() -> None:
             del opt.param_groups[0]["step"]
         return x
 
-    compiled = ws.compile(step, backend="eager")
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
     compiled(torch.ones(3, 4))
     with pytest.raises((CaptureError, HyperparameterError), match=r"opt\.groups\.0\.step|opt\.step"):
         compiled(torch.ones(3, 4))

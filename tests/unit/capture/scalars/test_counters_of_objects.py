@@ -128,30 +128,34 @@ def test_a_number_that_python_wants_to_know_is_refused_and_as_it_was(read: Calla
         return read(held, x)
 
     with pytest.raises(CaptureError):
-        ws.compile(step, backend="eager")(torch.ones(4))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(4))
     assert held.count == 0
 
 
-def test_text_of_a_number_warns_with_its_line_and_is_not_returned() -> None:
+def test_text_of_a_number_is_refused_where_it_is_made() -> None:
     held = Slotted()
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> tuple[Tensor, str]:
         x = held(x)
-        if held.count % 2 == 0:
-            print(f"call {held.count:05d}", held.count)
-        return x
+        return x, f"call {held.count:05d}" if held.count % 2 == 0 else ""
 
-    compiled = ws.compile(step, backend="eager")
-    assert compiled(torch.ones(())).item() == 1
-    with pytest.warns(UserWarning, match=rf"at {HERE}:\d+ ran once, while the step was captured"):
-        assert compiled(torch.ones(())).item() == 2
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(()))[0].item() == 1
+    with pytest.raises(CaptureError, match=rf"makes text of a value .* at {HERE}:{step.__code__.co_firstlineno + 2}"):
+        compiled(torch.ones(()))
+    assert held.count == 1
 
-    def named(x: Tensor) -> Any:
+
+@pytest.mark.parametrize("may_go_live", [True])
+def test_text_of_a_number_is_that_of_eager_code_in_a_live_step(may_go_live: bool) -> None:
+    held = Slotted()
+
+    def step(x: Tensor) -> tuple[Tensor, str]:
         return held(x), f"call {held.count}"
 
-    with pytest.raises(CaptureError, match="returns text"), pytest.warns(UserWarning, match="text of a number"):
-        ws.compile(named, backend="eager")(torch.ones(()))
-    assert held.count == 2
+    compiled = ws.compile(step, backend="eager")
+    assert [compiled(torch.ones(()))[1] for _ in range(4)] == [f"call {number}" for number in (1, 2, 3, 4)]
+    assert held.count == 4
 
 
 def test_an_error_while_capturing_leaves_numbers_as_they_were() -> None:
@@ -166,7 +170,7 @@ def test_an_error_while_capturing_leaves_numbers_as_they_were() -> None:
         return x * 2
 
     with pytest.raises(CaptureError):
-        ws.compile(step, backend="eager")(torch.ones(3, 4))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(3, 4))
     assert (held.count, opt.calls, opt.param_groups[0]["step"], len(opt.state), opt.mode) == (0, 0, 0, 0, "fresh")
 
 
@@ -189,7 +193,7 @@ def test_a_list_that_grows_next_to_a_counter_is_refused() -> None:
         return x
 
     with pytest.raises(CaptureError, match="The step changes Python state"):
-        ws.compile(step, backend="eager")(torch.ones(()))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.ones(()))
     assert (held.count, log) == (0, [])
 
 

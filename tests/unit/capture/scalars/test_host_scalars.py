@@ -178,7 +178,7 @@ def test_data_is_not_looked_at_as_a_count_is() -> None:
         return x if (x > 0).all() else -x
 
     with pytest.raises(CaptureError, match=r"the value of a tensor decides(.|\n)*Use torch\.where"):
-        ws.compile(by_truth, backend="eager")(torch.randn(3))
+        ws.compile(by_truth, backend="eager", fullgraph=True)(torch.randn(3))
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -201,7 +201,7 @@ def test_distributions_look_at_their_arguments_or_not(validate: bool) -> None:
 def test_a_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
     norm = nn.BatchNorm1d(4, momentum=None)
     with pytest.raises(CaptureError, match="give it a momentum"):
-        ws.compile(norm.forward, backend="eager")(torch.randn(3, 4))
+        ws.compile(norm.forward, backend="eager", fullgraph=True)(torch.randn(3, 4))
     assert norm.num_batches_tracked == 0
 
 
@@ -228,7 +228,7 @@ class Seeing(nn.Module):
 def test_what_data_is_written_to_is_no_count(how: str) -> None:
     model = Seeing(how)
     with pytest.raises(CaptureError, match="the value of a tensor decides"):
-        ws.compile(model.forward, backend="eager")(torch.full((3,), -4.0))
+        ws.compile(model.forward, backend="eager", fullgraph=True)(torch.full((3,), -4.0))
     assert model.seen == 1
 
 

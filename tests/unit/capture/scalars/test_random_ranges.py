@@ -99,7 +99,7 @@ def test_a_draw_on_a_gpu_is_not_waited_for() -> None:
 
 def test_a_probability_that_is_raised_is_seen() -> None:
     model = Skipping(0.0)
-    step = ws.compile(model.forward, backend="eager")
+    step = ws.compile(model.forward, backend="eager", fullgraph=True)
     step(torch.randn(2, 4))
     model.probability = 1.0
     x = torch.randn(2, 4)
@@ -115,14 +115,14 @@ def test_a_probability_that_is_raised_is_seen() -> None:
 def test_chance_is_refused_with_what_helps(draw: Callable[[], Any]) -> None:
     line = Skipping.forward.__code__.co_firstlineno + 3
     with pytest.raises(CaptureError, match=f"{HERE}:{line}") as raised:
-        ws.compile(Skipping(0.1, draw).forward, backend="eager")(torch.randn(2, 4))
+        ws.compile(Skipping(0.1, draw).forward, backend="eager", fullgraph=True)(torch.randn(2, 4))
     assert "the value of a tensor decides" in str(raised.value)
     assert "set it to 0 (layerdrop" in str(raised.value)
 
 
 def test_data_is_not_told_of_probabilities() -> None:
     with pytest.raises(CaptureError) as raised:
-        ws.compile(lambda x: x if x.sum() < 0.0 else -x, backend="eager")(torch.randn(3))
+        ws.compile(lambda x: x if x.sum() < 0.0 else -x, backend="eager", fullgraph=True)(torch.randn(3))
     assert "layerdrop" not in str(raised.value)
 
 

@@ -64,7 +64,7 @@ def test_what_converts_is_refused_and_changes_nothing(convert: object) -> None:
         return model(x)
 
     with pytest.raises(CaptureError, match=rf"{HERE}:\d+") as raised:
-        ws.compile(step, backend="eager")(torch.randn(3, 4))
+        ws.compile(step, backend="eager", fullgraph=True)(torch.randn(3, 4))
     assert "Do it before the step, once." in str(raised.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.harness.second_thread import second_thread
 from tests.unit.capture.tracing.process_groups.programs import RANK, SIZE, Groups, captured, plan, scheduled
 from wholestep.errors import CaptureError
 from wholestep.ir.printer import plan_text, source
@@ -98,15 +98,15 @@ def test_python_sees_the_number_of_a_rank() -> None:
 
 
 def test_other_threads_and_torch_itself_get_plain_numbers() -> None:
-    def step(x: Tensor) -> Tensor:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(dist.get_rank()))
-        thread.start()
-        thread.join()
-        assert type(found[0]) is int
-        return x + 1
+    found: list[Any] = []
+    with second_thread(lambda: found.append(dist.get_rank())) as let:
 
-    captured(step)
+        def step(x: Tensor) -> Tensor:
+            let()
+            return x + 1
+
+        captured(step)
+    assert type(found[0]) is int
 
 
 def test_everything_is_back_after_a_capture() -> None:

@@ -1,0 +1,42 @@
+"""A thread that works while a step waits for it. It is started outside of the step, which may start none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+
+def closed_lock() -> threading.Lock:
+    """A lock that opens once: a thread waits by acquiring it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def wait_for(lock: threading.Lock) -> None:
+    """Waits until another thread has released it."""
+    assert lock.acquire(timeout=30)
+
+
+@contextmanager
+def second_thread(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """A thread that does this when the step calls what is given here, which waits until it is done."""
+    begins, ends = closed_lock(), closed_lock()
+
+    def run() -> None:
+        wait_for(begins)
+        try:
+            work()
+        finally:
+            ends.release()
+
+    def let() -> None:
+        begins.release()
+        wait_for(ends)
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(run)
+        yield let
+        done.result()

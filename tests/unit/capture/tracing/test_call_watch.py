@@ -1,0 +1,123 @@
+"""What happens outside of Python's objects is refused before it does; what computes is not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.capture.steps import captured
+from wholestep.capture.tracing.call_watch import OutsideEffect
+from wholestep.errors import CaptureError
+
+HERE = Path(__file__).name
+log = logging.getLogger(__name__)
+
+
+def step_that(does: Callable[[], object]) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        does()
+        return x * 2
+
+    return step
+
+
+OUTSIDE: dict[str, Callable[[], object]] = {
+    "print": lambda: print("seen"),
+    "a stream": lambda: sys.stdout.write("seen"),
+    "a clock": lambda: time.perf_counter(),
+    "sleep": lambda: time.sleep(0.0),
+    "a file": lambda: open(os.devnull),  # noqa: SIM115
+    "a path": lambda: Path(os.devnull).exists(),
+    "a folder": lambda: os.listdir("."),
+    "the environment of the process": lambda: os.getpid(),
+    "a process": lambda: subprocess.run(["true"], check=True),
+    "a log": lambda: log.error("seen"),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_an_effect_outside_is_refused_at_its_line_before_it_happens(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    does = OUTSIDE[what]
+    with pytest.raises(OutsideEffect, match=rf"at {HERE}:{does.__code__.co_firstlineno}, which does more"):
+        captured(step_that(does), torch.ones(2))
+    assert "seen" not in "".join(capsys.readouterr())
+
+
+def test_an_effect_whose_refusal_is_caught_is_refused_all_the_same() -> None:
+    def does() -> None:
+        with suppress(Exception):
+            print("seen")
+
+    with pytest.raises(CaptureError, match=r"calls builtins\.print"):
+        captured(step_that(does), torch.ones(2))
+
+
+def test_an_effect_in_a_module_and_in_a_hook_is_refused() -> None:
+    class Timed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            time.monotonic()
+            return x
+
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *args: print("seen"))
+    for one in (nn.Sequential(Timed()), module):
+        with pytest.raises(OutsideEffect, match=HERE):
+            captured(one.forward if isinstance(one, nn.Sequential) else lambda x: module(x), torch.ones(2))
+
+
+COMPUTING: dict[str, Callable[[], object]] = {
+    "math": lambda: math.sqrt(2.0) + sum([1, 2]) + max(3, 4),
+    "containers": lambda: sorted(Counter("abba").items()) + list(deque([1], maxlen=2)),
+    "text": lambda: re.sub("a", "b", "abba").upper().split("b"),
+    "copies": lambda: copy.deepcopy({"a": [1, 2]}),
+    "json": lambda: json.loads(json.dumps({"a": 1})),
+    "partial": lambda: functools.reduce(lambda a, b: a + b, [1, 2]),
+    "numpy": lambda: np.linspace(0.0, 1.0, 3).mean(),
+    "generators of its own": lambda: (random.Random(0).random(), np.random.default_rng(0).random()),
+    "a future of torch": lambda: torch.futures.Future[int]().done(),
+    "a silent log": lambda: log.debug("seen"),
+    "the rate of a schedule": lambda: torch.optim.lr_scheduler.StepLR(
+        torch.optim.SGD([torch.zeros(1)], lr=0.1), 1
+    ).get_last_lr(),
+}
+
+
+@pytest.mark.parametrize("what", COMPUTING)
+def test_what_computes_is_not_refused(what: str) -> None:
+    program = captured(step_that(COMPUTING[what]), torch.ones(2)).program
+    assert any(node.target is torch.ops.aten.mul.Tensor for node in program.graph.nodes)
+
+
+def test_a_profile_function_of_somebody_else_stays() -> None:
+    def profile(*args: Any) -> None:
+        pass
+
+    sys.setprofile(profile)
+    try:
+        captured(step_that(lambda: None), torch.ones(2))
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+    captured(step_that(lambda: None), torch.ones(2))
+    assert sys.getprofile() is None
