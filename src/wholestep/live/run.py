@@ -98,8 +98,13 @@ class Run:
         with torch._C.DisableTorchFunction():
             if function in METADATA:
                 return function(*args, **kwargs)
-            with self._lock, _no_current_run():
-                return self._called(function, args, kwargs)
+            with self._lock:
+                CURRENT.run = None
+                try:
+                    quick = self._followed_quickly(function, args, kwargs)
+                    return self._called(function, args, kwargs) if quick is None else quick
+                finally:
+                    CURRENT.run = self
 
     def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """A call that does more than its arguments say: it is executed at once, and the run makes no path."""
@@ -190,6 +195,22 @@ class Run:
         return ""
 
     # Following.
+
+    def _followed_quickly(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The handle of a call that is the next record of the only path left; None where that is not sure."""
+        number = len(self.records)
+        if len(self.candidates) != 1 or self._ahead is not None or self.tensors.is_any_exposed:
+            return None
+        path = self.candidates[0]
+        quick = path.quick[number] if number < len(path.quick) else None
+        if quick is None or quick.function != function or len(args) != quick.num_args or tuple(kwargs) != quick.names:
+            return None
+        if quick.modes != current_modes() or why_not_recordable():
+            return None
+        if not self.tensors.matches(path, quick, (*args, *kwargs.values()) if kwargs else args):
+            return None
+        self.records.append(quick.record)
+        return self.tensors.note_value(made(quick.output, self), (number, 0))
 
     def _next_record(self, key: Key) -> Record | None:
         """The record of a known path that this call is; None if no path has it."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from wholestep.live.handle import Handle
 from wholestep.live.recording.path import Path, Value
+from wholestep.live.recording.quick_match import QuickRecord
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand
 
 
@@ -154,11 +155,44 @@ class TensorTable:
         index = self._index.get(id(tensor))
         if index is None:
             index = self._index[id(tensor)] = len(self.externals)
-            copies = self.copies_shared and self.is_shared(tensor)
+            copies = self.copies_shared and not tensor.requires_grad and self.is_shared(tensor)
             self.externals.append(tensor.clone() if copies else tensor)
             self._alive.append(tensor)
             self._storages.add(_storage(tensor))
         return index
+
+    def matches(self, path: Path, quick: QuickRecord, leaves: Sequence[Any]) -> bool:
+        """Whether leaves are the operands of a record; takes them up if they are. False where it is not sure."""
+        num_externals, numbers = len(self.externals), len(self.numbers)
+        for operand, leaf in zip(quick.operands, leaves, strict=True):
+            kind, key = operand.kind, operand.key
+            if kind is VALUE:
+                found = self._values.get(id(leaf))
+                if found is None or found[1] != (key, operand.detail) or type(leaf) is not Handle:
+                    break
+            elif kind is EXTERNAL:
+                if key < len(self.externals):
+                    if self._alive[key] is not leaf:
+                        break
+                elif path.externals[key] is not leaf or not leaf.requires_grad or id(leaf) in self._index:
+                    break
+                else:
+                    self._external(leaf)
+            elif kind is NUMBER:
+                if type(leaf) is not float or not path.takes_number(key, leaf):
+                    break
+                self.numbers.append(leaf)
+            elif leaf is not key and (type(leaf) is not operand.detail or leaf != key):
+                break
+        else:
+            return True
+        self.forget_since((num_externals, numbers))
+        return False
+
+    @property
+    def is_any_exposed(self) -> bool:
+        """Whether anything may share memory with tensors of the step."""
+        return bool(self._exposed)
 
     def length(self) -> tuple[int, int]:
         """How many tensors from outside and numbers there are; for `forget_since`."""

@@ -15,10 +15,13 @@ _DEVICES = ("cpu", "cuda")
 
 
 def current_modes() -> Modes:
-    """The modes at this moment, of this thread."""
+    """The modes at this moment, of this thread. Asked for at every recorded call."""
     casts: tuple[tuple[str, torch.dtype], ...] = ()
     if torch._C._is_any_autocast_enabled():
-        casts = tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if _casts(device))
+        if torch.is_autocast_enabled("cpu"):
+            casts = (("cpu", torch.get_autocast_dtype("cpu")),)
+        if torch.is_autocast_enabled("cuda"):
+            casts = (*casts, ("cuda", torch.get_autocast_dtype("cuda")))
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.is_autocast_cache_enabled(), casts,
