@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.handle import CURRENT
 from wholestep.live.opaque import redirected
-from wholestep.live.peers import ENDS, Event, Peers
+from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
 from wholestep.live.piece import Piece, PieceSpec, make_piece
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
@@ -128,7 +128,9 @@ class LiveStep:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_recorded:
             return self._step(*args, **kwargs)
-        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch, reduces=self._peers is not None)
+        peers = self._peers
+        agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))
+        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch, agree_on_gradients=agree)
         with redirected():
             CURRENT.run = run
             try:

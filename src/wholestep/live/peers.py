@@ -33,7 +33,7 @@ from wholestep.runtime.buffer_sync import broadcast_tensors
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
 
-ENDS, RUNS_BACKWARD, RUNS_PIECE = 0, 1, 2
+ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS = 0, 1, 2, 3
 _LINE_BYTES = 96
 
 
@@ -88,7 +88,7 @@ class Peers:
                 return True
             if any(one.kind == ENDS for one in events):
                 raise RankMismatchError(self._mismatch(events, lines))
-            if event.kind == RUNS_PIECE:
+            if event.kind != RUNS_BACKWARD:
                 return False
 
     @contextmanager
@@ -172,7 +172,12 @@ class Peers:
         return [Event(*row[:2]) for row in rows], [bytes(row[2:]).decode(errors="replace").strip() for row in rows]
 
     def _mismatch(self, events: list[Event], lines: list[str]) -> str:
-        doing = {ENDS: "ends its call", RUNS_BACKWARD: "runs a backward", RUNS_PIECE: "runs recorded calls"}
+        doing = {
+            ENDS: "ends its call",
+            RUNS_BACKWARD: "runs a backward",
+            RUNS_PIECE: "runs recorded calls",
+            PUTS_GRADIENTS: "comes to a backward",
+        }
         ranks = "\n".join(
             f"  rank {rank} {doing[event.kind]}{' at ' + line if line else ''}"
             for rank, (event, line) in enumerate(zip(events, lines, strict=True))

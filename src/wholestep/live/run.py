@@ -11,7 +11,7 @@ those of eager code; paths only decide how fast they come.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -61,9 +61,18 @@ class Run:
     """One call of a live step."""
 
     def __init__(
-        self, paths: Iterable[Path], arguments: Iterable[Any], launch: Launcher, *, reduces: bool = False
+        self,
+        paths: Iterable[Path],
+        arguments: Iterable[Any],
+        launch: Launcher,
+        *,
+        agree_on_gradients: Callable[[], bool] | None = None,
     ) -> None:
-        """`arguments` are the flat arguments of the step. `launch` compiles and runs pieces, which may reduce."""
+        """`arguments` are the flat arguments of the step. `launch` compiles and runs pieces.
+
+        `agree_on_gradients`, where pieces reduce gradients over ranks: whether all ranks have come to the backward
+        whose gradients they hold.
+        """
         self.candidates = list(paths)
         """Known paths that agree with this run so far, while it follows them."""
         self.records: list[Record] = []
@@ -86,7 +95,7 @@ class Run:
         self._given: list[torch.Tensor] = []
         """Tensors that calls which have not run are given. (Handles are held by Python alone: those that nobody holds
         when the calls run are no results.)"""
-        self._reduces = reduces
+        self._agree_on_gradients = agree_on_gradients
         self._ahead: Ahead | None = None
         self._started = 0
         """Records before this one have run."""
@@ -317,7 +326,9 @@ class Run:
         later = plan.wanted(path)
         before = Before.of(path.records[slice(*span)], tensors)
         results = None
-        if not (self._reduces and any(leaf.grad is not None for leaf in leaves)):  # which may be reduced already or not
+        if not (
+            self._agree_on_gradients and any(leaf.grad is not None for leaf in leaves)
+        ):  # which may be reduced already or not
             results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped, plan.leaves))
         if results is None:
             tensors.forget_since(length)
@@ -335,11 +346,16 @@ class Run:
     def _from_ahead(self, ahead: Ahead, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A record behind the read that has run already. The backward puts the gradients in place."""
         number = len(self.records) - 1
-        self._started = number + 1
         if number == ahead.plan.span[1] - 1:
-            self._ahead = None
+            if self._agree_on_gradients is not None and not self._agree_on_gradients():
+                self.records.pop()
+                self._flush("another rank went another way")
+                self._make_no_path("another rank did not come to the backward that ran ahead")
+                return execute(record.key.function, args, kwargs)
+            self._started, self._ahead = number + 1, None
             ahead.put()
             return None
+        self._started = number + 1
         if number in ahead.plan.skipped:
             return execute(record.key.function, args, kwargs)
         results: list[torch.Tensor | None] = []
