@@ -69,7 +69,7 @@ MUTATIONS = (
         file="capture/python/attribute_access.py",
         old='"__setattr__": self._write, ',
         new="",
-        tests=(f"{ACCESS}::test_what_is_written_under_a_computed_name_goes_on",),
+        tests=(f"{ACCESS}::test_what_is_only_written_under_a_computed_name_stands_there_behind_every_call",),
     ),
     Mutation(
         name="hidden_things_not_refused",

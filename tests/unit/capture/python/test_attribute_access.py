@@ -277,6 +277,21 @@ def _innermost(nest: Any) -> float:
     return nest  # type: ignore[no-any-return]
 
 
+def test_what_is_only_written_under_a_computed_name_stands_there_behind_every_call() -> None:
+    model, thing = nn.Linear(3, 3), Plain()
+
+    @ws.compile(backend="eager", fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        setattr(thing, "".join(["la", "st"]), loss.detach())
+        return loss
+
+    for call in range(3):
+        loss = step(torch.full((2, 3), float(call)))
+        assert type(thing.last) is Tensor  # type: ignore[attr-defined]
+        assert thing.last.equal(loss)  # type: ignore[attr-defined]
+
+
 HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "for": (lambda: iter([1.0, 2.0]), lambda it: next(one for one in it), "reaches thing, a list_iterator"),
     "zip": (lambda: iter([1.0, 2.0]), lambda it: next(zip([1], it, strict=True))[1], "reaches thing, a list_iterator"),
