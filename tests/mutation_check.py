@@ -35,6 +35,7 @@ CLASSES = (
     "tests/unit/capture/python/test_class_attributes.py::test_a_change_is_one_retrace_and_none_when_it_is_set_back"
 )
 GUARDS = "tests/unit/capture/guards/test_guards.py::test_a_change_is_seen_and_named"
+ACCESS = "tests/unit/capture/python/test_attribute_access.py"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
 
 
@@ -54,6 +55,54 @@ class Mutation:
 
 
 MUTATIONS = (
+    Mutation(
+        name="attributes_not_observed",
+        what="nobody looks at attributes that a step comes to by names which no code has",
+        file="capture/python/attribute_access.py",
+        old="        if one is None or one.names is None:",
+        new="        if True:",
+        tests=(f"{ACCESS}::test_what_moves_between_calls_is_read_at_every_call[vars]",),
+    ),
+    Mutation(
+        name="writes_not_observed",
+        what="nobody looks at attributes that a step writes under names which no code has",
+        file="capture/python/attribute_access.py",
+        old='"__setattr__": self._write, ',
+        new="",
+        tests=(f"{ACCESS}::test_what_is_only_written_under_a_computed_name_stands_there_behind_every_call",),
+    ),
+    Mutation(
+        name="hidden_things_not_refused",
+        what="a step may take from iterators and read clocks that nobody can look at",
+        file="capture/capture.py",
+        old="        refuse_hidden(context.reachable.hidden, context.reachable.codes)\n",
+        new="",
+        tests=(f"{ACCESS}::test_what_nobody_can_see_is_refused_before_anything_is_taken[zip]",),
+    ),
+    Mutation(
+        name="caches_keep_traced_tensors",
+        what="lru_cache keeps what a function gave while a step was traced",
+        file="capture/effects/side_effects.py",
+        old="            if function.cache_info().currsize != size:",
+        new="            if False:",
+        tests=(f"{ACCESS}::test_what_nobody_can_see_is_refused_before_anything_is_taken[lru_cache]",),
+    ),
+    Mutation(
+        name="order_of_keys_not_guarded",
+        what="a dict whose keys stand in another order counts as the same",
+        file="capture/guards/state_guards.py",
+        old="                if snapshot.reordered():",
+        new="                if False:",
+        tests=(f"{ACCESS}::test_what_moves_between_calls_is_read_at_every_call[the order of a dict]",),
+    ),
+    Mutation(
+        name="environment_not_guarded",
+        what="variables of the environment that a step reads are constants of its trace",
+        file="capture/bind/make_guards.py",
+        old="    if spec.reads.environment:",
+        new="    if False:",
+        tests=(f"{ACCESS}::test_what_moves_between_calls_is_read_at_every_call[the environment]",),
+    ),
     Mutation(
         name="owners_by_name",
         what="a class counts as a library's by what the name of its module begins with",

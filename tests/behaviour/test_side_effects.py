@@ -134,7 +134,7 @@ SIDE_EFFECTS = {  # method -> what the message must name
     "new_generator": "Generator",
     "freezes": r"requires_grad of 0\.bias to False at .* set it back",
     "hooks": r"hook of 0\.bias .* handle\.remove\(\)",
-    "next_batch": r"the next item of self\.batches, a list_iterator",
+    "next_batch": r"reaches self\.batches, a list_iterator",
 }
 
 

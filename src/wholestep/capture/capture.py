@@ -52,10 +52,11 @@ from wholestep.capture.guards.environment import environment_read
 from wholestep.capture.guards.state_guards import looks_for_nan
 from wholestep.capture.make_program import make_program
 from wholestep.capture.python import tree_util
+from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.container_views import ContentView
 from wholestep.capture.python.snapshot import SCALARS, Location
 from wholestep.capture.reach import unwrap_compiled
-from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators
+from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators, refuse_hidden
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.counters import ScalarLocation, ScalarsChanged, VaryingValue, identity
 from wholestep.capture.tracing.tracer import Trace, TracedEffects, Tracer, settle
@@ -80,15 +81,19 @@ class _Assumptions:
     """Identities of locations in which the step leaves objects that are results."""
     hides: bool = False
     """What stood in these locations cannot be looked at."""
+    attributes: frozenset[str | type] = frozenset()
+    """Attributes that the step uses and no code names, as `capture/python/attribute_access.py` finds them."""
 
     def extended(self, retry: Retry) -> _Assumptions:
         """With what another trace has shown. Raises CaptureError where that is nothing new."""
         scalars = {**self.scalars, **{one.identity: one for one in retry.scalars}}
         if retry.scalars and scalars == self.scalars:
             raise CaptureError(f"The step moves {retry.scalars[0].path} in another way in every trace.")
-        if not retry.scalars and identities(retry.objects) <= self.objects:
+        if not retry.scalars and identities(retry.objects) <= self.objects and retry.attributes <= self.attributes:
             raise CaptureError(retry.reason)
-        return _Assumptions(scalars, self.objects | identities(retry.objects))
+        return _Assumptions(
+            scalars, self.objects | identities(retry.objects), attributes=self.attributes | retry.attributes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class Retry:
 
     scalars: Sequence[ScalarLocation] = ()
     objects: Sequence[Location] = ()
+    attributes: frozenset[str | type] = frozenset()
     reason: str = ""
     """A sentence for the user, for when it cannot be."""
 
@@ -172,6 +178,8 @@ def capture(
                 plain, assumed = outcome, replace(assumed, hides=True)
             case Captured():
                 return outcome
+            case Retry(attributes=found) if found:
+                assumed = replace(assumed, attributes=assumed.attributes | found)
             case Retry() | WholestepError() if assumed.hides:
                 said = outcome.reason if isinstance(outcome, Retry) else outcome
                 log.info("what stands in the place of what the step leaves is a constant: %s", said)
@@ -208,10 +216,12 @@ def _trace_once(
     """One trace, and what it showed. `setup`: the one before it, which has changed Python state and not put it back."""
     outcome: _Outcome
     try:
-        with make_context(list(assumed.scalars.values())) as context:
+        with make_context(list(assumed.scalars.values()), observed=assumed.attributes) as context:
             outcome = _Attempt(context, assumed).run(step, None if setup is None else setup.outline)
             if not isinstance(outcome, Captured):
                 context.lazy.discard()
+    except AttributesFound:
+        outcome = Retry(attributes=frozenset(context.attributes.found))
     except ScalarsChanged as found:
         outcome = Retry(scalars=found.places, reason=found.sentence)
     except Exception as error:
@@ -230,7 +240,7 @@ def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
     if isinstance(outcome, Retry):
         return outcome
     if scalars or objects:  # what the first one left may make any part of the second one fail
-        return Retry(scalars, () if scalars else objects, setup.effects.sentence())
+        return Retry(scalars, () if scalars else objects, reason=setup.effects.sentence())
     return CaptureError(setup.effects.sentence())
 
 
@@ -239,6 +249,9 @@ class _Attempt:
 
     def __init__(self, context: StepContext, assumed: _Assumptions) -> None:
         self._context = context
+        self._attributes = tuple(
+            sorted(one if isinstance(one, str) else one.__qualname__ for one in assumed.attributes)
+        )
         self._effects = TracedEffects(
             OptimizerEffects(context), ObjectEffects(context.reachable.snapshots, assumed.objects, assumed.hides),
             ArgumentEffects(context.arguments),
@@ -247,10 +260,12 @@ class _Attempt:
     def run(self, step: Callable[..., Any], expected: _Outline | None) -> Captured | Retry | _Unsettled:
         """Raises CaptureError, also where the step does something else than `expected`, and what the step raises."""
         context, optimizers = self._context, self._effects.optimizers
+        refuse_hidden(context.reachable.hidden, context.reachable.codes)
         tracer = Tracer(context, self._effects)
         settle()
         self._side_effects = SideEffects(context, optimizers)
-        with environment_read() as environment, self._side_effects, kept_iterators(context.reachable.iterators):
+        kept = kept_iterators(context.reachable.iterators)
+        with environment_read() as environment, self._side_effects, kept:
             trace = tracer.run(step)
         check_made(trace.module, context.reachable.generators)
         _check_sizes(trace.module.graph, context)
@@ -343,6 +358,7 @@ class _Attempt:
             storages=tuple((trace.sources[index], num_bytes) for index, num_bytes in trace.storages.sizes()),
             foreign=len(trace.foreign),
             environment=environment,
+            attributes=self._attributes,
         )
 
 

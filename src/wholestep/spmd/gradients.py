@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.reach.reachability import Reachable
+from wholestep.capture.reach.reachable import Reachable
 
 
 class LocalGradients:

@@ -234,6 +234,11 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
             "It cannot be saved: it calls a scheduler, and whether that of another process is the same is not "
             "compared. Call scheduler.step() outside the step."
         )
+    if captured.spec.reads.attributes:
+        raise ArtifactError(
+            f"It cannot be saved: it reads attributes by names that stand nowhere in its code "
+            f"({', '.join(captured.spec.reads.attributes[:3])}), which are not compared in another process."
+        )
     if not captured.settled:
         raise ArtifactError("It cannot be saved: its first run set something up that its graph does not do again.")
     try:

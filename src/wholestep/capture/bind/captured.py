@@ -139,6 +139,8 @@ class TraceReads:
     """How many tensors of nobody the graph holds: they are constants of this process."""
     environment: Mapping[str, str]
     """Variables of the environment that the trace read."""
+    attributes: tuple[str, ...]
+    """Attributes of objects that it used and that no code names; classes of objects that it read whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from wholestep.capture.effects.side_effects import TICKS
 from wholestep.capture.effects.tensor_effects import relax_snapshots
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
+from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.guards.value_guards import BranchGuard, CounterGuard, StorageGuard
@@ -106,6 +107,8 @@ def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.Co
     of_tensors = {id(vars(slot.tensor)) for slot in context.state.slots}
     found, lifter = [one for one in context.reachable.snapshots if one.guard], context.lifter
     snapshots = [*found, *lifter.snapshots, *lifter.attributes, *_optimizer_snapshots(spec, context)]
+    if spec.reads.environment:
+        snapshots.append(environment_snapshot(spec.reads.environment))
     known = {id(one) for one in snapshots if fast_guards.guardable(one) is not None}
     return state_guards.ContainerGuard(
         snapshots=tuple(one for one in snapshots if one.guard and id(one) in known),

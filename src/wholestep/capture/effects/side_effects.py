@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dis
-import re
-from collections.abc import Collection, Iterable
-from types import CodeType
 from typing import Any
 
 from torch import Tensor
 
 from wholestep.capture.effects.object_effects import recordable_locations
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
+from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.python.snapshot import Location, Snapshot
 from wholestep.capture.reach.grad_scaler import ScalerState as ScalerNotes
 from wholestep.capture.reach.rng_and_iterators import Generators
@@ -44,6 +41,7 @@ class SideEffects:
         }
         self._generators, self._scalers = Generators(found.generators), ScalerNotes(found.scalers)
         self._optimizers = optimizers
+        self._cached = [one.cache_info().currsize for _, one in found.caches]
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
         self._watches: list[Snapshot] = []
@@ -66,7 +64,7 @@ class SideEffects:
                 self.ticks[number] = now - then
                 setattr(scheduler, TICKS, then)
         drew, noted = self._generators.restore(), self._scalers.restore()
-        problem = drew or noted
+        problem = drew or noted or self._emptied_caches()
         if kind is not None or problems or problem or any(map(self._is_new_tensor, self.changed)):
             self.restore()
         if kind is not None:
@@ -77,6 +75,18 @@ class SideEffects:
             raise CaptureError(problem)
         if any(map(self._is_new_tensor, self.changed)):
             raise CaptureError(self.sentence())
+
+    def _emptied_caches(self) -> str:
+        """Has functions forget what they have given in a trace, which may be made of its tensors. Says which did."""
+        problem = ""
+        for (name, function), size in zip(self._found.caches, self._cached, strict=True):
+            if function.cache_info().currsize != size:
+                function.cache_clear()
+                problem = (
+                    f"The step calls {name}, which keeps what it gives (functools.lru_cache), for the first time with "
+                    f"these arguments. It would keep what it gave while capturing: call it once before the step."
+                )
+        return problem
 
     def _is_new_tensor(self, change: tuple[str, Any, Any]) -> bool:
         """Whether a tensor of the trace was left behind. One of the state may stand elsewhere (a sharded weight)."""
@@ -131,46 +141,3 @@ class SideEffects:
             f"The step changes Python state{where}: {path} was {was}, is {is_} after one run. That would happen once, "
             f"while capturing, and never again. {hint}"
         )
-
-
-_WRITERS = frozenset({
-    "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard",
-    "register_buffer", "__setitem__", "__setattr__", "setattr", "train", "eval", "step",
-})  # fmt: skip
-
-
-def writer_of(path: str, codes: Iterable[CodeType]) -> str:
-    """``file.py:12 in count``: the line that writes to ``model.calls``, ``log[0]`` or ``closure.n``; "" if unknown.
-
-    Read from the instructions of each line: one that stores the last name of `path`, or else an item of, or a call
-    that changes, something of a name in `path`.
-    """
-    *holders, last = [part for part in re.split(r"[.\[\]()]", path) if part]
-    item = ""
-    for code in codes:
-        for line, instructions in _lines(code):
-            names = {str(one.argval) for one in instructions}
-            where = f"{code.co_filename}:{line} in {code.co_name}"
-            if any(one.opname.startswith("STORE_") and one.argval == last for one in instructions):
-                return where
-            changes = any(one.opname == "STORE_SUBSCR" for one in instructions) or not names.isdisjoint(_WRITERS)
-            if changes and not item and not names.isdisjoint({*holders[-1:], last}):
-                item = where
-    return item
-
-
-def user_of(names: Collection[str], codes: Iterable[CodeType]) -> str:
-    """``at file.py:12 in count``: the first line with one of these names; "" if there is none."""
-    for code in codes:
-        for line, instructions in _lines(code):
-            if any(one.argval in names for one in instructions if isinstance(one.argval, str)):
-                return f" at {code.co_filename}:{line} in {code.co_name}"
-    return ""
-
-
-def _lines(code: CodeType) -> Iterable[tuple[int, list[dis.Instruction]]]:
-    found: dict[int, list[dis.Instruction]] = {}
-    for one in dis.get_instructions(code):
-        if one.positions is not None and one.positions.lineno is not None:
-            found.setdefault(one.positions.lineno, []).append(one)
-    return found.items()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.effects.side_effects import user_of
+from wholestep.capture.python.code_lines import user_of
 from wholestep.capture.reach.train_state import Slot
 from wholestep.errors import CaptureError
 

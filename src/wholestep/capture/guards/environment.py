@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 
 from wholestep.capture.python.code_owner import is_user_file
+from wholestep.capture.python.snapshot import Snapshot
 
 UNSET = "not set"
 _STARTED_S = time.time()
@@ -78,6 +79,14 @@ def environment_read() -> Iterator[dict[str, str]]:
 
     with patch.object(type(os.environ), "__getitem__", get):
         yield read
+
+
+def environment_snapshot(names: Iterable[str]) -> Snapshot:
+    """What these variables are at this moment."""
+    environ: Any = os.environ
+    made = Snapshot(environ._data, "os.environ", tuple(map(environ.encodekey, names)))
+    made.held = made.now()
+    return made
 
 
 def _user_files() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,6 +74,8 @@ def guardable(snapshot: Snapshot) -> tuple[Any, Any] | None:
         return container, tuple(snapshot.held)
     if isinstance(container, ClassView):
         return container.attributes, None
+    if snapshot.ordered and isinstance(container, OrderedDict):  # one that only moves an item has no new version
+        return None
     return (container, None) if type(container) in VERSIONED else None
 
 

@@ -76,6 +76,8 @@ class ContainerGuard(Guard):
             if not _untouched(snapshot):
                 for path, then, now in snapshot.changes():
                     return f"{path} was {short_text(then)}, is {short_text(now)}"
+                if snapshot.reordered():
+                    return f"the keys of {snapshot.path} stand in another order"
         return None
 
     def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_MADE_AT_RUN_TIME = 1 << 9
+MADE_AT_RUN_TIME = 1 << 9
 """Flag of classes that a ``class`` statement or a call has made. Those of C that lack it nobody can write to."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 """Folders into which packages are installed, wherever they lie."""
@@ -94,7 +94,7 @@ def is_library_class(kind: type) -> bool:
     found: Any = sys.modules.get(str(kind.__module__))
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is kind or not kind.__flags__ & _MADE_AT_RUN_TIME
+    return found is kind or not kind.__flags__ & MADE_AT_RUN_TIME
 
 
 def is_user_file(path: str) -> bool:

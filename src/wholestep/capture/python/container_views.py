@@ -140,4 +140,6 @@ def slots(kind: type) -> Iterator[str]:
     """Names of the attributes that objects of a class hold outside of their ``__dict__``."""
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
-        yield from (names,) if isinstance(names, str) else names
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            yield f"_{base.__name__.lstrip('_')}{name}" if private else name

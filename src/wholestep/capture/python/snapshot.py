@@ -40,6 +40,8 @@ class Snapshot:
     held: Any = None
     guard: bool = True
     """Whether a change between calls means a retrace. A change while tracing is always refused."""
+    ordered: bool = False
+    """Whether the order of the keys of a dict counts: a step may go through it."""
     varying_keys: frozenset[Any] = frozenset()
     """Keys of numbers that the step itself moves, which the graph reads at every call: they may be any number."""
 
@@ -73,6 +75,10 @@ class Snapshot:
             if not self._same(key, then, new):
                 path = f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{_spell_key(key)}]"
                 yield key, path, then, new
+
+    def reordered(self) -> bool:
+        """Whether a dict has the same keys in another order."""
+        return self.ordered and list(self.held) != list(self.container) and self.held.keys() == self.container.keys()
 
     def _same(self, key: Any, then: Any, now: Any) -> bool:
         if isinstance(then, AnyMatching):
@@ -130,7 +136,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, SCALARS):
-        return bool(a == b) or (a != a and b != b)
+        return not hasattr(a, "__dict__") and (bool(a == b) or (a != a and b != b))
     if isinstance(a, (tuple, frozenset, torch.Size)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, types.MethodType):

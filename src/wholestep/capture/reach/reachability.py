@@ -8,7 +8,10 @@ globals that the step's code names, followed through user functions, modules, co
   trace it shows side effects (refused), before each call it shows what changed (retraced).
 - Attributes of modules are watched whole. Other objects, the files of Python that the user has written among them,
   are watched only in the attributes whose names occur in code that the step can reach, so a counter that the training
-  loop moves does not retrace. Classes: `wholestep.capture.python.class_attributes`.
+  loop moves does not retrace. What a trace comes to by other names, the next one watches
+  (`capture/python/attribute_access.py`). Classes: `wholestep.capture.python.class_attributes`.
+- What has a state that nobody can look at, such as an iterator of C, is refused
+  (`capture/reach/rng_and_iterators.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import types
-from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -29,28 +33,29 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, NOT_IN_A_STEP, ClassAttributes, functions_in
+from wholestep.capture.python.attribute_access import WatchedObject
+from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, ClassAttributes
 from wholestep.capture.python.code_owner import (
     LOOKED_THROUGH,
+    Owner,
     is_library_class,
-    is_user_class,
     is_user_code,
     is_user_file,
     owner_of_class,
 )
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach import grad_scaler, rng_and_iterators
+from wholestep.capture.reach import code_names, grad_scaler, rng_and_iterators
+from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.scalars import hyperparameters
 
 log = logging.getLogger("wholestep")
 
 _MAX_DEPTH = 12
-_MAX_ITEMS = 4096  # what a longer list holds is data, not structure
+_MAX_ITEMS = 4096
 _MOST_BYTES = 1 << 20  # of numbers that every call compares
-_WRAPPED_CONTAINERS = ((UserDict, "data"), (UserList, "data"), (ChainMap, "maps"))
-_OPAQUE = (types.ModuleType, type, torch.Generator, torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.Size)
+_OPAQUE = (types.ModuleType, type, torch.Generator, torch.Size)
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"
 )  # fmt: skip
@@ -61,50 +66,6 @@ GLOBAL_HOOKS = tuple(
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
-@dataclass(slots=True)
-class Reachable:
-    """Everything that a step can reach, with the names under which it does."""
-
-    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
-    """Root modules only; their children come with them."""
-    optimizers: dict[int, tuple[str, Optimizer]] = field(default_factory=dict)
-    schedulers: list[tuple[str, Any]] = field(default_factory=list)
-    tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
-    """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
-    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    """Random generators, of torch and others."""
-    iterators: dict[int, str] = field(default_factory=dict)
-    """Names of what has a next item, by id."""
-    compiled: list[str] = field(default_factory=list)
-    """Names of what torch.compile has made of modules and functions."""
-    codes: list[types.CodeType] = field(default_factory=list)
-    """The user's code that the step can reach, hooks included."""
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a code, those included that it asks for by text."""
-    yield from code.co_names
-    if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(code.co_names):
-        yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
-
-
-def _names_in_library(kind: type) -> frozenset[str]:
-    """Names in the methods of a class of an installed library, whose code is not looked through otherwise."""
-    bases = [base for base in kind.__mro__ if not is_library_class(base) and not is_user_class(base)]
-    methods = [one for base in bases for key, item in vars(base).items() if key not in NOT_IN_A_STEP
-               for one in functions_in(item)]  # fmt: skip
-    return frozenset(name for one in methods for code in _codes(inspect.unwrap(one).__code__) for name in _names(code))
-
-
 def is_wrapper(opt: Optimizer) -> bool:
     """Whether an optimizer has no groups of its own: accelerate and Lightning put such a one around another."""
     return "param_groups" not in vars(opt)
@@ -113,30 +74,43 @@ def is_wrapper(opt: Optimizer) -> bool:
 class Walker:
     """Walks from a step to everything it can reach; used once."""
 
-    def __init__(self) -> None:
+    def __init__(self, observed: Collection[str | type] = ()) -> None:
+        """`observed`: names that no code has and that a trace has used, and classes of objects that it read whole."""
         self.reachable = Reachable()
+        self._whole = {one for one in observed if isinstance(one, type)}
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # ids in _seen stay valid while their objects live
-        self._names: set[str] = set(CALLED_BY_TORCH)
+        self._names = {*CALLED_BY_TORCH, *(one for one in observed if isinstance(one, str))}
         self._library_names: dict[type, frozenset[str]] = {}
         self._objects: list[tuple[str, Any]] = []
+        self._libraries: dict[int, tuple[str, types.ModuleType]] = {}
         self._classes = ClassAttributes()
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Walks to one reachable thing, once: the first handler of `HANDLERS` whose type it has does the rest."""
         if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
-        if isinstance(thing, SCALARS) or depth > _MAX_DEPTH or id(thing) in self._seen:
+        has_attributes = hasattr(thing, "__dict__")
+        if (isinstance(thing, SCALARS) and not has_attributes) or id(thing) in self._seen:
+            return
+        if depth > _MAX_DEPTH:
+            self.reachable.hidden.append((name, thing, "which lies too deep to be looked at"))
             return
         if isinstance(thing, rng_and_iterators.KINDS):
             self.reachable.generators[id(thing)] = (name, thing)
         if isinstance(thing, _OPAQUE) and not _is_users_module(thing):
+            if isinstance(thing, types.ModuleType):
+                self._libraries[id(thing)] = (name, thing)
             return
         self._seen.add(id(thing))
         self._alive.append(thing)
         if hasattr(type(thing), "__next__"):
             self.reachable.iterators[id(thing)] = name
+        if why := rng_and_iterators.why_hidden(thing):
+            self.reachable.hidden.append((name, thing, why))
         next(handler for kind, handler in HANDLERS if isinstance(thing, kind))(self, name, thing, depth)
+        if has_attributes and isinstance(thing, _ALSO_OBJECTS):
+            self._plain_object(name, thing, depth)
 
     def finish(self) -> Reachable:
         """Walks plain objects and classes, whose attributes are looked at only by names that code uses."""
@@ -152,11 +126,16 @@ class Walker:
                 num_names[id(thing)] = len(self._names)
                 self._attributes(name, thing)
         for name, thing in self._objects:
-            names = self._names_for(thing)
+            names, own = self._names_for(thing), [*slots(type(thing))]
+            self.reachable.objects[id(thing)] = WatchedObject(thing, names)
             if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
-                self._watch(vars(thing), name, tuple(sorted(names)))
-            if own := names.intersection(slots(type(thing))):
+                self._watch(vars(thing), name, None if names is None else tuple(sorted(names)))
+            if own := [key for key in own if names is None or key in names]:
                 self._watch(SlotsView(thing), name, tuple(sorted(own)))
+        for name, library in self._libraries.values():  # of their files only what is compared by value
+            plain = sorted(key for key in self._names & vars(library).keys() if isinstance(vars(library)[key], SCALARS))
+            if plain:
+                self._watch(vars(library), name, tuple(plain))
         for name, view in self._classes.views(self._names):
             self._watch(view, name, None)
         self._finish_schedulers()
@@ -170,8 +149,10 @@ class Walker:
             if reads:
                 self._watch(vars(scheduler), name, ("last_epoch", "_step_count", "_last_lr"))
 
-    def _watch(self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True) -> None:
-        snapshot = Snapshot(container, path, keys, guard=guard)
+    def _watch(
+        self, container: Any, path: str, keys: tuple[Any, ...] | None, *, guard: bool = True, ordered: bool = False
+    ) -> None:
+        snapshot = Snapshot(container, path, keys, guard=guard, ordered=ordered)
         snapshot.held = snapshot.now()
         self.reachable.snapshots.append(snapshot)
 
@@ -239,6 +220,16 @@ class Walker:
         self.visit(name.rpartition(".")[0] or "self", method.__self__, depth + 1)
         self.visit(name, method.__func__, depth + 1)
 
+    def _reference(self, name: str, reference: weakref.ReferenceType[Any], depth: int) -> None:
+        self.visit(name, reference(), depth + 1)
+
+    def _cache(self, name: str, function: Any, depth: int) -> None:
+        self.reachable.caches.append((name, function))
+        self.visit(name, function.__wrapped__, depth + 1)
+
+    def _native_method(self, name: str, method: Any, depth: int) -> None:
+        self.visit(name.rpartition(".")[0] or name, method.__self__, depth + 1)
+
     def _function(self, name: str, function: types.FunctionType, depth: int) -> None:
         if is_compiled(function):
             self.reachable.compiled.append(name)
@@ -246,14 +237,21 @@ class Walker:
             self.visit(name, function.__wrapped__, depth + 1)
         if not is_user_code(function):
             return
-        self.reachable.codes += _codes(function.__code__)
-        names = {n for code in _codes(function.__code__) for n in _names(code)}
+        self._watch(vars(function), name, None)
+        for key, item in list(vars(function).items()):
+            self.visit(f"{name}.{key}", item, depth + 1)
+        self.reachable.codes += code_names.codes(function.__code__)
+        for one in code_names.sees_all(function):
+            self.reachable.hidden.append((one.__name__, one, "which reads what no code names"))
+        names = {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}
         self._names |= names
         used = tuple(sorted(n for n in names if n in function.__globals__ and not n.startswith("__")))
         if used:
             self._watch(function.__globals__, f"globals of {function.__module__}", used)
         for key in used:
             self.visit(key, function.__globals__[key], depth + 1)
+        for key in (key for code in code_names.codes(function.__code__) for key in code_names.imported(code)):
+            self.visit(key, sys.modules.get(key), depth + 1)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cell(key, cell, depth)
         self.visit(f"{name} defaults", function.__defaults__ or (), depth + 1)
@@ -263,6 +261,8 @@ class Walker:
         if isinstance(items, (list, set, deque)):
             self._watch(items if isinstance(items, list) else ContentView(items), name, None)
         if len(items) > _MAX_ITEMS:
+            if not all(isinstance(one, SCALARS) for one in list(items)):
+                self.reachable.hidden.append((name, items, f"of {len(items):,} things, too many to be looked at"))
             return
         for index, item in enumerate(list(items)):  # a thread may write to it meanwhile
             self.visit(f"{name}.{index}", item, depth + 1)
@@ -270,15 +270,14 @@ class Walker:
     def _buffer(self, name: str, buffer: Any, depth: int) -> None:
         num_bytes = buffer.nbytes if hasattr(buffer, "nbytes") else len(bytes(buffer))
         if num_bytes > _MOST_BYTES:
-            log.warning(
-                "%s holds %s bytes: what is written to it between calls is not seen where the step reads it as numbers",
-                name, f"{num_bytes:,}",
-            )  # fmt: skip
+            why = f"of {num_bytes:,} bytes, too many to be compared at every call"
+            self.reachable.hidden.append((name, buffer, why))
             return
         self._watch(ContentView(buffer), name, None)
 
     def _mapping(self, name: str, mapping: Any, depth: int) -> None:
-        self._watch(mapping if isinstance(mapping, dict) else ContentView(mapping), name, None)
+        own = isinstance(mapping, dict)
+        self._watch(mapping if own else ContentView(mapping), name, None, ordered=own)
         for key, item in list(mapping.items()):
             self.visit(f"{name}[{key!r}]", item, depth + 1)
 
@@ -288,8 +287,6 @@ class Walker:
             return
         self._objects.append((name, thing))
         self._classes.add(type(thing))
-        for key in (key for kind, key in _WRAPPED_CONTAINERS if isinstance(thing, kind)):
-            self.visit(f"{name}.{key}", getattr(thing, key), depth + 1)
 
     def _tensor(self, name: str, tensor: torch.Tensor, depth: int) -> None:
         """What hangs on a tensor: attributes that the user has set, and hooks."""
@@ -316,16 +313,21 @@ class Walker:
     def _attributes(self, name: str, thing: Any) -> None:
         names = self._names_for(thing)
         for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
-            if key in names and hasattr(thing, key):
+            if (names is None or key in names) and hasattr(thing, key):
                 self.visit(f"{name}.{key}", getattr(thing, key), 1)
 
-    def _names_for(self, thing: Any) -> frozenset[str]:
-        """Names of attributes of a plain object that matter."""
+    def _names_for(self, thing: Any) -> Collection[str] | None:
+        """Names of attributes of a plain object that matter; None for all."""
         kind = type(thing)
+        if kind in self._whole or owner_of_class(kind) is Owner.INSTALLED:  # whose code nobody has looked through
+            return None
         if kind not in self._library_names:
-            self._library_names[kind] = _names_in_library(kind)
+            self._library_names[kind] = code_names.names_in_library(kind)
         return self._library_names[kind] | self._names
 
+
+_ALSO_OBJECTS = (functools.partial, list, tuple, set, frozenset, deque, dict, *BUFFERS)
+"""Kinds with a handler of their own. An object of a class made of them, or with room for attributes, has those, too."""
 
 Handler = Callable[[Walker, str, Any, int], None]
 
@@ -338,6 +340,9 @@ HANDLERS: tuple[tuple[type | tuple[type, ...], Handler], ...] = (
     (types.FunctionType, Walker._function),
     (types.MethodType, Walker._method),
     (functools.partial, Walker._partial),
+    (weakref.ReferenceType, Walker._reference),
+    (type(functools.lru_cache(len)), Walker._cache),
+    ((types.BuiltinMethodType, types.MethodWrapperType), Walker._native_method),
     ((list, tuple, set, frozenset, deque), Walker._sequence),
     (BUFFERS, Walker._buffer),
     ((dict, types.MappingProxyType), Walker._mapping),
@@ -351,12 +356,14 @@ def _is_users_module(thing: Any) -> bool:
     return isinstance(thing, types.ModuleType) and is_user_file(getattr(thing, "__file__", None) or "")
 
 
-def find_reachable(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachable:
-    """Everything that a call ``step(*args, **kwargs)`` can reach.
+def find_reachable(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observed: Collection[str | type] = ()
+) -> Reachable:
+    """Everything that a call ``step(*args, **kwargs)`` can reach. `observed`: as `Walker` takes it.
 
     Tensors in the arguments themselves are left out: they are the inputs of the call.
     """
-    walker = Walker()
+    walker = Walker(observed)
     try:
         names = list(inspect.signature(step).bind_partial(*args).arguments)
     except (TypeError, ValueError):

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import builtins
 import random
-from collections.abc import Callable, Iterator, Mapping
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +22,8 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.python import user_frame
+from wholestep.capture.python.code_lines import user_of
+from wholestep.capture.python.code_owner import MADE_AT_RUN_TIME
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
@@ -123,6 +128,24 @@ def check_made(module: fx.GraphModule, known: Mapping[int, tuple[str, Any]]) -> 
 def _native_id(generator: torch.Generator) -> int:
     """The address of torch's generator: a graph holds another Python object for the same one."""
     return int(generator._cdata)  # type: ignore[attr-defined,unused-ignore]
+
+
+def why_hidden(thing: Any) -> str:
+    """Why nobody can look at the state of a thing, an iterator of C or a variable of a context; "" if one can."""
+    kind = type(thing)
+    is_hidden = not kind.__flags__ & MADE_AT_RUN_TIME and (hasattr(kind, "__next__") or kind is ContextVar)
+    return "of which nobody can see where it stands" if is_hidden else ""
+
+
+def refuse_hidden(found: Sequence[tuple[str, Any, str]], codes: Sequence[types.CodeType]) -> None:
+    """Raises CaptureError where a step reaches things of `Reachable.hidden`."""
+    for name, thing, why in found:
+        line = user_of({re.split(r"[.\[]", name)[-1], re.split(r"[.\[]", name)[0]}, codes)
+        raise CaptureError(
+            f"The step could not be captured{line}\nit reaches {name}, a {type(thing).__name__}, {why}. What it gives "
+            f"while capturing, every call would use again: read it outside the step, and pass what the step needs as "
+            f"an argument."
+        )
 
 
 @contextmanager

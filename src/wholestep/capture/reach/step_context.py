@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholestep.capture.python.attribute_access import AttributeAccess
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
@@ -34,6 +35,7 @@ class StepContext:
         varying: Collection[VaryingValue] = (),
         *,
         rebound_locations: Collection[Hashable] = (),
+        observed: Collection[str | type] = (),
     ) -> None:
         """Finds everything and creates the optimizer state that is missing.
 
@@ -41,12 +43,14 @@ class StepContext:
             places: of the numbers that the step changes itself, as far as they are known.
             varying: numbers and texts that change between calls; one that is not found in this call is left out.
             rebound_locations: places of tensors that change between calls, likewise.
+            observed: attributes that a trace has used, as `reachability.Walker` takes them.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """
         self.arguments, self.rebound_locations = Arguments(args, kwargs), rebound_locations
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
-        self.reachable = reachability.find_reachable(step, args, kwargs)
+        self.reachable = reachability.find_reachable(step, args, kwargs, observed)
+        self.attributes = AttributeAccess(self.reachable.objects)
         self.lazy = LazyState(list(self.reachable.optimizers.values()))
         try:
             self.state: TrainState = stating.collect(self.reachable)

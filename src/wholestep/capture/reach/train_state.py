@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.reach.reachability import Reachable
+from wholestep.capture.reach.reachable import Reachable
 from wholestep.errors import CaptureError, ConfigError, HyperparameterError
 from wholestep.ir.program import InputKind
 

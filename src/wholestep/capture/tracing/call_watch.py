@@ -87,7 +87,10 @@ def _module_of(function: Any) -> str:
         return str(module)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     kind = owner if isinstance(owner, type) else type(owner)
-    return str(next((base.__module__ for base in kind.__mro__ if name in vars(base)), kind.__module__))
+    bases = (base for base in kind.__mro__ if name in vars(base))
+    # A class may have a method of its own in Python that calls this one.
+    found = (base.__module__ for base in bases if not isinstance(vars(base)[name], types.FunctionType))
+    return str(next(found, kind.__module__))
 
 
 @functools.cache

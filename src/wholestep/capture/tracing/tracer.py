@@ -20,6 +20,7 @@ from wholestep.capture.effects.tensor_effects import KeptTensors, TensorEffects
 from wholestep.capture.effects.tensor_flags import TensorFlags
 from wholestep.capture.functionalize.storage_resize import StorageRecorder, check_places, place_of
 from wholestep.capture.python import tree_util, user_frame
+from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource, RankSource
 from wholestep.capture.reach.train_state import Address
@@ -206,8 +207,10 @@ class Tracer:
             TensorFlags(self._state.slots, self._context.reachable.codes),
         )
         effects.objects.hide()
-        with calls_watched():
+        with calls_watched(), self._context.attributes.observed():
             returned = effects.arguments.call(step)
+        if self._context.attributes.found:
+            raise AttributesFound
         for caught in self._recorders.mode.raised:  # by a handler of the user's, which took it for an error of torch
             raise user_frame.explain(caught) from caught
         result = effects.objects.take(returned)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.functionalize.storage_resize import is_freed
-from wholestep.capture.reach.reachability import Reachable
+from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.train_state import TrainState, states
 from wholestep.ir import op_info
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
-from wholestep.capture.effects.side_effects import SideEffects, writer_of
+from wholestep.capture.effects.side_effects import SideEffects
+from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.errors import CaptureError, HyperparameterError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType, SimpleNamespace
@@ -17,7 +18,8 @@ from wholestep.api.cache.object_fingerprint import object_fingerprint
 from wholestep.capture.python import code_owner
 from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach import reachability
-from wholestep.capture.reach.reachability import HANDLERS, Reachable, Walker, find_reachable
+from wholestep.capture.reach.reachability import HANDLERS, Walker, find_reachable
+from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.step_context import StepContext
 
 GLOBAL_MODEL = nn.Linear(2, 2)
@@ -94,10 +96,14 @@ ROWS: dict[str, tuple[int, Any, Callable[[Reachable], object]]] = {
     "method": (6, Holder().method, lambda found: list(named(found)) == ["self.forward"]),
     "partial": (7, functools.partial(use_globals, x=INNER), lambda found: (
         list(named(found)) == ["GLOBAL_MODEL", "x.keywords['x']"])),
-    "sequence": (8, deque([INNER]), lambda found: list(named(found)) == ["x.0"] and paths(found)[0] == "x"),
-    "buffer": (9, bytearray(b"12"), lambda found: paths(found) == ["x"]),
-    "mapping": (10, MappingProxyType({"a": INNER}), lambda found: list(named(found)) == ["x['a']"]),
-    "plain object": (11, SimpleNamespace(forward=INNER), lambda found: list(named(found)) == ["x.forward"]),
+    "reference": (8, weakref.ref(INNER), lambda found: list(named(found)) == ["x"]),
+    "cache": (9, functools.lru_cache(lambda: INNER), lambda found: (
+        list(named(found)) == ["INNER"] and [name for name, _ in found.caches] == ["x"])),
+    "native method": (10, [INNER].append, lambda found: list(named(found)) == ["x.0"]),
+    "sequence": (11, deque([INNER]), lambda found: list(named(found)) == ["x.0"] and paths(found)[0] == "x"),
+    "buffer": (12, bytearray(b"12"), lambda found: paths(found) == ["x"]),
+    "mapping": (13, MappingProxyType({"a": INNER}), lambda found: list(named(found)) == ["x['a']"]),
+    "plain object": (14, SimpleNamespace(forward=INNER), lambda found: list(named(found)) == ["x.forward"]),
 }  # fmt: skip
 """Per row of `HANDLERS` its number, a thing that it is for, and what a walk from there finds."""
 

@@ -1,0 +1,130 @@
+"""Observes which attributes of objects a traced step reads and writes, by whatever way it comes to their names.
+
+[Note: attributes that nobody names]
+Objects are watched under the names that code uses (`capture/reach/reachability.py`). Code may come to a name otherwise:
+``getattr(self, "loss_" + key)``, ``vars(self)``, an ``attrgetter`` made elsewhere, a property of a library. So while a
+step is traced the classes of the objects that it reaches tell what is asked of them. Whatever was not watched ends that
+trace before anything comes of it, and the next one watches it.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep.capture.python.code_owner import MADE_AT_RUN_TIME
+from wholestep.capture.python.container_views import is_dunder
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_METHODS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.GetSetDescriptorType, classmethod, staticmethod, property,
+)  # fmt: skip
+"""What a class may have under a name that is no data: what these read is observed in its turn."""
+_MISSING = object()
+
+
+class AttributesFound(BaseException):
+    """A trace has come upon attributes that were not watched. No error: nobody may take it for one of the step's."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedObject:
+    """An object that a step reaches, and the names under which it is watched; None for all."""
+
+    thing: Any
+    names: Collection[str] | None
+
+
+class AttributeAccess:
+    """The accesses of one trace to attributes that were not watched."""
+
+    def __init__(self, known: Mapping[int, WatchedObject]) -> None:
+        """`known`: by id."""
+        self._known, self._thread = known, threading.get_ident()
+        self.found: set[str | type] = set()
+        """Names, and classes of objects that are looked at whole."""
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """While open, accesses are noted. Raises AttributesFound at one that might be to more than a plain value."""
+        kinds = {type(one.thing) for one in self._known.values() if one.names is not None}
+        with ExitStack() as stack:
+            for kind in kinds:
+                if kind.__flags__ & MADE_AT_RUN_TIME and not issubclass(kind, types.ModuleType):
+                    stack.enter_context(self._observed_class(kind))
+            yield
+
+    @contextmanager
+    def _observed_class(self, kind: type) -> Iterator[None]:
+        hooks = {"__getattribute__": self._read, "__setattr__": self._write, "__delattr__": self._write}
+        own = {name: vars(kind).get(name, _MISSING) for name in hooks}
+        try:
+            for name, look in hooks.items():
+                type.__setattr__(kind, name, _looking(look, _inherited(kind, name)))
+        except TypeError:  # a class of C
+            own = {}
+        try:
+            yield
+        finally:
+            for name, item in own.items():
+                if item is _MISSING:
+                    type.__delattr__(kind, name)
+                else:
+                    type.__setattr__(kind, name, item)
+
+    def _unwatched(self, thing: Any, name: str) -> bool:
+        one = self._known.get(id(thing)) if threading.get_ident() == self._thread else None
+        if one is None or one.names is None:
+            return False
+        return name == "__dict__" or not (name in one.names or is_dunder(name))
+
+    def _read(self, thing: Any, name: str) -> None:
+        if not self._unwatched(thing, name):
+            return
+        if name == "__dict__":
+            self.found.add(type(thing))
+            raise AttributesFound
+        item = _held(thing, name)
+        if isinstance(item, _METHODS):
+            return
+        self.found.add(name)
+        if item is not _MISSING and type(item) not in _PLAIN:
+            raise AttributesFound
+
+    def _write(self, thing: Any, name: str, *item: Any) -> None:
+        if self._unwatched(thing, name):
+            self.found.add(name)
+            raise AttributesFound
+
+
+def _looking(look: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+    def access(thing: Any, name: str, *item: Any) -> Any:
+        look(thing, name, *item)
+        return original(thing, name, *item)
+
+    return access
+
+
+def _inherited(kind: type, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    return found
+
+
+def _held(thing: Any, name: str) -> Any:
+    """What an object has under a name, or its class; a member of a slot is what is in it."""
+    try:
+        own = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        own = {}
+    if name in own:
+        return own[name]
+    item = next((vars(base)[name] for base in type(thing).__mro__ if name in vars(base)), _MISSING)
+    try:
+        return item.__get__(thing) if isinstance(item, types.MemberDescriptorType) else item
+    except AttributeError:  # a slot with nothing in it
+        return _MISSING

@@ -1,0 +1,54 @@
+"""What code names: globals, attributes, modules; and the parts of Python by which it may come to others."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from collections.abc import Collection, Iterator
+
+from wholestep.capture.python.class_attributes import NOT_IN_A_STEP, functions_in
+from wholestep.capture.python.code_owner import Owner, owner_of_class
+
+SEES_ALL: tuple[types.BuiltinFunctionType, ...] = (eval, exec, globals)  # type: ignore[assignment]
+"""What is built in and gives a step names that stand nowhere in its code."""
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code and all that is made inside of it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from codes(const)
+
+
+def names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a code, those included that it asks for by text."""
+    yield from code.co_names
+    if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(code.co_names):
+        yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
+
+
+def names_in_library(kind: type) -> frozenset[str]:
+    """Names in the methods of a class of an installed library, or of a container of Python's own, whose code is not
+    looked through otherwise."""
+    owners = {Owner.INSTALLED, *([Owner.PYTHON] if issubclass(kind, Collection) else [])}
+    bases = [base for base in kind.__mro__ if owner_of_class(base) in owners]
+    methods = [one for base in bases for key, item in vars(base).items() if key not in NOT_IN_A_STEP
+               for one in map(inspect.unwrap, functions_in(item)) if hasattr(one, "__code__")]  # fmt: skip
+    return frozenset(name for one in methods for code in codes(one.__code__) for name in names(code))
+
+
+def imported(code: types.CodeType) -> Iterator[str]:
+    """Names of the modules that code imports while it runs."""
+    if any(one.opname == "IMPORT_NAME" for one in dis.get_instructions(code)):
+        yield from (one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME")
+
+
+def sees_all(function: types.FunctionType) -> Iterator[types.BuiltinFunctionType]:
+    """Those of `SEES_ALL` that a function calls."""
+    wanted = {one.__name__: one for one in SEES_ALL if one.__name__ not in function.__globals__}
+    for code in codes(function.__code__):
+        if not wanted.keys().isdisjoint(code.co_names):
+            loads = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+            yield from (wanted[name] for name in wanted.keys() & loads)

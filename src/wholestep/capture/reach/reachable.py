@@ -1,0 +1,43 @@
+"""Reachable: everything that a step can reach, with the names under which it does."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from wholestep.capture.python.attribute_access import WatchedObject
+from wholestep.capture.python.snapshot import Snapshot
+
+
+@dataclass(slots=True)
+class Reachable:
+    """Everything that a step can reach, with the names under which it does."""
+
+    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    """Root modules only; their children come with them."""
+    optimizers: dict[int, tuple[str, Optimizer]] = field(default_factory=dict)
+    schedulers: list[tuple[str, Any]] = field(default_factory=list)
+    tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    """Loose tensors: neither parameter nor buffer of a module, nor optimizer state, nor an argument."""
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    generators: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    """Random generators, of torch and others."""
+    iterators: dict[int, str] = field(default_factory=dict)
+    """Names of what has a next item, by id."""
+    hidden: list[tuple[str, Any, str]] = field(default_factory=list)
+    """What has a state that nobody can look at: name, thing, and why."""
+    caches: list[tuple[str, Any]] = field(default_factory=list)
+    """Functions that ``functools.lru_cache`` has made."""
+    compiled: list[str] = field(default_factory=list)
+    """Names of what torch.compile has made of modules and functions."""
+    objects: dict[int, WatchedObject] = field(default_factory=dict)
+    """Plain objects, by id."""
+    codes: list[types.CodeType] = field(default_factory=list)
+    """The user's code that the step can reach, hooks included."""
