@@ -166,7 +166,7 @@ def measure(layers: int, backend: str) -> Row:
     model = build(size, torch.device("cpu")).to(init().device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens, targets = (one.to(init().device) for one in draw_tokens(size, init().rank))
-    step = ws.compile(autocast_step, backend=backend)  # type: ignore[arg-type]
+    step = ws.compile(autocast_step, backend=backend, fullgraph=True)  # type: ignore[arg-type]
     gc.collect()
     clock = StageClock()
     with clock.on():

@@ -140,7 +140,7 @@ def trained(model: nn.Module, batches: list[dict[str, Tensor]], backend: Any) ->
     """Losses, parameters and buffers behind all steps of a copy of the model; a backend of None is eager code."""
     twin = copy.deepcopy(model).train()
     step = step_of(twin, torch.optim.AdamW(twin.parameters(), 1e-3))
-    run = step if backend is None else ws.compile(step, backend=backend)
+    run = step if backend is None else ws.compile(step, backend=backend, fullgraph=True)
     losses = []
     for number, arguments in enumerate(batches):
         torch.manual_seed(number)

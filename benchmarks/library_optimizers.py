@@ -129,7 +129,7 @@ def outcome(name: str, make: Make, updates: int = 1) -> Outcome:
     except Exception as error:
         return Outcome(name, "eager", _short(error))
     try:
-        came = trained(make, ws.compile(step, backend="eager"))
+        came = trained(make, ws.compile(step, backend="eager", fullgraph=True))
     except ws.WholestepError as error:
         return Outcome(name, "refused", _short(error))
     same = len(wanted) == len(came) and all(map(_equal, wanted, came))

@@ -66,7 +66,7 @@ def prepare(name: str, contender: str, world: ws.World, *, tiny: bool) -> Callab
     model: Any = case.model.to(world.device).train()
     optimizer, step = case.optimizer(model), case.step
     if contender == "ours":
-        step = ws.compile(step, backend="eager" if tiny else "inductor")
+        step = ws.compile(step, backend="eager" if tiny else "inductor", fullgraph=True)
     elif world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)

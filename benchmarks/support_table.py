@@ -163,7 +163,7 @@ def measure(case: Case) -> Outcome:
         except (RuntimeError, AssertionError, ValueError) as error:
             return Outcome(f"torch: {_why(error)}")
         compiled = Training(case)
-        step = ws.compile(compiled.step, backend="eager")
+        step = ws.compile(compiled.step, backend="eager", fullgraph=True)
         try:
             came = compiled.run(step)
         except ws.WholestepError as error:

@@ -135,7 +135,7 @@ def prepare(variant: Variant, race: Race, world: ws.World) -> Callable[[], Tenso
     if race.clip:
         optimizer.register_step_pre_hook(clip_gradients)
     if variant.backend is not None:
-        step = ws.compile(chosen.step, backend=variant.backend)
+        step = ws.compile(chosen.step, backend=variant.backend, fullgraph=True)
         return lambda: step(model, optimizer, x, y)
     devices = [world.device] if world.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)

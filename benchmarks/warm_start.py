@@ -99,7 +99,7 @@ def start(options: argparse.Namespace) -> tuple[Start, int]:
         batch = [one.to(world.device) for one in training.draw(world.rank)]
         if on_gpu:
             torch.cuda.synchronize()
-    step = ws.compile(training.step, backend=options.backend)
+    step = ws.compile(training.step, backend=options.backend, fullgraph=True)
     with made.part("first call"):
         step(model, optimizer, *batch).item()
     modules = list(sys.modules.values())

@@ -105,7 +105,9 @@ def load(
     options, name = warm_start.saved_options(saved, trusted=trusted)
     step = _function_named(name, saved) if fn is None else fn
     step = step._step if isinstance(step, CompiledStep) else step
-    checked = checked_options(options.strategy, mesh, options.backend, options.passes, options.max_retraces)
+    checked = checked_options(
+        options.strategy, mesh, options.backend, options.passes, options.max_retraces, fullgraph=options.fullgraph
+    )
     return CompiledStep(step, checked, saved)
 
 

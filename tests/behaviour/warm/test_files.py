@@ -65,6 +65,16 @@ def test_a_step_saved_and_loaded_gives_the_same_bits(tmp_path: Path, monkeypatch
     assert all(map(torch.equal, state_of(context), state_of(again)))
 
 
+def test_a_loaded_step_is_refused_as_the_saved_one(tmp_path: Path) -> None:
+    path = tmp_path / "saved.step"
+    run(max_retraces=0, fullgraph=True).save(path)
+    step = ws.load(path, train, trusted=True)
+    model, opt, x, y = things()
+    step(model, opt, x, y)
+    with pytest.raises(ws.RetraceLimitError):
+        step(model, opt, x[:2], y[:2])
+
+
 def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "saved.step"
     run().save(path)
