@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.live.handle import Handle
 from wholestep.live.recording.observer import Observer
-from wholestep.live.recording.record import Key, OutputMeta, Record
+from wholestep.live.recording.path import BACKWARDS
+from wholestep.live.recording.record import Key, OutputMeta, Record, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
+from wholestep.live.tensors import TensorTable
 
 
 def execute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,3 +104,32 @@ def _contents(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int, torch.Tens
 
 def _is_written(tensor: torch.Tensor, version: int, values: torch.Tensor | None) -> bool:
     return tensor._version != version or (values is not None and not torch.equal(tensor, values))
+
+
+def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable) -> str:
+    """Why a call is not determined by its arguments as a record holds them; empty if it is."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if type(leaf) not in (torch.Tensor, Handle, nn.Parameter):
+                return f"{name_of(function)} is given a {type(leaf).__name__}"
+            if leaf.layout is not torch.strided:
+                return f"{name_of(function)} is given a sparse tensor"
+            value = tensors.value_of(leaf)
+            if type(leaf) is not Handle and leaf.grad_fn is not None and value is None:
+                return f"{name_of(function)} is given a tensor whose graph began before the step"
+            if (value is not None or leaf.requires_grad) and tensors.is_exposed(leaf):
+                return f"{name_of(function)} is given a tensor whose memory an array of yours shares"
+        elif not isinstance(leaf, float) and not is_constant(leaf):
+            return f"{name_of(function)} is given a {type(leaf).__name__}"
+    return ""
+
+
+def hooks_on_gradients(function: Any, tensors: TensorTable) -> str:
+    """Hooks are Python that runs in the backward, so it cannot run behind the step."""
+    if function in BACKWARDS and any(one._backward_hooks or _grad_hooks(one) for one in tensors.externals):
+        return "a parameter or an input has hooks on its gradient"
+    return ""
+
+
+def _grad_hooks(tensor: torch.Tensor) -> Any:
+    return tensor.is_leaf and tensor._post_accumulate_grad_hooks

@@ -16,33 +16,28 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.live.ahead import Ahead, Before, plan_ahead
 from wholestep.live.handle import CURRENT, Handle, fulfil, made, with_freed_graph
-from wholestep.live.observation import execute, observe
+from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.piece import PieceSpec
+from wholestep.live.recorded_calls import RecordedCalls
 from wholestep.live.recording.metadata import METADATA
-from wholestep.live.recording.modes import current_modes, under, why_not_recordable
+from wholestep.live.recording.modes import current_modes, why_not_recordable
 from wholestep.live.recording.observer import Draws, DrawWatch
-from wholestep.live.recording.path import BACKWARDS, Path, Value
+from wholestep.live.recording.path import Path, Value
 from wholestep.live.recording.record import (
     CONSTANT,
     EXTERNAL,
-    NUMBER,
-    VALUE,
     Key,
-    Operand,
     Read,
     Record,
-    is_constant,
     name_of,
 )
-from wholestep.live.recording.snapshot import OptimizerSnapshot, as_recorded
+from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import flatten, unflatten
-from wholestep.live.tensors import TensorTable
+from wholestep.live.speculation import Before, SpeculativeBackward, plan_speculation
 
 _reading_calls: set[Any] = set()
 """Calls of torch that have given Python something other than tensors, by function and what is no tensor in them."""
@@ -57,7 +52,7 @@ class Launcher(Protocol):
         """What the piece gives; None where these records can be no piece, and nothing has run."""
 
 
-class Run:
+class Run(RecordedCalls):
     """One call of a live step."""
 
     def __init__(
@@ -73,20 +68,11 @@ class Run:
         `agree_on_gradients`, where pieces reduce gradients over ranks: whether all ranks have come to the backward
         whose gradients they hold.
         """
+        super().__init__(arguments)
         self.candidates = list(paths)
         """Known paths that agree with this run so far, while it follows them."""
-        self.records: list[Record] = []
-        """Of all calls so far."""
-        self.reads: set[Read] = set()
-        self.snapshots: dict[int, OptimizerSnapshot] = {}
-        """Of the optimizers that recorded calls step, by record."""
-        self.tensors = TensorTable(arguments)
-        self.reason = ""
-        """Why this run makes no path, if it does not."""
         self.refused = ""
         """Why records of this run could be no piece."""
-        self.executed = 0
-        """How many calls were executed one by one."""
         self.pieces: list[tuple[int, int]] = []
         """Spans of records that ran as pieces."""
         self._launch = launch
@@ -96,11 +82,9 @@ class Run:
         """Tensors that calls which have not run are given. (Handles are held by Python alone: those that nobody holds
         when the calls run are no results.)"""
         self._agree_on_gradients = agree_on_gradients
-        self._ahead: Ahead | None = None
+        self._speculation: SpeculativeBackward | None = None
         self._started = 0
         """Records before this one have run."""
-
-    # What the function mode calls.
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function by the step's own Python."""
@@ -110,8 +94,8 @@ class Run:
             with self._lock:
                 CURRENT.run = None
                 try:
-                    quick = self._followed_quickly(function, args, kwargs)
-                    return self._called(function, args, kwargs) if quick is None else quick
+                    fast = self._followed_fast(function, args, kwargs)
+                    return self._called(function, args, kwargs) if fast is None else fast
                 finally:
                     CURRENT.run = self
 
@@ -129,14 +113,7 @@ class Run:
         """The step has returned: what is still recorded runs."""
         with self._lock, _no_current_run(), torch._C.DisableTorchFunction():
             self._run_pending("the step ends")
-            self._leave_ahead()
-
-    def path(self) -> Path:
-        """What this run has shown, for later ones."""
-        tensors = self.tensors
-        return Path(
-            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources()
-        )  # fmt: skip
+            self._end_speculation()
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves: list[Any] = []
@@ -144,7 +121,11 @@ class Run:
         draws = bool(self.records) and function in _drawing_functions
         if not (draws or self.tensors.is_involved(leaves)):
             return self._at_once(function, args, kwargs, leaves)
-        why = why_not_recordable() or self._unknown_argument(function, leaves) or self._hooks(function)
+        why = (
+            why_not_recordable()
+            or unknown_argument(function, leaves, self.tensors)
+            or hooks_on_gradients(function, self.tensors)
+        )
         if why:
             return self._unrecorded(function, args, kwargs, why)
         length = self.tensors.length()
@@ -165,7 +146,7 @@ class Run:
 
     def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         self._flush(why)
-        self._make_no_path(why)
+        self.make_no_path(why)
         return execute(function, args, kwargs)
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
@@ -180,46 +161,21 @@ class Run:
         self.tensors.note_result(result, leaves)
         return result
 
-    def _unknown_argument(self, function: Any, leaves: list[Any]) -> str:
-        """Why a call is not determined by its arguments as a record holds them; empty if it is."""
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                if type(leaf) not in (torch.Tensor, Handle, nn.Parameter):
-                    return f"{name_of(function)} is given a {type(leaf).__name__}"
-                if leaf.layout is not torch.strided:
-                    return f"{name_of(function)} is given a sparse tensor"
-                value = self.tensors.value_of(leaf)
-                if type(leaf) is not Handle and leaf.grad_fn is not None and value is None:
-                    return f"{name_of(function)} is given a tensor whose graph began before the step"
-                if (value is not None or leaf.requires_grad) and self.tensors.is_exposed(leaf):
-                    return f"{name_of(function)} is given a tensor whose memory an array of yours shares"
-            elif not isinstance(leaf, float) and not is_constant(leaf):
-                return f"{name_of(function)} is given a {type(leaf).__name__}"
-        return ""
-
-    def _hooks(self, function: Any) -> str:
-        """Hooks are Python that runs in the backward, so it cannot run behind the step."""
-        if function in BACKWARDS and any(one._backward_hooks or _grad_hooks(one) for one in self.tensors.externals):
-            return "a parameter or an input has hooks on its gradient"
-        return ""
-
-    # Following.
-
-    def _followed_quickly(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    def _followed_fast(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The handle of a call that is the next record of the only path left; None where that is not sure."""
         number = len(self.records)
-        if len(self.candidates) != 1 or self._ahead is not None or self.tensors.is_any_exposed:
+        if len(self.candidates) != 1 or self._speculation is not None or self.tensors.is_any_exposed:
             return None
         path = self.candidates[0]
-        quick = path.quick[number] if number < len(path.quick) else None
-        if quick is None or quick.function != function or len(args) != quick.num_args or tuple(kwargs) != quick.names:
+        fast = path.fast_records[number] if number < len(path.fast_records) else None
+        if fast is None or fast.function != function or len(args) != fast.num_args or tuple(kwargs) != fast.names:
             return None
-        if quick.modes != current_modes() or why_not_recordable():
+        if fast.modes != current_modes() or why_not_recordable():
             return None
-        if not self.tensors.matches(path, quick, (*args, *kwargs.values()) if kwargs else args):
+        if not self.tensors.matches(path, fast, (*args, *kwargs.values()) if kwargs else args):
             return None
-        self.records.append(quick.record)
-        return self.tensors.note_value(made(quick.output, self), (number, 0))
+        self.records.append(fast.record)
+        return self.tensors.note_value(made(fast.output, self), (number, 0))
 
     def _next_record(self, key: Key) -> Record | None:
         """The record of a known path that this call is; None if no path has it."""
@@ -227,7 +183,7 @@ class Run:
         found = [path for path in self.candidates if self._is_next(path, number, key)]
         if not found:
             return None
-        if self._ahead is not None and self._ahead.path is not found[0]:
+        if self._speculation is not None and self._speculation.path is not found[0]:
             return None
         self.candidates = found
         return found[0].records[number]
@@ -249,8 +205,8 @@ class Run:
     def _recorded(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         number = len(self.records)
         self.records.append(record)
-        if self._ahead is not None:
-            return self._from_ahead(self._ahead, record, args, kwargs)
+        if self._speculation is not None:
+            return self._from_speculation(self._speculation, record, args, kwargs)
         self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is not Handle)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
@@ -276,8 +232,6 @@ class Run:
         self.tensors.note_result(result, leaves)
         return result
 
-    # Running what is recorded.
-
     def _run_pending(self, why: str) -> None:
         """Runs what is recorded as a compiled piece, or else one by one."""
         span = (self._started, len(self.records))
@@ -285,7 +239,7 @@ class Run:
             return
         alive = self.tensors.handles()
         if self._holds_graph(alive):
-            done = self._run_ahead(span, alive)
+            done = self._speculate(span, alive)
         else:
             results = self._launched(PieceSpec(span, tuple(alive)))
             done = results is not None
@@ -315,116 +269,88 @@ class Run:
         freed = self.candidates[0].freed[len(self.records)]
         return any(value not in freed and tensor.requires_grad for value, tensor in alive.items())
 
-    def _run_ahead(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> bool:
+    def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> bool:
         """Runs what is recorded and the backward behind it, whose gradients are held back."""
         path, tensors = self.candidates[0], self.tensors
         length = tensors.length()
-        plan = plan_ahead(path, *span, tensors)
+        plan = plan_speculation(path, *span, tensors)
         if plan is None:
             return False
         leaves = [tensors.externals[index] for index in plan.leaves]
         later = plan.wanted(path)
         before = Before.of(path.records[slice(*span)], tensors)
         results = None
-        if not (
-            self._agree_on_gradients and any(leaf.grad is not None for leaf in leaves)
-        ):  # which may be reduced already or not
+        has_grads = any(leaf.grad is not None for leaf in leaves)
+        if self._agree_on_gradients is None or not has_grads:  # those of several ranks may be reduced already, or not
             results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped, plan.leaves))
         if results is None:
             tensors.forget_since(length)
             return False
-        ahead = Ahead(plan, path, before, length)
+        speculation = SpeculativeBackward(plan, path, before, length)
         for leaf in reversed(leaves):
             grad = results.pop()
             if grad is not None:
-                ahead.grads.insert(0, (leaf, grad))
+                speculation.grads.insert(0, (leaf, grad))
         self._fulfil(alive, results)
-        ahead.values = dict(zip(later, results, strict=True))
-        self._ahead = ahead
+        speculation.values = dict(zip(later, results, strict=True))
+        self._speculation = speculation
         return True
 
-    def _from_ahead(self, ahead: Ahead, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _from_speculation(
+        self, speculation: SpeculativeBackward, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A record behind the read that has run already. The backward puts the gradients in place."""
         number = len(self.records) - 1
-        if number == ahead.plan.span[1] - 1:
+        if number == speculation.plan.span[1] - 1:
             if self._agree_on_gradients is not None and not self._agree_on_gradients():
                 self.records.pop()
                 self._flush("another rank went another way")
-                self._make_no_path("another rank did not come to the backward that ran ahead")
+                self.make_no_path("another rank did not come to the backward that ran ahead")
                 return execute(record.key.function, args, kwargs)
-            self._started, self._ahead = number + 1, None
-            ahead.put()
+            self._started, self._speculation = number + 1, None
+            speculation.put()
             return None
         self._started = number + 1
-        if number in ahead.plan.skipped:
+        if number in speculation.plan.skipped:
             return execute(record.key.function, args, kwargs)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
             if meta is None:
                 results.append(None)
             else:
-                value = with_freed_graph(ahead.values.pop((number, output)), meta)
+                value = with_freed_graph(speculation.values.pop((number, output)), meta)
                 results.append(self.tensors.note_value(value, (number, output)))
         return unflatten(record.output_structure, results)
 
-    def _leave_ahead(self) -> None:
+    def _end_speculation(self) -> None:
         """Python went another way: gradients are dropped, and what somebody may still need has a graph again."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
+        speculation, self._speculation = self._speculation, None
+        if speculation is None:
             return
         used = [one.key for record in self.records for one in record.operands if one.kind == EXTERNAL]
-        self.tensors.forget_since((max([ahead.length[0], *(key + 1 for key in used)]), len(self.tensors.numbers)))
-        span = (ahead.plan.span[0], len(self.records))
-        freed = ahead.path.freed[ahead.plan.position]
+        self.tensors.forget_since((max([speculation.length[0], *(key + 1 for key in used)]), len(self.tensors.numbers)))
+        span = (speculation.plan.span[0], len(self.records))
+        freed = speculation.path.freed[speculation.plan.position]
         alive = {value: one for value, one in self.tensors.alive().items() if value[0] >= span[0]}
         if not any(one.requires_grad and value not in freed for value, one in alive.items()):
             return
-        states = ahead.before.put_back()
+        states = speculation.before.put_back()
         results: dict[Value, torch.Tensor] = {}
         for number in range(*span):
-            self._replay(number, alive, results)
+            self.replay(number, alive, results)
         for generator, state in states:
             generator.set_state(state)
 
     def _flush(self, why: str) -> None:
         """Runs what is recorded, one by one and in order; the run observes from here on."""
         self.candidates = []
-        self._leave_ahead()
+        self._end_speculation()
         handles = self.tensors.handles()
         results: dict[Value, torch.Tensor] = dict(handles)
         for number in range(self._started, len(self.records)):
-            self._replay(number, handles, results)
+            self.replay(number, handles, results)
         self._started = len(self.records)
         self._given.clear()
-
-    def _replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
-        record = self.records[number]
-        args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
-        snapshots = [self.snapshots[number]] if number in self.snapshots else []
-        with under(record.key.modes), as_recorded(snapshots):
-            result = execute(record.key.function, args, kwargs)
-        self.executed += 1
-        found: list[Any] = []
-        flatten(result, found)
-        del result, args, kwargs  # whoever holds a result is told from us by the number of references
-        for output in range(len(found) - 1, -1, -1):
-            meta, value = record.outputs[output], (number, output)
-            if meta is None or meta.alias is not None:
-                found.pop()
-            elif value in handles:
-                fulfil(handles[value], found.pop())
-            else:
-                results[value] = self.tensors.note_value(found.pop(), value)
-
-    def _leaf(self, operand: Operand, results: dict[Value, torch.Tensor]) -> Any:
-        if operand.kind == VALUE:
-            value = (operand.key, operand.detail)
-            return results[value] if value in results else self.tensors.tensor_of(value)
-        if operand.kind == EXTERNAL:
-            return self.tensors.externals[operand.key]
-        return self.tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
-
-    # Observing.
 
     def _observe(
         self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
@@ -441,13 +367,13 @@ class Run:
                 _reading_calls.add(_without_tensors(key))
             self.reads.add(Read(len(self.records), key.function, line))
             if any(one.requires_grad for one in given):
-                self._make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
+                self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
             tensors.note_result(seen.result, leaves)
             return None, seen.result
         if seen.changes_kind:
-            self._make_no_path(f"{name_of(key.function)} changes the kind of its argument")
+            self.make_no_path(f"{name_of(key.function)} changes the kind of its argument")
         if any(map(tensors.is_shared, seen.written)):
-            self._make_no_path(f"{name_of(key.function)} writes to the memory of an array")
+            self.make_no_path(f"{name_of(key.function)} writes to the memory of an array")
         record = seen.record(key, leaves, line)
         for output, (one, meta) in enumerate(zip(seen.results, record.outputs, strict=True)):
             if meta is not None and meta.alias is None:
@@ -456,17 +382,10 @@ class Run:
         self._started = len(self.records)
         return record, seen.result
 
-    def _make_no_path(self, why: str) -> None:
-        self.reason = self.reason or f"{why} ({current_line()})"
-
 
 def _without_tensors(key: Key) -> Any:
     """A call as far as it is no tensors and numbers."""
     return key.function, key.structure, tuple(one if one.kind == CONSTANT else one.kind for one in key.operands)
-
-
-def _grad_hooks(tensor: torch.Tensor) -> Any:
-    return tensor.is_leaf and tensor._post_accumulate_grad_hooks
 
 
 @contextmanager

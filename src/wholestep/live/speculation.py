@@ -19,7 +19,7 @@ from wholestep.live.tensors import TensorTable
 
 
 @dataclass(frozen=True, slots=True)
-class AheadPlan:
+class SpeculationPlan:
     """A piece that ends with a backward whose gradients are results."""
 
     span: tuple[int, int]
@@ -42,7 +42,7 @@ class AheadPlan:
         ]
 
 
-def plan_ahead(path: Path, started: int, position: int, tensors: TensorTable) -> AheadPlan | None:
+def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | None:
     """The plan for a read behind `position` records of a path; None if no backward can be run ahead of it."""
     end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
     if end is None or any(_cannot_wait(path, record, tensors) for record in path.records[position:end]):
@@ -56,7 +56,7 @@ def plan_ahead(path: Path, started: int, position: int, tensors: TensorTable) ->
         tensors.forget_since(length)
         return None
     skipped = frozenset(number for number in range(position, end) if _only_acts(path.records[number]))
-    return AheadPlan((started, end + 1), position, skipped, leaves)
+    return SpeculationPlan((started, end + 1), position, skipped, leaves)
 
 
 def _is_hooked(leaf: torch.Tensor) -> bool:
@@ -92,10 +92,10 @@ def _only_acts(record: Record) -> bool:
 
 
 @dataclass(slots=True)
-class Ahead:
+class SpeculativeBackward:
     """Gradients that are held back until Python comes to their backward."""
 
-    plan: AheadPlan
+    plan: SpeculationPlan
     path: Path
     before: Before
     length: tuple[int, int]

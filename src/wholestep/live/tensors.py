@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.live.handle import Handle
+from wholestep.live.recording.fast_match import FastRecord
 from wholestep.live.recording.path import Path, Value
-from wholestep.live.recording.quick_match import QuickRecord
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand
 
 
@@ -161,10 +161,10 @@ class TensorTable:
             self._storages.add(_storage(tensor))
         return index
 
-    def matches(self, path: Path, quick: QuickRecord, leaves: Sequence[Any]) -> bool:
+    def matches(self, path: Path, fast: FastRecord, leaves: Sequence[Any]) -> bool:
         """Whether leaves are the operands of a record; takes them up if they are. False where it is not sure."""
         num_externals, numbers = len(self.externals), len(self.numbers)
-        for operand, leaf in zip(quick.operands, leaves, strict=True):
+        for operand, leaf in zip(fast.operands, leaves, strict=True):
             kind, key = operand.kind, operand.key
             if kind is VALUE:
                 found = self._values.get(id(leaf))

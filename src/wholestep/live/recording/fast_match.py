@@ -18,7 +18,7 @@ from wholestep.live.recording.structure import LEAF
 
 
 @dataclass(frozen=True, slots=True)
-class QuickRecord:
+class FastRecord:
     """A record whose arguments are plain leaves, and whose result is one new tensor."""
 
     record: Record
@@ -31,7 +31,7 @@ class QuickRecord:
     output: OutputMeta
 
 
-def quick_record(record: Record, slow: tuple[Any, ...]) -> QuickRecord | None:
+def fast_record(record: Record, slow: tuple[Any, ...]) -> FastRecord | None:
     """The record for quick comparison; None where it has to be the long way. `slow` functions always have."""
     _, (args, kwargs) = record.key.structure
     plain = all(item is LEAF for item in (*args[1], *kwargs[2]))
@@ -40,6 +40,6 @@ def quick_record(record: Record, slow: tuple[Any, ...]) -> QuickRecord | None:
         return None
     if any(isinstance(operand.key, Optimizer) for operand in record.operands):
         return None
-    return QuickRecord(
+    return FastRecord(
         record, record.key.function, len(args[1]), tuple(kwargs[1]), record.operands, record.key.modes, output
     )  # fmt: skip

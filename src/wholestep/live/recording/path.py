@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.live.recording.quick_match import QuickRecord, quick_record
+from wholestep.live.recording.fast_match import FastRecord, fast_record
 from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record
 
 MAX_PATHS = 8
@@ -39,12 +39,12 @@ class Path:
     freed: list[set[Value]] = field(init=False)
     """By number of records: the values whose graph a backward among them has freed, and what was computed of those."""
 
-    quick: list[QuickRecord | None] = field(init=False)
+    fast_records: list[FastRecord | None] = field(init=False)
     """The records for quick comparison."""
 
     def __post_init__(self) -> None:
         self.freed = _freed(self.records)
-        self.quick = [quick_record(record, BACKWARDS) for record in self.records]
+        self.fast_records = [fast_record(record, BACKWARDS) for record in self.records]
 
     def merge(self, other: Path) -> bool | None:
         """Takes up what is different in a run with equal records; whether anything was. None: it is another path."""

@@ -1,0 +1,73 @@
+"""The recorded calls of one run of a live step, and their execution one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from wholestep.capture.python.user_frame import current_line
+from wholestep.live.handle import fulfil
+from wholestep.live.observation import execute
+from wholestep.live.recording.modes import under
+from wholestep.live.recording.path import Path, Value
+from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record
+from wholestep.live.recording.snapshot import OptimizerSnapshot, as_recorded
+from wholestep.live.recording.structure import flatten, unflatten
+from wholestep.live.tensors import TensorTable
+
+
+class RecordedCalls:
+    """Calls in order, with what they were given."""
+
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        """`arguments` are the flat arguments of the step."""
+        self.records: list[Record] = []
+        """Of all calls so far."""
+        self.reads: set[Read] = set()
+        self.snapshots: dict[int, OptimizerSnapshot] = {}
+        """Of the optimizers that recorded calls step, by record."""
+        self.tensors = TensorTable(arguments)
+        self.reason = ""
+        """Why this run makes no path, if it does not."""
+        self.executed = 0
+        """How many calls were executed one by one."""
+
+    def path(self) -> Path:
+        """What this run has shown, for later ones."""
+        tensors = self.tensors
+        return Path(
+            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources()
+        )  # fmt: skip
+
+    def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
+        record = self.records[number]
+        args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
+        snapshots = [self.snapshots[number]] if number in self.snapshots else []
+        with under(record.key.modes), as_recorded(snapshots):
+            result = execute(record.key.function, args, kwargs)
+        self.executed += 1
+        found: list[Any] = []
+        flatten(result, found)
+        del result, args, kwargs  # whoever holds a result is told from us by the number of references
+        for output in range(len(found) - 1, -1, -1):
+            meta, value = record.outputs[output], (number, output)
+            if meta is None or meta.alias is not None:
+                found.pop()
+            elif value in handles:
+                fulfil(handles[value], found.pop())
+            else:
+                results[value] = self.tensors.note_value(found.pop(), value)
+
+    def _leaf(self, operand: Operand, results: dict[Value, torch.Tensor]) -> Any:
+        if operand.kind == VALUE:
+            value = (operand.key, operand.detail)
+            return results[value] if value in results else self.tensors.tensor_of(value)
+        if operand.kind == EXTERNAL:
+            return self.tensors.externals[operand.key]
+        return self.tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
+
+    def make_no_path(self, why: str) -> None:
+        """Says why this run can be no path for later ones."""
+        self.reason = self.reason or f"{why} ({current_line()})"
