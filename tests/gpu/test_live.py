@@ -45,14 +45,14 @@ class Training:
         self.opt.zero_grad()
 
 
-def appends(t: Training, x: Tensor, y: Tensor) -> None:
-    loss = F.cross_entropy(t.model(x), y)
+def appends(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
+    loss = F.cross_entropy(t.model(x), y) * scale
     t.update(loss)
     t.log.append(loss.item())
 
 
-def guards(t: Training, x: Tensor, y: Tensor) -> None:
-    loss = F.cross_entropy(t.model(x), y)
+def guards(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
+    loss = F.cross_entropy(t.model(x), y) * scale
     if not math.isfinite(loss.item()):
         t.log.append("skipped")
         return
@@ -60,8 +60,8 @@ def guards(t: Training, x: Tensor, y: Tensor) -> None:
     t.log.append(float(loss))
 
 
-def guards_the_update(t: Training, x: Tensor, y: Tensor) -> None:
-    loss = F.cross_entropy(t.model(x), y)
+def guards_the_update(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
+    loss = F.cross_entropy(t.model(x), y) * scale
     loss.backward()
     norm = nn.utils.clip_grad_norm_(t.model.parameters(), 1.0)
     if torch.isfinite(norm):
@@ -70,24 +70,24 @@ def guards_the_update(t: Training, x: Tensor, y: Tensor) -> None:
     t.log.append(norm.item())
 
 
-def looks_at_logits(t: Training, x: Tensor, y: Tensor) -> None:
+def looks_at_logits(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
     logits = t.model(x)
     t.log.append((logits.argmax(1) == y).float().mean().cpu().numpy().item())
     t.update(F.cross_entropy(logits, y))
 
 
-def keeps_tensors(t: Training, x: Tensor, y: Tensor) -> None:
-    loss = F.cross_entropy(t.model(x), y)
+def keeps_tensors(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
+    loss = F.cross_entropy(t.model(x), y) * scale
     t.update(loss)
     t.log.append(loss.detach())
 
 
-def masks(t: Training, x: Tensor, y: Tensor) -> None:
+def masks(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
     logits = t.model(x)
     t.update(F.cross_entropy(logits[y > 2], y[y > 2]))
 
 
-def autocasts(t: Training, x: Tensor, y: Tensor) -> None:
+def autocasts(t: Training, x: Tensor, y: Tensor, scale: Tensor) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         loss = F.cross_entropy(t.model(x), y)
     t.update(loss)
@@ -97,23 +97,23 @@ def autocasts(t: Training, x: Tensor, y: Tensor) -> None:
 STEPS = [appends, guards, guards_the_update, looks_at_logits, keeps_tensors, masks, autocasts]
 
 
-def batch(call: int) -> tuple[Tensor, Tensor]:
+def batch(call: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, classes, and a factor of the loss, which is infinite in one call."""
     generator = torch.Generator().manual_seed(call)
     x, y = torch.randn(16, 32, generator=generator), torch.randint(8, (16,), generator=generator)
-    if call == 6:
-        x[0, 0] = math.inf
-    return x.cuda().double(), y.cuda()
+    scale = torch.tensor(math.inf if call == 6 else 1.0, dtype=torch.float64)
+    return x.cuda().double(), y.cuda(), scale.cuda()
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_it_trains_as_eager_code_does(step: Callable[..., None], backend: Any) -> None:
     eager, live = Training(), Training()
-    compiled = ws.compile(lambda x, y: step(live, x, y), backend=backend)
+    compiled = ws.compile(lambda *batch: step(live, *batch), backend=backend)
     for call in range(CALLS):
-        x, y = batch(call) if step in (guards, guards_the_update) else batch(min(call, 5))
-        step(eager, x, y)
-        compiled(x, y)
+        given = batch(call) if step in (guards, guards_the_update) else batch(min(call, 5))
+        step(eager, *given)
+        compiled(*given)
     bounds = {"rtol": 0.0, "atol": 2.0**-8 if step is autocasts else 1e-9, "equal_nan": True}
     torch.testing.assert_close(live.model.state_dict(), eager.model.state_dict(), **bounds)
     for one, other in zip(live.log, eager.log, strict=True):
