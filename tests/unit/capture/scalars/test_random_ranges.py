@@ -144,7 +144,7 @@ WANTED: dict[str, tuple[list[Any], list[Any]]] = {
 def answers(ask: Callable[[Any], Any], draw: Callable[[], Any]) -> Any:
     """What Python sees of a comparison while it is captured."""
     try:
-        return bool(ws.compile(lambda x: x + 1 if ask(draw()) else x, backend="eager")(torch.zeros(1)))
+        return bool(ws.compile(lambda x: x + 1 if ask(draw()) else x, backend="eager", fullgraph=True)(torch.zeros(1)))
     except CaptureError as error:
         return UNKNOWN if "the value of a tensor decides" in str(error) else str(error)
 
