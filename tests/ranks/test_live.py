@@ -69,7 +69,21 @@ def branches_by_rank(t: Training, x: Tensor, y: Tensor) -> None:
     t.update(loss * (2.0 if loss.item() > 1.0 else 1.0))
 
 
-STEPS: list[Callable[..., None]] = [appends, guards, looks_on_one_rank, branches_by_rank]
+def is_refused_on_one_rank(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    t.update(loss / 2 if dist.get_rank() == 1 and loss > 0 else loss)
+
+
+def prints_on_the_first_rank(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.loss(x, y)
+    if dist.get_rank() == 0:
+        print(loss.item())
+    t.update(loss)
+
+
+STEPS: list[Callable[..., None]] = [
+    appends, guards, looks_on_one_rank, branches_by_rank, is_refused_on_one_rank, prints_on_the_first_rank,
+]  # fmt: skip
 
 
 def batch(call: int) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,12 @@ class Peers:
         self._state = TrainState()
         self._call_name: Callable[[], str] = lambda: ""
         self._is_equal = not strategy.sync_at_start
+        self._parted: RankMismatchError | None = None
+        """What was raised in this call, of which the other ranks know: they come to no other meeting of it."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
-        self._call_name = lambda: call_name
+        self._call_name, self._parted = (lambda: call_name), None
         self._state = collect(find_reachable(self._step, args, kwargs))
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
         kinds += [InputKind.BUFFER] if self._strategy.broadcast_buffers and self._is_equal else []
@@ -80,14 +82,17 @@ class Peers:
         """Tells the others what this rank is about to do; whether all are about to do the same.
 
         Where a rank runs a backward and others a piece, those that run the backward wait until all do. Raises
-        RankMismatchError where some ranks end their call and others do not.
+        RankMismatchError where some ranks end their call and others do not, and again for what is run after that.
         """
+        if self._parted is not None:
+            raise self._parted
         while True:
             events, lines = self._exchange(event)
             if len(set(events)) == 1:
                 return True
             if any(one.kind == ENDS for one in events):
-                raise RankMismatchError(self._mismatch(events, lines))
+                self._parted = RankMismatchError(self._mismatch(events, lines))
+                raise self._parted
             if event.kind != RUNS_BACKWARD:
                 return False
 

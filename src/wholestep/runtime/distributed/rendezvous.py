@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from wholestep.errors import RankMismatchError, RankMissingError
 from wholestep.runtime.distributed.blob_store import BlobStore
 from wholestep.runtime.distributed.consensus import abandon, agree
 from wholestep.runtime.distributed.world import World
@@ -53,9 +54,14 @@ class Rendezvous:
 
     @contextmanager
     def abandoned_on_error(self, world: World) -> Iterator[None]:
-        """Around work before a meeting: an error tells the others that this rank will not come."""
+        """Around work before a meeting: an error tells the others that this rank will not come.
+
+        Not one that a meeting has decided, which all ranks know of: they may meet again, and live steps do.
+        """
         try:
             yield
+        except (RankMismatchError, RankMissingError):
+            raise
         except Exception as error:
             self.abandon(error, world)
             raise
