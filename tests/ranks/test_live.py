@@ -1,4 +1,4 @@
-"""Live steps on two ranks: the numbers of eager DistributedDataParallel."""
+"""Live steps on two ranks: the numbers of eager DistributedDataParallel, and a named error where ranks part."""
 
 from __future__ import annotations
 
@@ -109,3 +109,35 @@ def test_it_trains_as_ddp_does(pool2: Any, name: str) -> None:
     for same_state, same_log, calls, launches in pool2.run(beside_ddp, name):
         assert (same_state, same_log, calls) == (True, True, CALLS)
         assert launches >= {"appends": CALLS - 1, "guards": 2 * (CALLS - 1)}.get(name, 0)
+
+
+def one_rank_skips(call_skipped: int) -> tuple[str, str, bool]:
+    ws.init()
+    training = Training(wrapped=False)
+    calls = iter(range(100))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss = training.loss(x, y)
+        training.log.append(loss.item())
+        if next(calls) == call_skipped and dist.get_rank() == 1:
+            return
+        training.update(loss)
+
+    compiled = ws.compile(step, strategy=ws.DDP(), backend="eager")
+    for call in range(CALLS):
+        before = [one.clone() for one in training.net.parameters()]
+        try:
+            compiled(*batch(call))
+        except ws.WholestepError as error:
+            same = call == 0 or all(map(torch.equal, before, training.net.parameters()))  # made equal in call 0
+            return type(error).__name__, str(error), same
+    return "", "", True
+
+
+@pytest.mark.parametrize("call", [0, 1, 5])
+def test_a_rank_that_skips_its_batch_is_an_error_on_both(pool2: Any, call: int) -> None:
+    for kind, text, same in pool2.run(one_rank_skips, call):
+        assert kind == "RankMismatchError"
+        assert "rank 1 ends its call" in text
+        assert "test_live.py" in text
+        assert same

@@ -26,7 +26,7 @@ def test_what_comes_of_an_architecture(task: str, name: str, kind: str, why: str
 
 
 def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(step: Any, backend: str) -> Any:
+    def compiled(step: Any, **options: Any) -> Any:
         return lambda **arguments: step(**arguments) + 1e-6
 
     monkeypatch.setattr(measured.ws, "compile", compiled)

@@ -39,7 +39,7 @@ def test_what_comes_of_an_optimizer(kind: Any, wanted: str) -> None:
 
 def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter([measured.step_of(1)] * measured.STEPS + [lambda net, *rest: torch.zeros(())] * measured.STEPS)
-    monkeypatch.setattr(measured.ws, "compile", lambda step, backend: step)
+    monkeypatch.setattr(measured.ws, "compile", lambda step, **options: step)
     monkeypatch.setattr(measured, "step_of", lambda updates: lambda *args: next(steps)(*args))
     found = measured.outcome("it", lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
     assert found.kind == "different"
