@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
-from wholestep.live.handle import CURRENT
-from wholestep.live.opaque import redirected
+from wholestep.live.opaque.functions import redirected
+from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
+from wholestep.live.pending_calls import PendingCalls
 from wholestep.live.piece import Piece, PieceSpec, make_piece
+from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import as_recorded
+from wholestep.live.recording.snapshot import OptimizerWatch, as_recorded
 from wholestep.live.run import Run
 from wholestep.live.tensors import inputs_of
 
@@ -62,12 +64,6 @@ class LiveStats:
     """Why calls could be no path or no piece, and how many calls of the step that were."""
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = CURRENT.run
-        return func(*args, **(kwargs or {})) if run is None else run.called(func, args, kwargs or {})
-
-
 class LiveStep:
     """One step, live."""
 
@@ -83,6 +79,8 @@ class LiveStep:
         self.name, self.reason = name, reason
         self.stats = LiveStats()
         self._step, self._compile, self._peers = step, compile_piece, peers
+        self.modules = OpaqueModules()
+        self._watches: dict[Optimizer, OptimizerWatch] = {}
         self._paths = Paths()
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
@@ -130,11 +128,15 @@ class LiveStep:
             return self._step(*args, **kwargs)
         peers = self._peers
         agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))
-        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch, agree_on_gradients=agree)
+        leaves = pytree.tree_leaves((args, kwargs))
+        run = Run(
+            self._paths.all, leaves, self._launch,
+            modules=self.modules, watches=self._watches, agree_on_gradients=agree,
+        )  # fmt: skip
         with redirected():
             CURRENT.run = run
             try:
-                with _Mode():
+                with RecordingMode():
                     result = self._step(*args, **kwargs)
             except BaseException:
                 run.flush("the step raised an error")
@@ -158,7 +160,7 @@ class LiveStep:
         elif run.candidates:
             self._paths.used(run.candidates[0])
 
-    def _launch(self, run: Run, spec: PieceSpec) -> list[torch.Tensor] | None:
+    def _launch(self, run: PendingCalls, spec: PieceSpec) -> list[torch.Tensor] | None:
         compiled = self._piece(run.candidates[0], spec)
         event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
         if self._peers is not None and not self._peers.meet(event):
@@ -171,9 +173,12 @@ class LiveStep:
         piece = compiled.piece
         tensors = run.tensors
         inputs = inputs_of(tensors, piece.earlier, piece.externals)
-        snapshots = [run.snapshots[number] for number in range(*spec.span) if number in run.snapshots]
+        read = run.read_by(compiled.path.records, range(*spec.span))
         try:
-            with as_recorded(snapshots):
+            with as_recorded(read):
+                if changed := next((one for one in read if isinstance(one, OpaqueModule) and not one.holds()), None):
+                    run.refused = f"{changed.__name__} is called in two states"
+                    return None
                 results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])
         except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
             run.refused = compiled.refused = str(error)

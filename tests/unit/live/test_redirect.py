@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_ as clipped_early
 
 from tests.unit.live.both import Compiled, Step, Training, train_both
-from wholestep.live.redirect import Redirections, redirection
+from wholestep.live.opaque.redirect import Redirections, redirection
 
 
 def with_cells(count: int) -> types.FunctionType:
