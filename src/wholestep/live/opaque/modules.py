@@ -88,6 +88,8 @@ class _Known:
 
     states: list[OpaqueModule] = field(default_factory=list)
     why_open: str = ""
+    is_small: bool = False
+    """Whether it is open for no more than that it is hardly more than one call of torch."""
 
 
 class OpaqueModules:
@@ -99,7 +101,8 @@ class OpaqueModules:
     @property
     def open(self) -> dict[str, str]:
         """Why modules are open, by the names of their classes."""
-        return {type(one).__name__: known.why_open for one, known in self._known.items() if known.why_open}
+        rows = ((type(one).__name__, known) for one, known in self._known.items())
+        return {name: known.why_open for name, known in rows if known.why_open and not known.is_small}
 
     def reopen(self, module: nn.Module, why: str) -> None:
         """Has a module run its Python from now on."""
@@ -109,7 +112,8 @@ class OpaqueModules:
         """Whether it is worth to look at a module: it is more than a call of torch, and not known to be open."""
         known = self._known.get(module)
         if known is None:
-            known = self._known[module] = _Known(why_open=_why_not_worth(module))
+            why = _why_not_worth(module)
+            known = self._known[module] = _Known(why_open=why, is_small=bool(why))
         return not known.why_open
 
     def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpaqueModule | None:
@@ -168,7 +172,7 @@ def _why_open(module: nn.Module, captured: Captured) -> str:
     filled = {one.leaf for one in graph_outputs if isinstance(one, ResultSink)}
     if any(leaf is not None for number, leaf in enumerate(spec.leaves) if number not in filled):
         return "it returns something else than new tensors"
-    if captured.guards.values or spec.reads.foreign or spec.reads.environment:
+    if captured.guards.values or spec.reads.foreign:
         return "it depends on what is computed anew for every call"
     if any(_has_hooks(param) for param in module.parameters()):
         return "a parameter has hooks on its gradient"
