@@ -85,6 +85,7 @@ class LiveStep:
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
         self._eager_calls = 0
+        self._looks = True
 
     @property
     def is_recorded(self) -> bool:
@@ -133,7 +134,7 @@ class LiveStep:
             self._paths.all, leaves, self._launch,
             modules=self.modules, watches=self._watches, agree_on_gradients=agree,
         )  # fmt: skip
-        with redirected():
+        with redirected(looks=self._looks):
             CURRENT.run = run
             try:
                 with RecordingMode():
@@ -151,6 +152,7 @@ class LiveStep:
         stats = self.stats
         stats.launches += len(run.pieces)
         stats.executed += run.executed
+        self._looks = run.executed > 0
         stats.reasons.update(filter(None, (run.reason, run.refused)))
         self._eager_calls = 0 if run.pieces else self._eager_calls + 1
         if run.executed and not run.reason:

@@ -46,8 +46,8 @@ def test_redirections_end_with_the_last_live_step() -> None:
     function = with_cells(1)
     wanted = [(function, lambda plain: lambda *args: "redirected")]
     redirected = Redirections()
-    with redirected(lambda: wanted):
-        with redirected(lambda: wanted):
+    with redirected(wanted):
+        with redirected(wanted):
             assert function(1) == "redirected"
         assert function(1) == "redirected"
     assert function(1) == 4

@@ -27,9 +27,12 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _redirections = Redirections()
 
 
-def redirected() -> Any:
-    """While open, live steps record these calls whole. A context manager."""
-    return _redirections(_wanted)
+def redirected(*, looks: bool) -> Any:
+    """While open, live steps record these calls whole. A context manager.
+
+    `looks`: whether there may be optimizers of other classes than before.
+    """
+    return _redirections(_wanted() if looks else ())
 
 
 def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
