@@ -178,7 +178,7 @@ class LiveStep:
         read = run.read_by(compiled.path.records, range(*spec.span))
         try:
             with as_recorded(read):
-                if changed := next((one for one in read if isinstance(one, OpaqueModule) and not one.holds()), None):
+                if changed := next((one for one in read if isinstance(one, OpaqueModule) and one.is_changed), None):
                     run.refused = f"{changed.__name__} is called in two states"
                     return None
                 results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])

@@ -266,6 +266,21 @@ def test_two_states_in_one_step() -> None:
     train_both(make_step)
 
 
+def test_a_forward_in_autocast() -> None:
+    def make_step(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = training.model(x).float().square().mean()
+            training.notes.append(training.update(loss).item())
+
+        return step
+
+    compiled = Compiled()
+    live = train_both(make_step, compiled=compiled)
+    assert modules_of(live) == ["Net"]
+    assert compiled.launches == CALLS - 1
+
+
 def test_buffers_that_a_pending_call_writes_are_seen() -> None:
     def make_step(training: Training) -> Step:
         def step(x: Tensor) -> None:

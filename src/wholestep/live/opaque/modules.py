@@ -64,6 +64,11 @@ class OpaqueModule:
         """Whether everything that its Python reads is as it was."""
         return self._guards.state_why_not() is None
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether an object that its Python reads is not as it was. (Records have the modes of torch themselves.)"""
+        return bool(self._guards.changed_containers())
+
     def takes(self, leaves: list[Any], spec: tree_util.TreeSpec) -> bool:
         """Whether a call with these arguments is the one that was captured, now."""
         return self._guards.why_not(leaves, spec) is None
