@@ -18,7 +18,7 @@ from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
 from wholestep.live.piece import Piece, PieceSpec, make_piece
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import as_recorded
+from wholestep.live.recording.snapshot import as_recorded, first_conflict
 from wholestep.live.run import Run
 from wholestep.live.tensors import inputs_of
 
@@ -159,11 +159,14 @@ class LiveStep:
             self._paths.used(run.candidates[0])
 
     def _launch(self, run: Run, spec: PieceSpec) -> list[torch.Tensor] | None:
-        compiled = self._piece(run.candidates[0], spec)
+        snapshots = [run.snapshots[number] for number in range(*spec.span) if number in run.snapshots]
+        conflict = first_conflict(snapshots)
+        compiled = self._piece(run.candidates[0], spec) if conflict is None else None
         event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
         if self._peers is not None and not self._peers.meet(event):
             return None
         if compiled is None:
+            run.refused = conflict or run.refused
             return None
         if compiled.refused:
             run.refused = compiled.refused
@@ -171,7 +174,6 @@ class LiveStep:
         piece = compiled.piece
         tensors = run.tensors
         inputs = inputs_of(tensors, piece.earlier, piece.externals)
-        snapshots = [run.snapshots[number] for number in range(*spec.span) if number in run.snapshots]
         try:
             with as_recorded(snapshots):
                 results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])

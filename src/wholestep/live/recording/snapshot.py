@@ -119,6 +119,15 @@ def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
+def first_conflict(snapshots: Sequence[OptimizerSnapshot]) -> str | None:
+    """Why no piece can run with all of these snapshots: an optimizer was changed between two of its steps."""
+    first: dict[int, OptimizerSnapshot] = {}
+    for snapshot in snapshots:
+        if not first.setdefault(id(snapshot.optimizer), snapshot).equals(snapshot):
+            return f"{type(snapshot.optimizer).__name__} was changed between two steps in one call"
+    return None
+
+
 @contextmanager
 def as_recorded(snapshots: Sequence[OptimizerSnapshot]) -> Iterator[None]:
     """While open, all these optimizers are as they were when their steps were recorded."""
