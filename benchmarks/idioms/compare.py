@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, NoneType
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,10 @@ def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield path, value.copy()
     elif isinstance(value, set):
         yield path, frozenset(value)
-    elif type(value).__module__.startswith(__package__) and not isinstance(value, enum.Enum | type):
+    elif type(value).__module__.startswith(("benchmarks.", "tests.")) and not isinstance(value, enum.Enum | type):
         yield from leaves(vars(value), path)  # an object of an idiom's own
+    elif type(value).__eq__ is object.__eq__ and not isinstance(value, enum.Enum | type | FunctionType | NoneType):
+        yield path, type(value)  # two runs have two of them, and nothing says whether they are equal
     else:
         yield path, value
 
