@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import wholestep as ws
+from tests.harness.training import backward_and_step
 from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both
 
 
@@ -98,3 +100,37 @@ def test_a_generator_that_is_another_one_at_every_call_makes_no_path_of_its_own(
     compiled = Compiled()
     train_both(make, compiled=compiled)
     assert compiled.launches >= CALLS - 2 >= len(compiled.pieces)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a backward in front of a read is executed twice")
+def test_a_backward_in_front_of_a_read_is_not_executed_again_when_python_goes_another_way() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            loss = training.model(x).square().mean()
+            loss.backward(retain_graph=True)
+            training.update(loss * (1 + loss.detach().numpy().item()))
+
+        return step
+
+    train_both(make, compiled=AsAGraph())
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="a piece that is captured leaves fake casts of weights in the cache"
+)
+def test_a_read_inside_of_autocast() -> None:
+    """As a metric of the logits in the block of the forward."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    opt, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def step(x: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model[0](x)
+            seen.append(hidden.max().item())
+            out = model[1](hidden)
+        backward_and_step(out.float().square().mean(), opt)
+
+    live = ws.compile(step, backend="eager")
+    for _ in range(3):
+        live(torch.ones(2, 3))
+    assert len(set(seen)) == 3
