@@ -239,8 +239,8 @@ class Walker:
         if hasattr(function, "__wrapped__"):  # a decorator such as torch.no_grad()
             self.visit(name, function.__wrapped__, depth + 1)
         if not is_user_code(function):
-            if names := library_globals.numbers_read(function):
-                self._watch(function.__globals__, f"globals of {function.__module__}", names)
+            if read := library_globals.numbers_read(function):
+                self._watch(function.__globals__, f"globals of {function.__module__}", read)
             return
         self._watch(vars(function), name, None)
         for key, item in list(vars(function).items()):

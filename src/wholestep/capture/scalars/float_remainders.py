@@ -30,11 +30,11 @@ def float_remainders() -> Iterator[None]:
 
 
 def _by_tensors(operator: Callable[..., torch.Tensor], *, reflected: bool) -> Callable[[Any, Any], Any]:
-    def compute(number: torch.SymFloat, other: Any) -> Any:
-        if not isinstance(other, (int, float, torch.SymInt, torch.SymFloat)):
+    def compute(number: Any, other: Any) -> Any:
+        symbolic = isinstance(other, (torch.SymInt, torch.SymFloat))
+        if not (symbolic or isinstance(other, (int, float))):
             return NotImplemented
         first = torch.scalar_tensor(number, dtype=torch.float64)
-        symbolic = isinstance(other, (torch.SymInt, torch.SymFloat))
         second = torch.scalar_tensor(other, dtype=torch.float64) if symbolic else torch.full_like(first, other)
         return operator(*((second, first) if reflected else (first, second))).item()
 
