@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, NoneType
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,10 @@ def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield path, value.copy()
     elif isinstance(value, set):
         yield path, frozenset(value)
-    elif type(value).__module__.startswith(__package__) and not isinstance(value, enum.Enum | type):
+    elif type(value).__module__.startswith(("benchmarks.", "tests.")) and not isinstance(value, enum.Enum | type):
         yield from leaves(vars(value), path)  # an object of an idiom's own
+    elif type(value).__eq__ is object.__eq__ and not isinstance(value, enum.Enum | type | FunctionType | NoneType):
+        yield path, type(value)  # two runs have two of them, and nothing says whether they are equal
     else:
         yield path, value
 
@@ -207,9 +210,14 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def play(
-    idiom: Idiom, compile_: Compile, begin: Callable[[Loop], object] = lambda loop: None, rank: int = 0
+    idiom: Idiom,
+    compile_: Compile,
+    begin: Callable[[Loop], object] = lambda loop: None,
+    rank: int = 0,
+    *,
+    calls: int = CALLS,
 ) -> list[Record]:
-    """Builds the idiom's loop, calls its step ten times, and gives a record per call, and one of all results as they
+    """Builds the idiom's loop, calls its step some times, and gives a record per call, and one of all results as they
     are behind the last call: no call may write to what an earlier one has returned, if eager code does not."""
     with _random_states_kept():
         seed(BUILD_SEED)
@@ -218,7 +226,7 @@ def play(
         step = compile_(loop.step)
         seed(CALL_SEED + rank)
         records, results = zip(
-            *(_record_of_a_call(loop, step, call, idiom.raises) for call in range(CALLS)), strict=True
+            *(_record_of_a_call(loop, step, call, idiom.raises) for call in range(calls)), strict=True
         )
         return [*records, dict(leaves(results, "results of all calls"))]
 
@@ -298,6 +306,7 @@ def outcome(
     begin: Callable[[Loop], object] = lambda loop: None,
     rank: int = 0,
     rounds: bool = False,
+    calls: int = CALLS,
 ) -> Outcome:
     """Runs one idiom both ways; `begin` is given the eager loop before its first call. With `rounds`, and on another
     backend than the eager one, equal means up to rounding."""
@@ -307,9 +316,9 @@ def outcome(
         steps.append(ws.compile(step, backend=backend))  # type: ignore[call-overload]
         return steps[-1]
 
-    want = play(idiom, lambda step: step, begin, rank)
+    want = play(idiom, lambda step: step, begin, rank, calls=calls)
     try:
-        came = play(idiom, compiled, rank=rank)
+        came = play(idiom, compiled, rank=rank, calls=calls)
     except ws.WholestepError as error:
         told = f"{type(error).__name__}: {first_sentence(error)}"
         return Outcome(idiom.name, "refused", None, told, (told,))

@@ -41,7 +41,7 @@ from wholestep.capture.bind.captured import (
 )
 from wholestep.capture.bind.effects import WriteObjects
 from wholestep.capture.effects.argument_effects import ArgumentEffects
-from wholestep.capture.effects.object_effects import ObjectEffects, holds_value, identities
+from wholestep.capture.effects.object_effects import ObjectEffects, holds_value, identities, in_mixed_dicts
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
 from wholestep.capture.effects.tensor_effects import KeptTensors, MirrorMode
@@ -276,6 +276,9 @@ class _Attempt:
             return _Unsettled(self._side_effects, self._outline(trace))
         if expected is not None and self._outline(trace) != expected:
             raise CaptureError("the second run of the step did something else than the first")
+        if mixed := in_mixed_dicts(trace.recorded.kept.spots, self._effects.objects.spots):
+            reason = "The step adds keys to a dict, for tensors and for other things, in an order that no graph keeps."
+            return Retry(objects=mixed, reason=reason)
         program, spec = self._functional(trace, environment)
         unwrap_compiled.log_unwrapped(context.reachable.compiled)
         return bind(lambda: program, spec, context)

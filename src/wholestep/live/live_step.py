@@ -20,7 +20,7 @@ from wholestep.live.piece import Piece, PieceSpec, make_piece
 from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import OptimizerWatch, as_recorded
+from wholestep.live.recording.snapshot import OptimizerWatch, as_recorded, first_conflict
 from wholestep.live.run import Run
 from wholestep.live.tensors import inputs_of
 
@@ -163,11 +163,15 @@ class LiveStep:
             self._paths.used(run.candidates[0])
 
     def _launch(self, run: PendingCalls, spec: PieceSpec) -> list[torch.Tensor] | None:
-        compiled = self._piece(run.candidates[0], spec)
+        path = run.candidates[0]
+        read = run.read_by(path.records, range(*spec.span))
+        conflict = first_conflict(read)
+        compiled = self._piece(path, spec) if conflict is None else None
         event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
         if self._peers is not None and not self._peers.meet(event):
             return None
         if compiled is None:
+            run.refused = conflict or run.refused
             return None
         if compiled.refused:
             run.refused = compiled.refused
@@ -175,7 +179,6 @@ class LiveStep:
         piece = compiled.piece
         tensors = run.tensors
         inputs = inputs_of(tensors, piece.earlier, piece.externals)
-        read = run.read_by(compiled.path.records, range(*spec.span))
         try:
             with as_recorded(read):
                 if changed := next((one for one in read if isinstance(one, OpaqueModule) and one.is_changed), None):

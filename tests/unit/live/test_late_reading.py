@@ -138,6 +138,20 @@ def test_a_rate_that_a_scheduler_moves_behind_the_update_is_still_one_launch() -
     assert compiled.launches == 5
 
 
+def test_a_rate_that_moves_between_two_updates_of_one_call_is_that_of_each() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            training.opt.param_groups[0]["lr"] = 0.5
+            training.update(training.model(x).mean())
+            training.opt.param_groups[0]["lr"] *= 0.1
+            return training.update(training.model(x).mean())
+
+        return step
+
+    for kind in ("sgd", "adamw"):
+        train_both(make, training=lambda kind=kind: Training(OPTIMIZERS[kind]))  # type: ignore[misc]
+
+
 def test_an_array_that_is_written_behind_a_recorded_call() -> None:
     def make(training: Training) -> Step:
         array = np.zeros((3, 4), np.float32)

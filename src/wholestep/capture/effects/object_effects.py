@@ -71,6 +71,12 @@ class ObjectEffects:
     def take(self, result: Any) -> Any:
         """At its end: what the step gives, with what it leaves, in the place of which then stands again what did."""
         values = []
+        places = {
+            identity(one): {key: place for place, key in enumerate(one)}
+            for one, _, _ in self._found
+            if type(one) is dict
+        }
+        self._found.sort(key=lambda found: places.get(identity(found[0]), {}).get(found[1], 0))  # keys in their order
         for container, key, then in self._found:
             now = _held(container, key)
             if now is not then and type(now) is not OpaqueValue:
@@ -112,6 +118,16 @@ def holds_value(spot: Location) -> bool:
     """Whether anything but None is there."""
     held = _held(*spot)
     return held is not None and held is not ABSENT
+
+
+def in_mixed_dicts(tensors: Iterable[Location], objects: Iterable[Location]) -> list[Location]:
+    """Those of `tensors` that are new keys in a dict which also gets new keys for `objects`. Each kind is put there by
+    itself behind a call, and so in another order; as objects all of them are put there in order."""
+    added = [
+        [(one, key) for one, key in spots if isinstance(one, dict) and key not in one] for spots in (tensors, objects)
+    ]
+    mixed = {identity(container) for container, _ in added[1]}
+    return [spot for spot in added[0] if identity(spot[0]) in mixed]
 
 
 def relax_snapshots(snapshots: Iterable[Snapshot], spots: Iterable[Location]) -> None:

@@ -45,7 +45,7 @@ from wholestep.capture.python.code_owner import (
 )
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach import code_names, grad_scaler, rng_and_iterators
+from wholestep.capture.reach import code_names, grad_scaler, library_globals, rng_and_iterators
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.scalars import hyperparameters
@@ -116,6 +116,9 @@ class Walker:
         """Walks plain objects and classes, whose attributes are looked at only by names that code uses."""
         num_names: dict[int, int] = {}
         while True:
+            for name, library in list(self._libraries.values()):
+                for key, held in library_globals.things_named(library, self._names):
+                    self.visit(f"{name}.{key}", held, 1)
             objects = [(n, t) for n, t in self._objects if num_names.get(id(t)) != len(self._names)]
             attributes = list(self._classes.values_under(self._names))
             if not objects and not attributes:
@@ -236,6 +239,8 @@ class Walker:
         if hasattr(function, "__wrapped__"):  # a decorator such as torch.no_grad()
             self.visit(name, function.__wrapped__, depth + 1)
         if not is_user_code(function):
+            if read := library_globals.numbers_read(function):
+                self._watch(function.__globals__, f"globals of {function.__module__}", read)
             return
         self._watch(vars(function), name, None)
         for key, item in list(vars(function).items()):

@@ -24,6 +24,7 @@ from wholestep.capture.python.tracing_thread import capture_flag
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.reach.unwrap_compiled import compile_unwrapped
+from wholestep.capture.scalars.float_remainders import float_remainders
 from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
@@ -111,6 +112,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield module_to_is_identity()
     yield compile_unwrapped()
     yield symbolic_math()
+    yield float_remainders()
     yield recorders.storages.recording()
     yield recorders.versions.recording()
 

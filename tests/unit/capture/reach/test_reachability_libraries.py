@@ -247,3 +247,50 @@ def test_a_dict_that_is_given_twice_is_not_written_to() -> None:
     with pytest.raises(CaptureError, match="argument 0, which is given to it in two places"):
         step(batch, batch)
     assert list(batch) == ["x"]
+
+
+SETTINGS = """
+SCALE, LIMITS = 1.0, {"w": 1.0}
+
+
+def scaled(loss):
+    return loss * SCALE
+"""
+
+
+@pytest.mark.parametrize("uses", ["function", "number", "container", "written container"])
+def test_globals_of_a_package_are_read_at_every_call(
+    uses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_package_of_settings.py").write_text(SETTINGS)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run(compiled: bool) -> list[float]:
+        sys.modules.pop("a_package_of_settings", None)
+        settings: Any = importlib.import_module("a_package_of_settings")
+        model, opt = training()
+
+        def update(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            match uses:
+                case "function":
+                    loss = settings.scaled(loss)
+                case "number":
+                    loss = loss * settings.SCALE
+                case "container":
+                    loss = loss * settings.LIMITS["w"]
+                case _:
+                    settings.LIMITS["w"] *= 0.5
+            backward_and_step(loss, opt)
+            return loss.detach()
+
+        step = ws.compile(update, backend="eager") if compiled else update
+        found = []
+        for call, x in enumerate(batches(4)):
+            found += [step(x).item(), settings.LIMITS["w"]]
+            settings.SCALE, settings.LIMITS["w"] = 1.0 + call, settings.LIMITS["w"] + call
+        return found
+
+    assert run(compiled=True) == run(compiled=False)

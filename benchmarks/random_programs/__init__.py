@@ -1,0 +1,1 @@
+"""Random training steps over random object graphs, compiled against eager code."""

@@ -1,0 +1,159 @@
+"""The sentences that random steps are made of: a table of symbols, each with the texts that may stand in its place.
+
+``<symbol>`` in a text is replaced by one of the symbol's own texts. Statements are a line each, or a line and its
+``else``. Numbers are kept between 0.5 and 1.5 where they scale something, so that nothing explodes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+
+STAGES = ("start", "forward", "backward", "updated")
+"""Between which calls a statement may stand: each may use what the ones before it may."""
+
+Rules = Mapping[str, Sequence[str]]
+
+ANYWHERE: Rules = {
+    "word": ("loss", "step", "note"),
+    "bounded": ("(0.5 + <number> % 1.0)", "<place>", "0.9"),
+    "number": (
+        "<place>", "<place>", "<place>", "<known>", "0.5", "random.random()", "float(np.random.rand())",
+        "count * 0.25",
+        "torch.rand(()).item()", "len(history) * 0.1", "opt.param_groups[0]['lr']", "x.mean().item()",
+        "float(array[1])", "user.scaled(0.5)", "library.scaled(0.5)", "box.times(0.5)", "box.doubled",
+        "model.first.weight[0, 0].item()", "sum(h for h in history if isinstance(h, float)) % 1.0",
+        "max((len(items) for items in table.values() if isinstance(items, list)), default=0) * 0.1",
+        "average.item()", "model.seen.item() * 0.1", "getattr(box, 'w' + ''.join([]))", "vars(box)['w']",
+        "(lambda z: z * <place>)(0.5)", "operator.attrgetter('w')(box)", "float(torch.tensor([<place>, 2.0]).sum())",
+    ),
+    "tensor": (
+        "x.mean()", "torch.tensor(<number>)", "torch.rand(())", "average", "average * <place>",
+        "torch.full((), <place>)",
+        "torch.from_numpy(array).mean()", "model.last.bias.detach().abs().max()", "box.times(x.std())",
+    ),
+    "condition": (
+        "count % 2 == 0", "count % 3 == 1", "<place> > 1.0", "<number> > 0.5", "len(history) % 2", "model.training",
+        "random.random() < 0.5", "x.sum() > 0", "<tensor> > 0.4", "not box.kept", "'loss' in table",
+        "opt.param_groups[0]['lr'] < 0.05", "isinstance(box.w, float) and box.w < 1.0",
+    ),
+    "simple": (
+        "print('<word>', <number>)", "print('<word> {:.5f}'.format(<number>), end=' ')", "print(<tensor>)",
+        "history.append(<number>)", "history.append(<number>)", "history.append(<tensor>)", "<write>", "<write>",
+        "count += 1", "count += 1", "table.setdefault('<word>', []).append(<number>)", "table['last'] = <number>",
+        "del history[:-2]", "log.warning('%s %s', '<word>', <number>)", "box.keep(<tensor>)", "box.keep(<number>)",
+        "opt.param_groups[0]['lr'] = 0.02 + 0.1 * (<number> % 1.0)",
+        "opt.param_groups[0]['weight_decay'] = 0.01 * <place>",
+        "model.train(not model.training)", "model.eval()", "model.train()", "model.scale = <bounded>",
+        "model.dropout.p = 0.5 - model.dropout.p", "average.lerp_(<tensor>, 0.25)", "average.mul_(<place>)",
+        "average = average * 0.5 + <tensor>", "array[1] = <bounded>", "array[:] = array * 0.5 + <bounded>",
+        "history.append(next(numbers))", "user.SCALE = <bounded>", "library.SCALE = <bounded>",
+        "user.Box.kind_scale = <bounded>", "model.first.weight.data.mul_(0.99)",
+        "table = dict(table, other=<number>)",
+        "history.sort(key=str)", "history.append(str(<number>))",
+        "opt.load_state_dict(copy.deepcopy(opt.state_dict()))",
+    ),
+    "result": (
+        "None", "<number>", "<tensor>", "(<number>, <tensor>)", "{'<word>': <number>, 'x': x}", "history[-1:]",
+        "dict(table)",
+    ),
+}  # fmt: skip
+
+START: Rules = {
+    "simple": (
+        "x = x * <bounded>", "x.mul_(<bounded>)", "x = x + 0.1 * torch.randn_like(x)", "x[0] = <number>",
+        "x = x[torch.randperm(len(x))]", "x = x + torch.from_numpy(array).float().mean()",
+        "x = x.clamp(min=-<number>)",
+        "user.decay(model.last.weight)", "opt.zero_grad(set_to_none=False)",
+        "model.last.bias.requires_grad_(not model.last.bias.requires_grad)",
+    ),
+}  # fmt: skip
+
+FORWARD: Rules = {
+    "number": (
+        "loss.item()", "loss.item()", "float(loss)", "round(loss.item(), 3)", "loss.detach().numpy().item()",
+        "out.max().item()", "float(out.detach().numpy().sum())", "(out.argmax(1) == y).float().mean().item()",
+        "loss.tolist()", "float(out.detach()[out.detach() > 0].numel())",
+    ),
+    "tensor": ("loss.detach()", "loss.detach() * <place>", "out.detach().mean()", "out.detach().abs().amax()"),
+    "condition": (
+        "loss.item() > 1.0", "loss > 1.1", "bool(torch.isfinite(loss))", "out.argmax().item() % 2", "(out > 1).any()",
+    ),
+    "simple": (
+        "print('loss', loss)", "print(loss.detach())", "history.append(loss.item())", "history.append(out.argmax(1))",
+        "array[:2] = out.detach().numpy()[0, :2]", "box.keep(loss.detach())", "table['out'] = out.detach()",
+        "table['share'] = out.detach().numpy()",
+    ),
+    "reshape": (
+        "loss = loss * <bounded>", "loss = loss * <bounded>", "loss = loss * (<tensor> % 1.0 + 0.5)",
+        "loss = loss + 0.1 * user.scaled(loss)", "loss = loss + 0.1 * box.times(loss)",
+        "loss = loss + 0.1 * out[out > 0].sum()",
+        "loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())",
+        "loss = loss + user.Square.apply(out).mean()",
+        "loss = loss + out[:, torch.randperm(3)[0]].mean()",
+        "loss = loss * torch.from_numpy(array).float().abs().mean()",
+        "loss = loss + 0.1 * checkpoint(torch.tanh, out, use_reentrant=False).mean()",
+        "loss = sum([loss, 0.1 * loss.square()])",
+        "loss = torch.where(loss > 1.0, loss, loss * 0.5)",
+    ),
+    "result": (
+        "loss", "loss.item()", "loss.detach()", "out", "out.detach()", "{'loss': loss.item(), 'out': out.detach()}",
+    ),
+}  # fmt: skip
+
+BACKWARD: Rules = {
+    "number": ("user.norm_of(model.first.weight)", "user.norm_of(model.last.bias)"),
+    "simple": (
+        "table['norm'] = nn.utils.clip_grad_norm_(model.parameters(), <bounded>)",
+        "history.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())",
+        "nn.utils.clip_grad_value_(model.parameters(), 0.05)", "user.scale_grads([model.last.weight], <bounded>)",
+        "model.last.bias.grad = None",
+        "history.append([p.grad.clone() for p in model.parameters() if p.grad is not None][:1])",
+        "user.decay(model.last.weight)", "user.replace_grads(model.parameters(), <bounded>)",
+    ),
+}  # fmt: skip
+
+UPDATED: Rules = {
+    "number": ("len(opt.state) * 0.1",),
+    "simple": (
+        "scheduler.step()", "scheduler.step()", "opt.state.clear()",
+        "model.first.weight.data = model.first.weight.data.clone()",
+        "history.append(opt.param_groups[0]['lr'])", "shadow[0].lerp_(model.first.weight.detach(), 0.1)",
+        "torch._foreach_lerp_(shadow, [p.detach() for p in model.parameters()], 0.1)",
+        "table['lr'] = scheduler.get_last_lr()[0]",
+    ),
+}  # fmt: skip
+
+COMPOUND = (
+    "<simple>", "<simple>", "<simple>", "<simple>", "<simple>; <simple>", "if <condition>: <simple>",
+    "if <condition>: <simple>",
+    "if <condition>: <simple>\nelse: <simple>", "for _ in range(count % 3): <simple>",
+    "if <condition>: return <result>",
+    "with torch.no_grad(): table['eval'] = model(x).mean().item()", "try: [][count]\nexcept IndexError: <simple>",
+    "known = <number>", "log.info('%s', <tensor>)",
+)  # fmt: skip
+
+
+def rules_of(stage: str, places: Rules) -> dict[str, list[str]]:
+    """What may stand at a stage: everything that earlier ones may, and `places`."""
+    found: dict[str, list[str]] = {"statement": list(COMPOUND), "known": ["known"]}
+    tables = dict(zip(STAGES, (START, FORWARD, BACKWARD, UPDATED), strict=True))
+    parts = [ANYWHERE, places, *(tables[one] for one in STAGES[1 : STAGES.index(stage) + 1])]
+    for part in [*parts, START] if stage == "start" else parts:
+        for symbol, texts in part.items():
+            found.setdefault(symbol, []).extend(texts)
+    return found
+
+
+def expanded(text: str, rules: Mapping[str, Sequence[str]], rng: random.Random, depth: int = 0) -> str:
+    """The text with every symbol replaced; behind some depth the last and plainest alternatives are taken."""
+    plain = {"number": "0.75", "tensor": "x.mean()", "bounded": "0.9", "condition": "count % 2 == 0"}
+
+    def replacement(found: re.Match[str]) -> str:
+        symbol = found[1]
+        if depth > 4 and symbol in plain:
+            return plain[symbol]
+        return expanded(rng.choice(rules[symbol]), rules, rng, depth + 1)
+
+    return re.sub(r"<(\w+)>", replacement, text)

@@ -1,0 +1,166 @@
+"""What random programs hold things in. Loaded anew for each run of a program: as a file of the user's, and as one of an
+installed package. So classes and globals are as fresh as objects are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SCALE = 1.0
+"""A global of another file, which `scaled` reads."""
+SETTINGS = {"w": 1.0}
+
+
+def scaled(value: Any) -> Any:
+    """Reads a global of its own file."""
+    return value * SCALE
+
+
+class Box:
+    """A plain object, with the usual ways to its number."""
+
+    kind_scale = 1.0
+    """An attribute of the class."""
+
+    def __init__(self, w: Any = 1.0) -> None:
+        self.w = w
+        self.kept: list[Any] = []
+
+    doubled = property(lambda self: getattr(self, "".join(["w"])) * 2)
+
+    def times(self, value: Any) -> Any:
+        """Reads its own attribute."""
+        return value * self.w * self.kind_scale
+
+    def keep(self, value: Any) -> None:
+        """Keeps the last two."""
+        self.kept = [*self.kept[-1:], value]
+
+
+class Slotted:
+    """Without a dict."""
+
+    __slots__ = ("w",)
+
+    def __init__(self, w: Any = 1.0) -> None:
+        self.w = w
+
+
+class Computed:
+    """A property with a setter."""
+
+    def __init__(self, w: Any = 1.0) -> None:
+        self._half = w
+
+    @property
+    def w(self) -> Any:
+        """What is kept elsewhere."""
+        return self._half
+
+    @w.setter
+    def w(self, value: Any) -> None:
+        self._half = value
+
+
+class Mapping:
+    """Hands things out of a dict, as batches of graph libraries do."""
+
+    def __init__(self, w: Any = 1.0) -> None:
+        self.__dict__["_mapping"] = {"w": w}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_mapping"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._mapping[name] = value
+
+
+class Table(dict[str, Any]):
+    """A dict with attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+@dataclass
+class Record:
+    """A dataclass."""
+
+    w: Any = 1.0
+    n: int = 0
+
+
+class Net(nn.Module):
+    """A network with dropout, a norm, and plain state that its forward reads and writes."""
+
+    def __init__(self, *, norm: bool, dropout: float, counts: bool, talks: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.scale, self.calls, self._counts, self._talks = 1.0, 0, counts, talks
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.dropout(torch.tanh(self.norm(self.first(x)))) * self.scale
+        if self._counts:
+            self.calls += 1
+            self.seen += 1
+        if self._talks and self.calls % 3 == 0:
+            print("forward", self.calls, hidden.detach().abs().max().item())
+        out: Tensor = self.last(hidden)
+        return out
+
+
+class Square(torch.autograd.Function):
+    """A function with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
+
+
+def norm_of(param: Tensor) -> float:
+    """Of a gradient, which may be gone."""
+    return 0.0 if param.grad is None else param.grad.norm().item()
+
+
+def decay(param: Tensor) -> None:
+    """Writes to a weight in place."""
+    with torch.no_grad():
+        param.mul_(0.99)
+
+
+def scale_grads(params: Iterable[Tensor], factor: float) -> None:
+    """In place, those that are there."""
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(factor)
+
+
+def replace_grads(params: Iterable[Tensor], factor: float) -> None:
+    """By new tensors."""
+    for param in params:
+        param.grad = None if param.grad is None else param.grad * factor
+
+
+def endless() -> Iterator[float]:
+    """Numbers that somebody takes one by one."""
+    number = 0.0
+    while True:
+        number += 0.25
+        yield number % 1.0

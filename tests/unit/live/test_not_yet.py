@@ -1,0 +1,136 @@
+"""Faults of live steps that are known and not mended yet: a test that passes moves to its kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+from tests.harness.training import backward_and_step
+from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both
+
+
+class AsAGraph(Compiled):
+    """Inputs are tensors of the graph's own, on the memory of those given; results have no way back."""
+
+    def __call__(self, function: Step) -> Step:
+        run = super().__call__(function)
+
+        def graph(inputs: list[Tensor], numbers: list[float]) -> list[Tensor | None]:
+            own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]
+            return [None if one is None else one.detach() for one in run(own, numbers)]
+
+        return graph
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="the result of a speculated record that is its own argument")
+def test_a_call_that_gives_its_argument_behind_a_read_whose_backward_ran_ahead() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            out = training.model(x)
+            training.notes.append(out.mean().item())
+            training.update(out.float().mean())  # already of that dtype: it gives `out` itself
+
+        return step
+
+    train_both(make)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="what a detached value was computed of counts as freed")
+def test_a_backward_does_not_free_what_its_detached_input_was_computed_of() -> None:
+    """The GAN of every example: the discriminator learns of `fake.detach()`, then the generator of `fake`."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            fake = training.model(x)
+            loss = (training.model.last.weight.sum() * fake.detach()).sum()
+            loss.backward()
+            training.notes.append(loss.item())
+            training.update(fake.square().mean())
+
+        return step
+
+    train_both(make, compiled=AsAGraph())
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="what is computed of a detached value counts as freed")
+def test_what_is_computed_of_a_detached_value_has_a_graph_of_its_own() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            out = training.model(x)
+            out.mean().backward()
+            loss = (training.model.last.weight.sum().square() * out.detach()).sum()
+            training.notes.append(loss.item())
+            training.update(loss)
+
+        return step
+
+    train_both(make, compiled=AsAGraph())
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="what `requires_grad_` gives counts as made by the call")
+def test_a_parameter_that_a_read_gives_back_is_still_state() -> None:
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> None:
+            if next(calls) > 0:
+                training.model.last.bias.requires_grad_(not training.model.last.bias.requires_grad)
+            training.update(training.model(x).mean())
+
+        return step
+
+    train_both(make, compiled=AsAGraph())
+
+
+@pytest.mark.xfail(strict=True, reason="a generator is a constant of a record: each call is a path with its own pieces")
+def test_a_generator_that_is_another_one_at_every_call_makes_no_path_of_its_own() -> None:
+    """The sampler of every shuffling loader: nothing is compiled, or pieces that never run again."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            loss = training.model(x).mean()
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
+            training.notes.append(order.tolist())
+            training.update(loss)
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches >= CALLS - 2 >= len(compiled.pieces)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a backward in front of a read is executed twice")
+def test_a_backward_in_front_of_a_read_is_not_executed_again_when_python_goes_another_way() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            loss = training.model(x).square().mean()
+            loss.backward(retain_graph=True)
+            training.update(loss * (1 + loss.detach().numpy().item()))
+
+        return step
+
+    train_both(make, compiled=AsAGraph())
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="a piece that is captured leaves fake casts of weights in the cache"
+)
+def test_a_read_inside_of_autocast() -> None:
+    """As a metric of the logits in the block of the forward."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    opt, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def step(x: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model[0](x)
+            seen.append(hidden.max().item())
+            out = model[1](hidden)
+        backward_and_step(out.float().square().mean(), opt)
+
+    live = ws.compile(step, backend="eager")
+    for _ in range(3):
+        live(torch.ones(2, 3))
+    assert len(set(seen)) == 3
