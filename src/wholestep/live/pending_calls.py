@@ -120,7 +120,12 @@ class PendingCalls(RecordedCalls):
         return True
 
     def _from_speculation(
-        self, speculation: SpeculativeBackward, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        speculation: SpeculativeBackward,
+        record: Record,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
     ) -> Any:
         """A record behind the read that has run already. The backward puts the gradients in place."""
         number = len(self.records) - 1
@@ -138,8 +143,8 @@ class PendingCalls(RecordedCalls):
             return execute(record.key.function, args, kwargs)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):
-            if meta is None:
-                results.append(None)
+            if meta is None or meta.alias is not None:
+                results.append(None if meta is None or meta.alias is None else leaves[meta.alias])
             else:
                 value = with_freed_graph(speculation.values.pop((number, output)), meta)
                 results.append(self.tensors.note_value(value, (number, output)))

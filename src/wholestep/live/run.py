@@ -127,7 +127,7 @@ class Run(PendingCalls):
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
-        draws = bool(self.records) and function in _drawing_functions
+        draws = bool(self.records) and function in _drawing_functions and self._shares_stream(leaves)
         if not (draws or isinstance(function, OpaqueModule) or self.tensors.is_involved(leaves)):
             return self._at_once(function, args, kwargs, leaves)
         why = (
@@ -162,7 +162,7 @@ class Run(PendingCalls):
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Executes a call on tensors that nothing recorded reads or writes: data, most of the time."""
-        watches = any(record.draws for record in self.records)
+        watches = self._shares_stream(leaves) and any(record.draws for record in self.records)
         try:
             with DrawWatch() if watches else nullcontext():  # type: ignore[no-untyped-call]
                 result = execute(function, args, kwargs)
@@ -171,6 +171,12 @@ class Run(PendingCalls):
             return self._called(function, args, kwargs)
         self.tensors.note_result(result, leaves)
         return result
+
+    def _shares_stream(self, leaves: list[Any]) -> bool:
+        """Whether what a call draws may come of a generator that calls which have not run draw of."""
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        pending = [operand.key for record in self.records[self._started :] for operand in record.operands]
+        return not generators or any(one is key for one in generators for key in pending)
 
     def _followed_fast(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the next record of the only path left gives, if this call is surely that; else NOT_SURE."""
@@ -225,7 +231,7 @@ class Run(PendingCalls):
         number = len(self.records)
         self.records.append(record)
         if self._speculation is not None:
-            return self._from_speculation(self._speculation, record, args, kwargs)
+            return self._from_speculation(self._speculation, record, args, kwargs, leaves)
         self._given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is not Handle)
         results: list[torch.Tensor | None] = []
         for output, meta in enumerate(record.outputs):

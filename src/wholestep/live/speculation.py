@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import Optimizer
 
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.path import BACKWARDS, Path, Value
@@ -46,6 +47,8 @@ class SpeculationPlan:
 def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | None:
     """The plan for a read behind `position` records of a path; None if no backward can be run ahead of it."""
     end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
+    if any(_cannot_be_repeated(record) for record in path.records[started:position]):
+        return None
     if end is None or any(_cannot_wait(path, record, tensors) for record in path.records[position:end]):
         return None
     length, count = tensors.length(), num_externals(path.records[position:end], len(tensors.externals))
@@ -76,6 +79,12 @@ def _is_plain_backward(record: Record) -> bool:
         return False
     others = record.operands[1:]
     return all(one.kind == CONSTANT and one.key in (None, False) for one in others)
+
+
+def _cannot_be_repeated(record: Record) -> bool:
+    """Whether a record in front of the read leaves what `Before` does not put back."""
+    steps = any(isinstance(operand.key, Optimizer) for operand in record.operands)
+    return steps or record.key.function in BACKWARDS or record.writes_grads
 
 
 def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:

@@ -129,6 +129,8 @@ class TensorTable:
 
     def note_result(self, result: Any, leaves: Iterable[Any]) -> None:
         """Notes what a call has given that is not recorded: tensors, or something that may share their memory."""
+        if any(result is leaf for leaf in leaves):
+            return
         self.note_fresh(result)
         if not isinstance(result, (torch.Tensor, tuple, list, bool, int, float, complex, str, NoneType)):
             memory = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain(leaf)}
