@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.guards.environment import torch_switches
 from wholestep.capture.guards.fast_guards import MODES, TENSORS, VERSIONED
 from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.guards.tensor_layout import describe, difference, short_text
@@ -35,6 +36,7 @@ def modes() -> tuple[tuple[str, Any], ...]:
         ("default device", torch.get_default_device()),
         ("float32 matmul precision", torch.get_float32_matmul_precision()),
         ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))),
+        *torch_switches(),
     )
 
 
