@@ -195,9 +195,9 @@ python benchmarks/library_optimizers.py > docs/optimizers.md
 ```
 
 torch {version}, CPU, backend `eager`: {steps} steps of a small net. Losses, parameters, state and the numbers of groups
-are compared. What is refused raises an error and leaves everything as it was; its reason is mostly the line that asks
-for the value of a tensor. Optimizers that do not run eagerly here want a GPU, a closure, other arguments or another
-library."""
+are compared. Refused is what is no single graph: with `fullgraph=True`, as here, that is an error, and everything stays
+as it was. The reason is mostly the line that asks for the value of a tensor. Optimizers that do not run eagerly here
+want a GPU, a closure, other arguments or another library."""
 
 
 if __name__ == "__main__":
