@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from wholestep.capture.bind.captured import (
-    BindingSpec,
-    KeepObject,
-    KeepTensor,
-    MirrorTensor,
-    StateRef,
-    resolve_locations,
-)
-from wholestep.capture.effects import object_effects
-from wholestep.capture.effects.side_effects import TICKS
-from wholestep.capture.effects.tensor_effects import relax_snapshots
+from wholestep.capture.bind.captured import BindingSpec, StateRef
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
@@ -42,7 +32,6 @@ from wholestep.ir.program import InputKind
 
 def make_guards(spec: BindingSpec, context: StepContext) -> Guards:
     """The guards of a trace, which hold for everything as it is now."""
-    _relax_snapshots(spec, context)
     slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context.state)
     containers = _container_guard(spec, context)
     params = [slot for slot in slots if slot.kind is InputKind.PARAM]
@@ -155,26 +144,6 @@ def _fast_path(
     )
 
 
-def _relax_snapshots(spec: BindingSpec, context: StepContext) -> None:
-    """Lets places that the step writes, and does not look at before, hold any tensor of the same layout."""
-    snapshots, slots = context.reachable.snapshots, context.state.slots
-    kept = [one.location for one in spec.effects_of(KeepTensor) if not one.is_shared]
-    mirrored = [one.location for one in spec.effects_of(MirrorTensor)]
-    written = {id(slots[slot].tensor) for slot in spec.reads.written if slot < len(slots)}
-    relax_snapshots(snapshots, resolve_locations(kept, context), _same_layout)
-    relax_snapshots(snapshots, resolve_locations(mirrored, context), partial(_same_layout, but=written))
-    if spec.reads.hides:
-        objects = [one.location for one in spec.effects_of(KeepObject)]
-        object_effects.relax_snapshots(snapshots, resolve_locations(objects, context))
-
-
-def _same_layout(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[[Any], bool]:
-    """Whether something is a tensor of this layout, and none with an id in `but`: the step writes to these under
-    another name."""
-    then = describe(tensor)
-    return lambda now: isinstance(now, torch.Tensor) and id(now) not in but and describe(now) == then
-
-
 def _storage_sizes(spec: BindingSpec, context: StepContext) -> StorageSizes:
     rows = {row.source: row for row in context.traced_inputs()}
     leaf_of = {id(one): leaf for leaf, one in reversed(list(enumerate(context.leaves)))}
@@ -232,10 +201,4 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
             for param in group["params"]:
                 if param in opt.state and state.index[id(param)] in spec.reads.stepped:
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
-    called = [(name, one) for name, one in context.reachable.schedulers if context.counters.any_in(vars(one))]
-    for name, scheduler in called:
-        watch(vars(scheduler), name)
-    context.counters.mark(snapshots)
-    for one in snapshots[len(snapshots) - len(called) :]:
-        one.varying_keys |= {TICKS}
     return snapshots
