@@ -191,7 +191,7 @@ MUTATIONS = (
     Mutation(
         name="box_not_loaded",
         what="a number that moves between calls stays what it was when it became an input",
-        file="capture/scalars/counters.py",
+        file="capture/scalars/varying_numbers.py",
         old="            self.box.fill_(number)\n",
         new="            pass\n",
         tests=(f"{STEPS}[number_of_the_batch_given]",),

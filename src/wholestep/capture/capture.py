@@ -46,7 +46,7 @@ from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators, refuse_hidden
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.scalars.counters import VaryingValue
+from wholestep.capture.scalars.varying_numbers import VaryingValue
 from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
@@ -225,7 +225,7 @@ class _Attempt:
             kept_grads=frozenset(recorded.kept_grads),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
             opaque_leaves=context.arguments.opaque_leaves,
-            scalars=portable_scalars(context.counters.places, context),
+            scalars=portable_scalars(context.varying.places, context),
             predicates=recorded.predicates,
             predicate_inputs=tuple((n.name, source) for n, source in zip(placeholders, trace.sources, strict=True)),
             storages=tuple((trace.sources[index], num_bytes) for index, num_bytes in trace.storages.sizes()),

@@ -3,8 +3,8 @@
 [Note: numbers that move between calls]
 ``step(x, y, beta)``, ``step(batch, number)``, ``model.temperature = ...``. The first trace takes numbers for constants:
 most are the same for ever, and code may do with a constant what it likes. One that is another number in a later call is
-an input of the graph from then on (`capture/scalars/counters.py`), and what Python asks of it is asked again at every
-call (`capture/scalars/host_scalars.py`). Where that cannot be, since a shape or an index of a list depends on it, each
+an input of the graph from then on (`capture/scalars/varying_numbers.py`). What Python asks of it is asked at every call
+(`capture/scalars/host_scalars.py`). Where that cannot be, since a shape or an index of a list depends on it, each
 of its numbers is a trace of its own.
 
 [Note: text among the arguments]
@@ -28,7 +28,7 @@ from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python.user_frame import defined_at
 from wholestep.capture.reach.arguments import Leaf
-from wholestep.capture.scalars.counters import ScalarLocation, VaryingValue
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingValue
 from wholestep.errors import CaptureError, RetraceLimitError
 
 log = logging.getLogger("wholestep")

@@ -27,7 +27,7 @@ from tests.unit.capture.changing_numbers import (
     trained,
     weighted,
 )
-from wholestep.capture.scalars import counters
+from wholestep.capture.scalars import varying_numbers
 
 OFFSET = 0.0
 """A global that tests set between calls."""
@@ -245,7 +245,7 @@ def test_inductor_takes_numbers_as_inputs() -> None:
 def test_a_search_for_places_only_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most steps move nothing between calls: they are not asked where everything lies."""
     asked: list[Any] = []
-    original = counters.identity
+    original = varying_numbers.identity
     monkeypatch.setattr("wholestep.capture.reach.step_context.identity", lambda one: asked.append(one) or original(one))
     train_both(weighted, lambda training, number: (0.5,))
     assert not asked

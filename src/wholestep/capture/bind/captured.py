@@ -20,7 +20,7 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource
 from wholestep.capture.reach.train_state import Address
-from wholestep.capture.scalars.counters import ScalarLocation, identity
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, identity
 from wholestep.ir.program import Program
 
 

@@ -14,7 +14,7 @@ from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
-from wholestep.capture.guards.value_guards import BranchGuard, CounterGuard, StorageGuard
+from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
@@ -89,7 +89,7 @@ def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Sl
 def _number_inputs(context: StepContext) -> tuple[int, ...]:
     """Leaves of the arguments that are numbers and inputs of the graph."""
     numbers = context.arguments.numbers
-    return tuple(leaf for leaf in numbers if context.counters.has(numbers, leaf))
+    return tuple(leaf for leaf in numbers if context.varying.has(numbers, leaf))
 
 
 def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.ContainerGuard:
@@ -108,8 +108,8 @@ def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.Co
 
 def _value_guards(spec: BindingSpec, context: StepContext) -> tuple[Guard, ...]:
     made: list[Guard] = []
-    if context.counters.counters:
-        made.append(CounterGuard(context.counters, context.arguments.numbers, _number_inputs(context)))
+    if context.varying.numbers:
+        made.append(VaryingNumberGuard(context.varying, context.arguments.numbers, _number_inputs(context)))
     if spec.reads.predicates is not None:
         made.append(_branch_guard(spec, context))
     if spec.reads.storages:

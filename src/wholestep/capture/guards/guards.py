@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from wholestep.capture.guards.fast_guards import FastCall, FastPath, FastRun, fast_call
 from wholestep.capture.python import tree_util
-from wholestep.capture.scalars.counters import VaryingValue
+from wholestep.capture.scalars.varying_numbers import VaryingValue
 
 
 class Call(NamedTuple):

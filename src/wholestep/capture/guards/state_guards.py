@@ -15,7 +15,7 @@ from wholestep.capture.guards.tensor_layout import describe, difference, short_t
 from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.train_state import Slot
-from wholestep.capture.scalars.counters import VaryingValue, identity, scalar_location
+from wholestep.capture.scalars.varying_numbers import VaryingValue, identity, scalar_location
 
 
 def modes() -> tuple[tuple[str, Any], ...]:

@@ -15,8 +15,8 @@ from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
 from wholestep.capture.reach.traced_inputs import TracedInput, traced_inputs
 from wholestep.capture.reach.train_state import LazyState, TrainState
-from wholestep.capture.scalars.counters import Counters, ScalarLocation, VaryingValue, fits_a_box, identity
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
 from wholestep.ir.program import InputKind
 
 
@@ -64,10 +64,10 @@ class StepContext:
 
     def count(self, places: Sequence[ScalarLocation]) -> None:
         """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
-        self.counters = Counters(places)
-        self.counters.mark(self.reachable.snapshots)
-        for counter in self.counters.counters:
-            self.state.add(InputKind.OPTIMIZER, counter.place.path, counter.box)
+        self.varying = VaryingNumbers(places)
+        self.varying.mark(self.reachable.snapshots)
+        for number in self.varying.numbers:
+            self.state.add(InputKind.OPTIMIZER, number.place.path, number.box)
         self.lifter = HyperparameterLifter(self.state.optimizers)
 
     def _places_of(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:

@@ -127,7 +127,7 @@ class Tracer:
                 grad.__dict__.pop(ENTRY_MARK, None)
             for argument, own_grad in argument_grads:
                 argument.grad = own_grad
-            self._context.counters.restore()
+            self._context.varying.restore()
             self._context.lifter.restore()
             if self._arguments is not None:
                 self._arguments.restore()
@@ -180,12 +180,12 @@ class Tracer:
 
     def _body(self, step: Callable[..., Any], recorded: list[_Recorded]) -> list[Any]:
         """What make_fx traces: the step, and behind it what makes outputs of all that it leaves."""
-        counters, lifter = self._context.counters, self._context.lifter
+        varying, lifter = self._context.varying, self._context.lifter
         codes = self._context.reachable.codes
         host = self._recorders.host = HostValues.of_trace(self._known)
         torch.set_autocast_cache_enabled(self._caches_casts)  # make_fx, which sets it back, traces without
         lifter.install()
-        counters.install()
+        varying.install()
         places, flags = [place_of(real) for real in self._reals], TensorFlags(self._state.slots, codes)
         args, kwargs = self._context.arguments.traced()
         arguments = self._arguments = ArgumentWrites(args, kwargs, codes)
@@ -206,7 +206,7 @@ class Tracer:
                 f"capturing, and never again. Change it, or call scheduler.step(), outside of the step; it is read at "
                 f"every call."
             )
-        counters.check()
+        varying.check()
         self._optimizers.write_replaced()
         check_places(self._reals, places, self._labels)
         flags.check()

@@ -81,7 +81,7 @@ def fits_a_box(number: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Counter:
+class VaryingNumber:
     """One number."""
 
     place: ScalarLocation
@@ -103,7 +103,7 @@ class Counter:
         return None
 
 
-class Counters:
+class VaryingNumbers:
     """All numbers of one step that vary."""
 
     def __init__(self, places: Sequence[ScalarLocation]) -> None:
@@ -111,12 +111,12 @@ class Counters:
         self.places = list(places)
         self._keys: dict[int, set[Any]] = {}
         self._saved: list[tuple[ScalarLocation, Any]] = []
-        self.counters: list[Counter] = []
+        self.numbers: list[VaryingNumber] = []
         for place in self.places:
             self._keys.setdefault(identity(place.container), set()).add(place.key)
             number = place.read()
             box = torch.tensor(number, dtype=_DTYPES[place.kind], device="cpu")
-            self.counters.append(Counter(place, number, box))
+            self.numbers.append(VaryingNumber(place, number, box))
 
     def has(self, container: Any, key: Any) -> bool:
         """Whether the number under a key varies."""
@@ -129,17 +129,17 @@ class Counters:
 
     def install(self) -> None:
         """Puts symbols in the place of the numbers. Called inside the trace, where boxes are traced."""
-        self._saved = [(counter.place, counter.place.read()) for counter in self.counters]
-        for counter in self.counters:
-            counter.symbol = counter.box.item()
-            write_at(counter.place.container, counter.place.key, counter.symbol)
+        self._saved = [(one.place, one.place.read()) for one in self.numbers]
+        for one in self.numbers:
+            one.symbol = one.box.item()
+            write_at(one.place.container, one.place.key, one.symbol)
 
     def check(self) -> None:
         """In the trace, at its end. Raises CaptureError for a number that the step has written to."""
-        for counter in self.counters:
-            if counter.place.read() is not counter.symbol:
+        for one in self.numbers:
+            if one.place.read() is not one.symbol:
                 raise CaptureError(
-                    f"The step writes to {counter.place.path}, a number that is another one in other calls, too. Do it "
+                    f"The step writes to {one.place.path}, a number that is another one in other calls, too. Do it "
                     f"outside of the step."
                 )
 
@@ -151,4 +151,4 @@ class Counters:
 
     def why_not(self) -> str | None:
         """Before a call: all boxes take their numbers over. Says what is no such number any more."""
-        return next(filter(None, (counter.load() for counter in self.counters)), None)
+        return next(filter(None, (one.load() for one in self.numbers)), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.scalars.counters import Counters, ScalarLocation, scalar_location
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, scalar_location
 from wholestep.errors import CaptureError, RetraceLimitError
 
 
@@ -60,14 +60,14 @@ def test_numbers_in_slots_modules_and_closures_are_read_at_every_call(make: Any)
 
 def test_a_box_takes_its_number_over_and_says_what_is_none() -> None:
     held: dict[str, Any] = {"n": 3}
-    counters = Counters([ScalarLocation(held, "n", "held.n", int)])
+    numbers = VaryingNumbers([ScalarLocation(held, "n", "held.n", int)])
     held["n"] = 5
-    assert counters.why_not() is None
-    assert counters.counters[0].box.item() == 5
+    assert numbers.why_not() is None
+    assert numbers.numbers[0].box.item() == 5
     held["n"] = 0.5
-    assert counters.why_not() == "held.n was a int, is a float"
+    assert numbers.why_not() == "held.n was a int, is a float"
     del held["n"]
-    assert counters.why_not() == "held.n was a int, is not there"
+    assert numbers.why_not() == "held.n was a int, is not there"
 
 
 @pytest.mark.parametrize(
