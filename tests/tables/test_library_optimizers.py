@@ -32,7 +32,7 @@ class Asking(Counting):
 
 @pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize(("kind", "wanted", "why"), [
-    (torch.optim.SGD, "bitwise", ""), (Counting, "live", "opt.groups.0.k"), (Asking, "live", "params"),
+    (torch.optim.SGD, "bitwise", ""), (Counting, "live", "opt.groups.0.lr"), (Asking, "live", "params"),
 ])  # fmt: skip
 def test_what_comes_of_an_optimizer(kind: Any, wanted: str, why: str, may_go_live: bool) -> None:
     found = measured.outcome("it", lambda net: kind(net.parameters(), lr=0.1))
