@@ -37,7 +37,7 @@ CLASSES = (
 GUARDS = "tests/unit/capture/guards/test_guards.py::test_a_change_is_seen_and_named"
 ACCESS = "tests/unit/capture/python/test_attribute_access.py"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
-WRITES = "tests/behaviour/test_python_writes.py"
+WRITES = "tests/unit/capture/effects/test_python_writes.py"
 LATE = "tests/unit/live/test_late_reading.py"
 
 
