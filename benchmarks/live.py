@@ -27,24 +27,35 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.cli.suite.workloads import autocast_step, draw_tokens
+from wholestep.cli.suite.workloads import draw_tokens
 from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize, build
 
 SMALL_GPT = LanguageModelSize(num_layers=12, width=16, num_heads=2, vocabulary=64, length=8, rows=1)
 BLOCK = 10
 
 
-class SmallCalls(nn.Module):
-    """Some thirty small calls of torch on one weight."""
+Forward = Callable[..., Tensor]
+"""The loss of a model and a batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(9):
-            x = torch.tanh(x * self.weight) + 0.1
-        return F.mse_loss(x, y)
+def forward_of_model(model: nn.Module, *batch: Tensor) -> Tensor:
+    """The model's own, in bfloat16 where it has autocast on a GPU."""
+    with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=batch[0].is_cuda):
+        loss: Tensor = model(*batch)
+    return loss
+
+
+def thirty_calls(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Some thirty small calls of torch by the step itself, on one weight."""
+    (weight,) = model.parameters()
+    for _ in range(9):
+        x = torch.tanh(x * weight) + 0.1
+    return F.mse_loss(x, y)
+
+
+def one_weight() -> nn.Module:
+    """A model of eight numbers."""
+    return nn.ParameterList([torch.ones(8)])
 
 
 @dataclass
@@ -62,13 +73,20 @@ class Contender:
 
 
 def contenders(
-    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], plain: Callable[..., Tensor], backend: str
+    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], forward: Forward, backend: str
 ) -> list[Contender]:
     """The step as one graph, and live with reads behind the update and in front of it."""
 
     def training() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def plain(model: nn.Module, opt: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+        loss = forward(model, *batch)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
 
     model, opt = training()
     pure = ws.compile(lambda *batch: plain(model, opt, *batch), backend=backend, fullgraph=True)
@@ -84,14 +102,13 @@ def contenders(
     guarded_model, guarded_opt = training()
 
     def guarded(*batch: Tensor) -> float | None:
-        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=batch[0].is_cuda):
-            loss = guarded_model(*batch)
+        loss = forward(guarded_model, *batch)
         loss.backward()
         if not torch.isfinite(loss.detach()):
             return None
         guarded_opt.step()
         guarded_opt.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     live = [ws.compile(metered, backend=backend), ws.compile(guarded, backend=backend)]
     return [
@@ -114,24 +131,15 @@ def measure(group: list[Contender], blocks: int, progress: Progress) -> None:
         progress.advance(task)
 
 
-def plain_step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """Forward, backward and update in the model's own precision."""
-    loss: Tensor = model(x, y)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
-
-
 def groups(workload: str | None) -> dict[str, list[Contender]]:
     """What is measured, by name."""
     if workload is not None:
         size, device = REFERENCE[workload], torch.device("cuda")
         x, y = (one.to(device) for one in draw_tokens(size, 0))
-        return {workload: contenders(lambda: build(size, device), (x, y), autocast_step, "inductor")}
+        return {workload: contenders(lambda: build(size, device), (x, y), forward_of_model, "inductor")}
     x, y = draw_tokens(SMALL_GPT, 0)
-    gpt = contenders(lambda: build(SMALL_GPT, torch.device("cpu")), (x, y), plain_step, "eager")
-    small = contenders(SmallCalls, (torch.randn(8), torch.randn(8)), plain_step, "eager")
+    gpt = contenders(lambda: build(SMALL_GPT, torch.device("cpu")), (x, y), forward_of_model, "eager")
+    small = contenders(one_weight, (torch.randn(8), torch.randn(8)), thirty_calls, "eager")
     return {"GPT of 12 layers": gpt, "30 small calls": small}
 
 

@@ -227,7 +227,7 @@ def document(found: dict[Case, Outcome]) -> str:
             "- `bitwise`: equal in every bit. `N traces`: the rule branches on its step counter, or begins in another",
             "  way than it goes on, so the step is captured again at those calls.",
             "- `close (d)`: equal up to rounding; d is the largest absolute difference.",
-            "- `refused: why`: wholestep raises an error and leaves everything as it was.",
+            "- `refused: why`: no single graph, which `fullgraph=True` makes an error; everything stays as it was.",
             "- `torch: why`: torch itself refuses this on the CPU. `-`: torch does not offer this way to run the rule.",
             "- single, foreach, fused: how torch runs the rule; an optimizer without the choice stands under single.",
             "- `lr=tensor`: the rate is a tensor.",

@@ -30,7 +30,7 @@ ROOMS = """
     runtime/distributed runtime runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
-    live/recording live api/report api/cache api spmd __init__
+    live/recording live/opaque live api/report api/cache api spmd __init__
     cli/common cli/workloads cli/suite cli __main__
 """.split()
 """Folders below src/wholestep, and the files beside them: a file may import from its own room and from those before it.
@@ -155,11 +155,14 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed.distributed_c10d._resolve_process_group": "the group behind the name in a collective",
         "torch._C._distributed_c10d": "ties the work of a collective to its result, for wait_tensor",
     },
-    "live/handle.py": {
+    "live/recording/handle.py": {
         "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory, until its numbers are known",
+        "torch._C._len_torch_function_stack": "whether the mode of a live step is on",
+        "torch._C._pop_torch_function_stack": "takes that mode off for a while",
+        "torch._C._push_on_torch_function_stack": "likewise",
     },
     "live/observation.py": {"torch._C._EnableTorchFunction": "a call runs as it would in eager code"},
-    "live/opaque.py": {
+    "live/opaque/functions.py": {
         "torch.optim.optimizer._global_optimizer_post_hooks": "hooks on the steps of all optimizers, which are Python",
         "torch.optim.optimizer._global_optimizer_pre_hooks": "likewise",
     },
@@ -172,10 +175,7 @@ DOORS: dict[str, dict[str, str]] = {
     "live/recording/observer.py": {
         "torch.utils._python_dispatch": "the mode in which the operators of a call are seen"
     },
-    "live/run.py": {
-        "torch._C.DisableTorchFunction": "what a live step does by itself is not recorded",
-        "torch._C._EnableTorchFunction": "a piece is captured and runs as outside of a live step",
-    },
+    "live/run.py": {"torch._C.DisableTorchFunction": "what a live step does by itself is not recorded"},
     "spmd/comm_tensor.py": {
         "torch.Tensor._make_wrapper_subclass": "how a tensor subclass that wraps another tensor is made",
         "torch._C._disabled_torch_function_impl": "calls go straight to the operators, where the wrapper sees them",

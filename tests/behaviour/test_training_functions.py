@@ -10,7 +10,7 @@ from benchmarks.idioms.compare import differences, outcome, play
 from tests.behaviour.training_functions import TRAININGS
 
 CALLS = 6
-NOT_YET: dict[str, str] = {"dcgan": "raised RuntimeError: Trying to backward through the graph a second time"}
+NOT_YET: dict[str, str] = {}
 """Those that fail: what was seen."""
 SHOWN = 20
 """Complaints that a failure prints."""

@@ -32,8 +32,8 @@ from wholestep.errors import (
 )
 from wholestep.ir.ops.assertions import is_of_check
 from wholestep.ir.program import MeshAxis, Program, Stage
-from wholestep.live.handle import CURRENT
 from wholestep.live.live_step import LiveStep
+from wholestep.live.recording.handle import CURRENT
 from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axis
 from wholestep.runtime.verify.verification import Verification

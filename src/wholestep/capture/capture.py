@@ -196,11 +196,12 @@ class _Attempt:
         check_writes(trace.module.graph, trace.labels)
         functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)
         functional.writes = trace.storages.exit_writes(functional.writes)
+        written = frozenset(functional.writes)
         program, kept = make_program(self._context, trace, functional)
         verify(program)
-        return program, self._spec(trace, kept, environment)
+        return program, self._spec(trace, kept, self._reads(trace, written, environment))
 
-    def _spec(self, trace: Trace, kept: list[int], environment: Mapping[str, str]) -> BindingSpec:
+    def _spec(self, trace: Trace, kept: list[int], reads: TraceReads) -> BindingSpec:
         state, recorded = self._context.state, trace.recorded
         results: Any = trace.module.graph.output_node().args[0]
         filled = [leaf for leaf, one in enumerate(results[: len(recorded.results)]) if isinstance(one, fx.Node)]
@@ -215,15 +216,16 @@ class _Attempt:
             result_spec=recorded.result_spec,
             leaves=tuple(StateRef(state.index[id(one)]) if id(one) in state.index else one for one in recorded.results),
             stepped_optimizers=tuple(number for number, opt in stepped if id(opt) in trace.stepped_optimizers),
-            reads=self._reads(trace, environment),
+            reads=reads,
         )
 
-    def _reads(self, trace: Trace, environment: Mapping[str, str]) -> TraceReads:
+    def _reads(self, trace: Trace, written: frozenset[int], environment: Mapping[str, str]) -> TraceReads:
         context, recorded = self._context, trace.recorded
         state, placeholders = context.state, trace.module.graph.find_nodes(op="placeholder")
         return TraceReads(
             kept_grads=frozenset(recorded.kept_grads),
             stepped=frozenset(state.index[one] for one in trace.stepped if one in state.index),
+            written=written,
             opaque_leaves=context.arguments.opaque_leaves,
             scalars=portable_scalars(context.varying.places, context),
             predicates=recorded.predicates,

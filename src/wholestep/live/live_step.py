@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
-from wholestep.live.handle import CURRENT
-from wholestep.live.opaque import redirected
+from wholestep.live.opaque.functions import redirected
+from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
+from wholestep.live.pending_calls import PendingCalls
 from wholestep.live.piece import Piece, PieceSpec, make_piece
+from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
-from wholestep.live.recording.snapshot import as_recorded, first_conflict
+from wholestep.live.recording.snapshot import OptimizerWatch, as_recorded, first_conflict
 from wholestep.live.run import Run
 from wholestep.live.tensors import inputs_of
 
@@ -62,12 +64,6 @@ class LiveStats:
     """Why calls could be no path or no piece, and how many calls of the step that were."""
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = CURRENT.run
-        return func(*args, **(kwargs or {})) if run is None else run.called(func, args, kwargs or {})
-
-
 class LiveStep:
     """One step, live."""
 
@@ -83,10 +79,13 @@ class LiveStep:
         self.name, self.reason = name, reason
         self.stats = LiveStats()
         self._step, self._compile, self._peers = step, compile_piece, peers
+        self.modules = OpaqueModules()
+        self._watches: dict[Optimizer, OptimizerWatch] = {}
         self._paths = Paths()
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
         self._eager_calls = 0
+        self._looks = True
 
     @property
     def is_recorded(self) -> bool:
@@ -130,11 +129,15 @@ class LiveStep:
             return self._step(*args, **kwargs)
         peers = self._peers
         agree = None if peers is None else lambda: peers.meet(Event(PUTS_GRADIENTS))
-        run = Run(self._paths.all, pytree.tree_leaves((args, kwargs)), self._launch, agree_on_gradients=agree)
-        with redirected():
+        leaves = pytree.tree_leaves((args, kwargs))
+        run = Run(
+            self._paths.all, leaves, self._launch,
+            modules=self.modules, watches=self._watches, agree_on_gradients=agree,
+        )  # fmt: skip
+        with redirected(looks=self._looks):
             CURRENT.run = run
             try:
-                with _Mode():
+                with RecordingMode():
                     result = self._step(*args, **kwargs)
             except BaseException:
                 run.flush("the step raised an error")
@@ -149,6 +152,7 @@ class LiveStep:
         stats = self.stats
         stats.launches += len(run.pieces)
         stats.executed += run.executed
+        self._looks = run.executed > 0
         stats.reasons.update(filter(None, (run.reason, run.refused)))
         self._eager_calls = 0 if run.pieces else self._eager_calls + 1
         if run.executed and not run.reason:
@@ -158,10 +162,11 @@ class LiveStep:
         elif run.candidates:
             self._paths.used(run.candidates[0])
 
-    def _launch(self, run: Run, spec: PieceSpec) -> list[torch.Tensor] | None:
-        snapshots = [run.snapshots[number] for number in range(*spec.span) if number in run.snapshots]
-        conflict = first_conflict(snapshots)
-        compiled = self._piece(run.candidates[0], spec) if conflict is None else None
+    def _launch(self, run: PendingCalls, spec: PieceSpec) -> list[torch.Tensor] | None:
+        path = run.candidates[0]
+        read = run.read_by(path.records, range(*spec.span))
+        conflict = first_conflict(read)
+        compiled = self._piece(path, spec) if conflict is None else None
         event = Event.of_piece("" if compiled is None or compiled.refused else compiled.piece.source)
         if self._peers is not None and not self._peers.meet(event):
             return None
@@ -175,7 +180,10 @@ class LiveStep:
         tensors = run.tensors
         inputs = inputs_of(tensors, piece.earlier, piece.externals)
         try:
-            with as_recorded(snapshots):
+            with as_recorded(read):
+                if changed := next((one for one in read if isinstance(one, OpaqueModule) and one.is_changed), None):
+                    run.refused = f"{changed.__name__} is called in two states"
+                    return None
                 results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])
         except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
             run.refused = compiled.refused = str(error)

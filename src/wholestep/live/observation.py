@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from wholestep.live.handle import Handle
+from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
 from wholestep.live.recording.record import Key, OutputMeta, Record, is_constant, name_of
@@ -46,24 +48,23 @@ class Observation:
     state: OptimizerSnapshot | None
     """Of the optimizer that it has stepped, behind the step."""
 
-    def record(self, key: Key, leaves: Sequence[Any], line: str) -> Record:
+    def record(self, key: Key, leaves: Sequence[Any], line: str, num_externals: int) -> Record:
         """The record of the call, made with these leaves of arguments at a line of the user's."""
         return Record(
             key, tuple(None if one is None else OutputMeta.of(one, leaves) for one in self.results), self.structure,
             draws=self.draws, line=line, state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
-            writes_grads=self.writes_grads,
+            writes_grads=self.writes_grads, num_externals=num_externals,
         )  # fmt: skip
 
 
-def observe(call: Callable[[], Any], leaves: Sequence[Any]) -> Observation:
+def observe(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Observation:
     """Executes a call with these leaves of arguments."""
     observer, kinds, contents, grads = Observer(), _kinds(leaves), _contents(leaves), _grads(leaves)
     optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
-        result = call()
-    results: list[Any] = []
-    structure = flatten(result, results)
+        result = execute(function, args, kwargs)
+    results, structure = flat_result(function, result)
     return Observation(
         result=result, results=results, structure=structure,
         reads=observer.reads or not (_has_no_dict(structure) and all(map(_is_plain, results))),
@@ -74,12 +75,23 @@ def observe(call: Callable[[], Any], leaves: Sequence[Any]) -> Observation:
     )  # fmt: skip
 
 
+def flat_result(function: Any, result: Any) -> tuple[list[Any], Structure]:
+    """The leaves of what a call has given, and what they stand in."""
+    if isinstance(function, OpaqueModule):
+        return pytree.tree_flatten(result)
+    results: list[Any] = []
+    structure = flatten(result, results)
+    return results, structure
+
+
 def _is_plain(leaf: Any) -> bool:
     return leaf is None or (type(leaf) is torch.Tensor and leaf.layout is torch.strided)
 
 
 def _has_no_dict(structure: Structure) -> bool:
-    return structure is LEAF or (structure[0] is not dict and all(map(_has_no_dict, structure[-1])))
+    if structure is LEAF or isinstance(structure, pytree.TreeSpec):
+        return True
+    return structure[0] is not dict and all(map(_has_no_dict, structure[-1]))
 
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
@@ -126,7 +138,7 @@ def unknown_argument(function: Any, leaves: Sequence[Any], tensors: TensorTable)
 
 def hooks_on_gradients(function: Any, tensors: TensorTable) -> str:
     """Hooks are Python that runs in the backward, so it cannot run behind the step."""
-    if function in BACKWARDS and any(one._backward_hooks or _grad_hooks(one) for one in tensors.externals):
+    if function in BACKWARDS and any(one._backward_hooks or _grad_hooks(one) for one in tensors.loose):
         return "a parameter or an input has hooks on its gradient"
     return ""
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
+from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.modes import under
 from wholestep.live.recording.path import VARIES, Path, Value
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand
@@ -67,7 +69,7 @@ class _Writer:
         self._tensors: list[torch.Tensor] = []
         self._optimizers: list[Optimizer] = []
         self._numbers: dict[int, None] = {}
-        self._scope: dict[str, Any] = {"rebuilt": rebuilt, "modes": under}
+        self._scope: dict[str, Any] = {"rebuilt": rebuilt, "modes": under, "leaves": pytree.tree_leaves}
         self._lines: list[str] = []
 
     def write(self) -> Piece:
@@ -117,6 +119,8 @@ class _Writer:
         ]
         if set(targets) <= {"_"}:
             return call
+        if isinstance(record.key.function, OpaqueModule):
+            return f"[{', '.join(targets)}] = leaves({call})"
         return f"{_target(record.output_structure, iter(targets))} = {call}"
 
     def _expression(self, structure: Structure, operands: Any) -> str:
@@ -170,7 +174,8 @@ class _Writer:
         return self._in_scope("c", value)
 
     def _function(self, function: Callable[..., Any]) -> str:
-        return self._in_scope(_identifier(function), function)
+        called = function.module if isinstance(function, OpaqueModule) else function
+        return self._in_scope(_identifier(function), called)
 
     def _in_scope(self, stem: str, value: Any) -> str:
         name, count = stem, 0

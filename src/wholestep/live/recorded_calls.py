@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from wholestep.capture.python.user_frame import current_line
-from wholestep.live.handle import fulfil
-from wholestep.live.observation import execute
+from wholestep.live.observation import execute, flat_result
+from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import under
 from wholestep.live.recording.path import Path, Value
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record
-from wholestep.live.recording.snapshot import OptimizerSnapshot, as_recorded
-from wholestep.live.recording.structure import flatten, unflatten
+from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
+from wholestep.live.recording.structure import unflatten
 from wholestep.live.tensors import TensorTable
 
 
@@ -44,12 +45,10 @@ class RecordedCalls:
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
         record = self.records[number]
         args, kwargs = unflatten(record.key.structure, [self._leaf(one, results) for one in record.operands])
-        snapshots = [self.snapshots[number]] if number in self.snapshots else []
-        with under(record.key.modes), as_recorded(snapshots):
+        with under(record.key.modes), as_recorded(self.read_by(self.records, [number])):
             result = execute(record.key.function, args, kwargs)
         self.executed += 1
-        found: list[Any] = []
-        flatten(result, found)
+        found, _ = flat_result(record.key.function, result)
         del result, args, kwargs  # whoever holds a result is told from us by the number of references
         for output in range(len(found) - 1, -1, -1):
             meta, value = record.outputs[output], (number, output)
@@ -59,6 +58,17 @@ class RecordedCalls:
                 fulfil(handles[value], found.pop())
             else:
                 results[value] = self.tensors.note_value(found.pop(), value)
+
+    def read_by(self, records: Sequence[Record], numbers: Iterable[int]) -> list[AsRecorded]:
+        """What some of `records` read of Python, as it was when they were recorded. Some may be still to come."""
+        found: dict[int, AsRecorded] = {}
+        for number in numbers:
+            function = records[number].key.function
+            if isinstance(function, OpaqueModule):
+                found[id(function)] = function
+            elif number in self.snapshots:
+                found[number] = self.snapshots[number]
+        return list(found.values())
 
     def _leaf(self, operand: Operand, results: dict[Value, torch.Tensor]) -> Any:
         if operand.kind == VALUE:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import Optimizer
 
+from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.path import BACKWARDS, Path, Value
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record
 from wholestep.live.tensors import TensorTable
@@ -45,10 +47,11 @@ class SpeculationPlan:
 def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | None:
     """The plan for a read behind `position` records of a path; None if no backward can be run ahead of it."""
     end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
+    if any(_cannot_be_repeated(record) for record in path.records[started:position]):
+        return None
     if end is None or any(_cannot_wait(path, record, tensors) for record in path.records[position:end]):
         return None
-    used = [one.key for record in path.records[position:end] for one in record.operands if one.kind == EXTERNAL]
-    length, count = tensors.length(), max([len(tensors.externals), *(index + 1 for index in used)])
+    length, count = tensors.length(), num_externals(path.records[position:end], len(tensors.externals))
     if not tensors.expect(path, count):
         return None
     leaves = tuple(index for index, one in enumerate(tensors.externals) if one.requires_grad)
@@ -57,6 +60,12 @@ def plan_speculation(path: Path, started: int, position: int, tensors: TensorTab
         return None
     skipped = frozenset(number for number in range(position, end) if _only_acts(path.records[number]))
     return SpeculationPlan((started, end + 1), position, skipped, leaves)
+
+
+def num_externals(records: Sequence[Record], least: int = 0) -> int:
+    """How many tensors from outside these records use, or come behind."""
+    used: list[int] = [one.key + 1 for record in records for one in record.operands if one.kind == EXTERNAL]
+    return max([least, *used, *(record.num_externals for record in records)])
 
 
 def _is_hooked(leaf: torch.Tensor) -> bool:
@@ -72,9 +81,18 @@ def _is_plain_backward(record: Record) -> bool:
     return all(one.kind == CONSTANT and one.key in (None, False) for one in others)
 
 
+def _cannot_be_repeated(record: Record) -> bool:
+    """Whether a record in front of the read leaves what `Before` does not put back."""
+    steps = any(isinstance(operand.key, Optimizer) for operand in record.operands)
+    return steps or record.key.function in BACKWARDS or record.writes_grads
+
+
 def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
     """Whether a record between the read and the backward needs what is not known yet, or does more than compute."""
-    if record.draws or record.writes or record.state_entries or record.key.function in BACKWARDS:
+    function = record.key.function
+    if record.draws or record.writes or record.state_entries or function in BACKWARDS:
+        return True
+    if isinstance(function, OpaqueModule) and function.written:
         return True
     if _only_acts(record):
         return any(operand.kind == VALUE for operand in record.operands)
@@ -134,10 +152,13 @@ class Before:
         """Of the records of a piece. Copies what they write to; buffers of norms, usually."""
         written: dict[int, torch.Tensor] = {}
         for record in records:
+            if isinstance(record.key.function, OpaqueModule):
+                written |= {id(one): one for one in record.key.function.written}
             for number in record.writes:
                 operand = record.operands[number]
                 if operand.kind == EXTERNAL:
-                    written[operand.key] = tensors.externals[operand.key]
+                    tensor = tensors.externals[operand.key]
+                    written[id(tensor)] = tensor
         draws = any(record.draws for record in records)
         return cls(
             tuple((one, one.get_state()) for one in _generators()) if draws else (),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, count
+from operator import is_
 from types import NoneType
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.live.handle import Handle
-from wholestep.live.recording.fast_match import FastRecord
+from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.fast_match import BLOCK, FastRecord
+from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.path import Path, Value
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand
 
@@ -37,6 +39,10 @@ class TensorTable:
         """Things that may be on the memory of tensors, None for what has no weak references, and that memory."""
         self._state: Callable[[], Iterable[torch.Tensor]] | None = None
         self._state_storages: set[int] | None = None
+        self._blocks: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+        """The tensors of each module among those from outside, with the number of the first."""
+        self._blocks_looked_at = 0
+        """Of how many of them the memory is in `_storages`."""
         self.copies_shared = False
         """Whether tensors on memory of others are copied when a call is recorded, since others may write there."""
         for one in self._arguments:
@@ -104,9 +110,9 @@ class TensorTable:
             return True
         if id(leaf) in self._index or self.value_of(leaf) is not None:
             return True
-        if leaf.layout is not torch.strided or not (self._storages or self._state):
+        if leaf.layout is not torch.strided or not (self._alive or self._state):
             return False
-        return _storage(leaf) in self._storages or self._is_state(leaf)
+        return _storage(leaf) in self._memory() or self._is_state(leaf)
 
     def note_state(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Notes the tensors that a recorded step of an optimizer reads and writes. Looked through when it is asked."""
@@ -123,6 +129,8 @@ class TensorTable:
 
     def note_result(self, result: Any, leaves: Iterable[Any]) -> None:
         """Notes what a call has given that is not recorded: tensors, or something that may share their memory."""
+        if any(result is leaf for leaf in leaves):
+            return
         self.note_fresh(result)
         if not isinstance(result, (torch.Tensor, tuple, list, bool, int, float, complex, str, NoneType)):
             memory = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and is_plain(leaf)}
@@ -151,6 +159,34 @@ class TensorTable:
             return Operand(NUMBER, len(self.numbers) - 1)
         return Operand(CONSTANT, leaf, type(leaf))
 
+    def add_module(self, module: OpaqueModule) -> int:
+        """Takes up the tensors of a module whose call is recorded. Returns how many from outside there are then."""
+        new = module.tensors
+        if not self._index.keys().isdisjoint(module.ids):
+            new = tuple(one for one in new if id(one) not in self._index)
+        start = len(self.externals)
+        self.externals += new
+        self._alive += new
+        self._index.update(zip(map(id, new), count(start), strict=False))
+        self._blocks.append((start, new))
+        return len(self.externals)
+
+    @property
+    def loose(self) -> list[torch.Tensor]:
+        """The tensors from outside that are not a module's."""
+        found, end = [], 0
+        for start, block in self._blocks:
+            found += self.externals[end:start]
+            end = start + len(block)
+        return found + self.externals[end:]
+
+    def _memory(self) -> set[int]:
+        """What memory the tensors from outside are on."""
+        for _, block in self._blocks[self._blocks_looked_at :]:
+            self._storages.update(map(_storage, block))
+        self._blocks_looked_at = len(self._blocks)
+        return self._storages
+
     def _external(self, tensor: torch.Tensor) -> int:
         index = self._index.get(id(tensor))
         if index is None:
@@ -166,7 +202,10 @@ class TensorTable:
         num_externals, numbers = len(self.externals), len(self.numbers)
         for operand, leaf in zip(fast.operands, leaves, strict=True):
             kind, key = operand.kind, operand.key
-            if kind is VALUE:
+            if kind is BLOCK:
+                if type(leaf) is not operand.detail or not self._is_block(key, leaf):
+                    break
+            elif kind is VALUE:
                 found = self._values.get(id(leaf))
                 if found is None or found[1] != (key, operand.detail) or type(leaf) is not Handle:
                     break
@@ -189,6 +228,12 @@ class TensorTable:
         self.forget_since((num_externals, numbers))
         return False
 
+    def _is_block(self, numbers: tuple[int, ...], leaves: Sequence[Any]) -> bool:
+        """Whether tensors are those from outside with these numbers, which this run has met before."""
+        if len(numbers) != len(leaves) or max(numbers) >= len(self._alive):
+            return False
+        return all(map(is_, leaves, map(self._alive.__getitem__, numbers)))
+
     @property
     def is_any_exposed(self) -> bool:
         """Whether anything may share memory with tensors of the step."""
@@ -201,6 +246,9 @@ class TensorTable:
     def forget_since(self, length: tuple[int, int]) -> None:
         """Takes back the operands of a call that is not recorded."""
         num_externals, num_numbers = length
+        while self._blocks and self._blocks[-1][0] >= num_externals:
+            self._blocks.pop()
+        self._blocks_looked_at = min(self._blocks_looked_at, len(self._blocks))
         for tensor in self._alive[num_externals:]:
             del self._index[id(tensor)]
             self._storages.discard(_storage(tensor))

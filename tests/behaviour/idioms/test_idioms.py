@@ -1,12 +1,11 @@
 """Idioms of everyday training steps, ten calls each: compiled, they do what eager code does, on one process and on two.
 
 The idioms and what compares them are in `benchmarks/idioms/`; `python -m benchmarks.idiom_table` prints the same
-judgement. Those that fail stand in `not_yet.py`: one that is repaired is red until its line there is gone.
+judgement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -15,29 +14,18 @@ from torch import Tensor, nn
 
 from benchmarks.idioms import GROUPS, IDIOMS, Loop
 from benchmarks.idioms.compare import differences, outcome, play
-from tests.behaviour.idioms.not_yet import NOT_YET_ON_INDUCTOR, NOT_YET_ON_ONE_PROCESS, NOT_YET_ON_TWO_RANKS
 
 SHOWN = 20
 """Complaints that a failure prints: one number that is wrong in the first call makes hundreds."""
 
 
-def marked(names: Iterable[str], not_yet: Mapping[str, str]) -> list[Any]:
-    """The names as parameters of a test: those that are known to fail must."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=not_yet[name]))
-        if name in not_yet
-        else name
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize("name", marked(IDIOMS, NOT_YET_ON_ONE_PROCESS))
+@pytest.mark.parametrize("name", IDIOMS)
 def test_an_idiom_does_what_eager_code_does(name: str) -> None:
     complaints = outcome(IDIOMS[name]).complaints
     assert not complaints, "\n".join(complaints[:SHOWN])
 
 
-@pytest.mark.parametrize("name", marked((n for n, one in IDIOMS.items() if one.inductor), NOT_YET_ON_INDUCTOR))
+@pytest.mark.parametrize("name", [n for n, one in IDIOMS.items() if one.inductor])
 def test_an_idiom_on_inductor_does_what_eager_code_does(name: str) -> None:
     """Up to rounding: Inductor adds up in an order of its own."""
     complaints = outcome(IDIOMS[name], backend="inductor").complaints
@@ -62,7 +50,7 @@ def complaints_of_a_rank(name: str) -> tuple[str, ...]:
     return outcome(idiom, begin=average_gradients, rank=dist.get_rank(), rounds=idiom.added_on_ranks).complaints
 
 
-@pytest.mark.parametrize("name", marked((n for n, one in IDIOMS.items() if one.ranks), NOT_YET_ON_TWO_RANKS))
+@pytest.mark.parametrize("name", [n for n, one in IDIOMS.items() if one.ranks])
 def test_an_idiom_on_two_ranks_does_what_eager_code_does(pool2: Any, name: str) -> None:
     """Each rank with batches and random numbers of its own."""
     found = pool2.run(complaints_of_a_rank, name)
@@ -94,8 +82,3 @@ def test_there_are_enough_and_each_group_runs_on_inductor_and_most_on_ranks() ->
     assert len(IDIOMS) >= 91
     assert {one.group for one in IDIOMS.values() if one.inductor} == set(GROUPS)
     assert len([one for one in IDIOMS.values() if one.ranks]) >= 12
-
-
-@pytest.mark.parametrize("table", [NOT_YET_ON_ONE_PROCESS, NOT_YET_ON_INDUCTOR, NOT_YET_ON_TWO_RANKS])
-def test_what_is_known_to_fail_is_an_idiom(table: dict[str, str]) -> None:
-    assert [name for name in table if name not in IDIOMS] == []

@@ -37,7 +37,7 @@ def test_a_known_path_is_one_launch_and_executes_nothing() -> None:
 
 def test_a_piece_gives_only_what_somebody_holds() -> None:
     live = train_both(appends_the_loss, compiled=Compiled())
-    assert [piece.spec.wanted for piece in live.pieces] == [((7, 0),)]  # the loss, of eight values
+    assert [piece.spec.wanted for piece in live.pieces] == [((2, 0),)]  # the loss, of three
 
 
 def test_a_value_that_is_asked_for_in_the_middle_ends_a_piece() -> None:

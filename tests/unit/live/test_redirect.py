@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_ as clipped_early
 
 from tests.unit.live.both import Compiled, Step, Training, train_both
-from wholestep.live.redirect import Redirections, redirection
+from wholestep.live.opaque.redirect import Redirections, redirection
 
 
 def with_cells(count: int) -> types.FunctionType:
@@ -46,8 +46,8 @@ def test_redirections_end_with_the_last_live_step() -> None:
     function = with_cells(1)
     wanted = [(function, lambda plain: lambda *args: "redirected")]
     redirected = Redirections()
-    with redirected(lambda: wanted):
-        with redirected(lambda: wanted):
+    with redirected(wanted):
+        with redirected(wanted):
             assert function(1) == "redirected"
         assert function(1) == "redirected"
     assert function(1) == 4

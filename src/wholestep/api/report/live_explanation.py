@@ -51,6 +51,8 @@ class LiveReport:
     reads: tuple[ReadLine, ...]
     eager_reasons: tuple[str, ...]
     """Why calls of torch were executed one by one."""
+    open_modules: tuple[tuple[str, str], ...]
+    """Classes of modules whose own Python runs at every call, and why."""
 
     @property
     def pieces(self) -> int:
@@ -99,6 +101,7 @@ def explain_live(step: LiveStep, backend: str) -> LiveExplanation:
         is_recorded=step.is_recorded, piece_lines=tuple(pieces),
         reads=tuple(ReadLine(line=read.line, function=read.name) for read in step.reads),
         eager_reasons=tuple(why for why, _ in step.stats.reasons.most_common()),
+        open_modules=tuple(step.modules.open.items()),
     )  # fmt: skip
     return LiveExplanation(step=step.name, backend=backend, live=report)
 
@@ -122,6 +125,9 @@ def _rendered(explanation: LiveExplanation) -> Group:
         )
     if live.eager_reasons:
         parts.append(Text("Executed one by one, since\n" + "\n".join(f"- {why}" for why in live.eager_reasons)))
+    if live.open_modules:
+        rows = (f"- {name}: {why}" for name, why in live.open_modules)
+        parts.append(Text("Modules whose own Python runs at every call\n" + "\n".join(rows)))
     if not live.is_recorded:
         parts.append(Text("Too many calls in a row had no piece: the step runs as eager code."))
     return Group(*parts)

@@ -63,6 +63,8 @@ class TraceReads:
     """Slots of parameters whose ``.grad`` is the tensor that it was when the call began."""
     stepped: frozenset[int]
     """Slots of parameters that had a gradient when an optimizer stepped."""
+    written: frozenset[int]
+    """Slots that the graph writes to."""
     opaque_leaves: tuple[int, ...]
     """Leaves of the arguments that may be any text."""
     scalars: tuple[tuple[int, ScalarLocation], ...]

@@ -163,7 +163,7 @@ def source_digest() -> str:
 
 
 def torch_switches() -> list[tuple[str, str]]:
-    """Global switches of torch that choose kernels, besides the modes that guards compare."""
+    """Global switches of torch that choose kernels. Native guards know the same ones, as `Switches`."""
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     return [
         ("flash attention", str(cuda.flash_sdp_enabled())),
@@ -172,6 +172,8 @@ def torch_switches() -> list[tuple[str, str]]:
         ("attention by plain operators", str(cuda.math_sdp_enabled())),
         ("TF32 of matrix products", str(cuda.matmul.allow_tf32)),
         ("TF32 of cuDNN", str(cudnn.allow_tf32)),
-        ("cuDNN", f"{cudnn.enabled}, benchmark {cudnn.benchmark}, deterministic {cudnn.deterministic}"),
+        ("cuDNN", str(cudnn.enabled)),
+        ("benchmarks of cuDNN", str(cudnn.benchmark)),
+        ("deterministic kernels of cuDNN", str(cudnn.deterministic)),
         ("MKLDNN", str(mkldnn.enabled)),
     ]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from wholestep.capture.guards.fast_guards import FastCall, FastPath, FastRun, fast_call
 from wholestep.capture.python import tree_util
+from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.scalars.varying_numbers import VaryingValue
 
 
@@ -51,6 +52,10 @@ class Guard(ABC):
         """Places with other tensors than in the trace, but of the same layout: an identity, and how it is written."""
         yield from ()
 
+    def changed_containers(self, changed: tuple[int, ...]) -> Iterator[Snapshot]:
+        """Containers that hold something else than in the trace, of those in which `Call.changed` says so."""
+        yield from ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guards:
@@ -76,6 +81,17 @@ class Guards:
         """Why this trace does not hold for a call with these arguments, in one sentence; None if it holds."""
         call = Call(leaves, self.fast.changed(), spec)
         return _first_reason(self.arguments, call) or self._state_why_not(leaves, call.changed)
+
+    def state_why_not(self) -> str | None:
+        """Why this trace does not hold with the state as it is now, whatever the arguments; None if it may."""
+        return self._state_why_not([], self.fast.changed())
+
+    def changed_containers(self) -> list[Snapshot]:
+        """The containers that hold something else than in the trace."""
+        changed = self.fast.changed()
+        if not changed and not self.always:
+            return []
+        return [one for guard in self.state for one in guard.changed_containers(changed)]
 
     def _state_why_not(self, leaves: list[Any], changed: tuple[int, ...]) -> str | None:
         call = Call(leaves, changed)

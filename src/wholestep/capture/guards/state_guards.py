@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.guards.environment import torch_switches
 from wholestep.capture.guards.fast_guards import MODES, TENSORS, VERSIONED
 from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.guards.tensor_layout import describe, difference, short_text
@@ -35,6 +36,7 @@ def modes() -> tuple[tuple[str, Any], ...]:
         ("default device", torch.get_default_device()),
         ("float32 matmul precision", torch.get_float32_matmul_precision()),
         ("number of global module hooks", sum(map(len, GLOBAL_HOOKS))),
+        *torch_switches(),
     )
 
 
@@ -71,14 +73,23 @@ class ContainerGuard(Guard):
     """Those of both that may hold numbers and tensors which the user exchanges between calls."""
 
     def why_not(self, call: Call) -> str | None:
-        numbers = sorted(number for number in call.changed if 0 <= number < len(self.snapshots))
+        for snapshot in self._touched(call.changed):
+            for path, then, now in snapshot.changes():
+                return f"{path} was {short_text(then)}, is {short_text(now)}"
+            if snapshot.reordered():
+                return f"the keys of {snapshot.path} stand in another order"
+        return None
+
+    def _touched(self, changed: tuple[int, ...]) -> Iterator[Snapshot]:
+        numbers = sorted(number for number in changed if 0 <= number < len(self.snapshots))
         for snapshot in (*(self.snapshots[number] for number in numbers), *self.opaque):
             if not _untouched(snapshot):
-                for path, then, now in snapshot.changes():
-                    return f"{path} was {short_text(then)}, is {short_text(now)}"
-                if snapshot.reordered():
-                    return f"the keys of {snapshot.path} stand in another order"
-        return None
+                yield snapshot
+
+    def changed_containers(self, changed: tuple[int, ...]) -> Iterator[Snapshot]:
+        for snapshot in self._touched(changed):
+            if snapshot.reordered() or next(snapshot.changes(), None) is not None:
+                yield snapshot
 
     def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
         for snapshot, key, path, then, now in self._changed_items():

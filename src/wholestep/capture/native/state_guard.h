@@ -28,6 +28,18 @@ constexpr size_t AHEAD = 4;               // how many records ahead the processo
   __builtin_prefetch(static_cast<const char*>(address) + offset);
 }
 
+// Switches of torch.backends that choose kernels.
+struct Switches {
+  bool flash = at::globalContext().userEnabledFlashSDP(), efficient = at::globalContext().userEnabledMemEfficientSDP();
+  bool cudnn_attention = at::globalContext().userEnabledCuDNNSDP(), math = at::globalContext().userEnabledMathSDP();
+  bool cudnn = at::globalContext().userEnabledCuDNN(), cudnn_benchmark = at::globalContext().benchmarkCuDNN();
+  bool cudnn_deterministic = at::globalContext().deterministicCuDNN();
+  bool cudnn_tf32 = at::globalContext().allowTF32CuDNN(), tf32 = at::globalContext().allowTF32CuBLAS();
+  bool mkldnn = at::globalContext().userEnabledMkldnn();
+
+  bool operator==(const Switches&) const = default;
+};
+
 struct Modes {
   bool grad = c10::GradMode::is_enabled(), inference = c10::InferenceMode::is_enabled();
   bool autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
@@ -41,6 +53,7 @@ struct Modes {
   // A default device, by call or by context, is a mode on the stack of function modes.
   int64_t function_modes = at::impl::PythonTorchFunctionTLS::stack_len();
   at::Float32MatmulPrecision matmul = at::globalContext().float32MatmulPrecision();
+  Switches switches;
 
   bool operator==(const Modes&) const = default;
 };

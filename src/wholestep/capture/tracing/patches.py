@@ -101,8 +101,19 @@ def patched(context: StepContext, recorders: Recorders) -> ExitStack:
         return stack.pop_all()
 
 
+@contextmanager
+def _casts_of_its_own() -> Iterator[None]:
+    """While open, autocast remembers no casts of weights from before; afterwards none of the trace's fake ones."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
 def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
     yield capture_flag()
+    yield _casts_of_its_own()
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
     yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})

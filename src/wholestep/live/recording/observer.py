@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -49,13 +50,15 @@ def _has_known_shapes(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _runs_on_fakes(func: Any, args: Any, kwargs: Any) -> bool:
-    mode = FakeTensorMode()
+    mode, stream = FakeTensorMode(), random.getstate()  # torch draws the numbers of fake collectives from it
     args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
     try:
         with mode:
             func(*args, **kwargs)
     except Exception:  # whatever it raises, a capture would meet it, too
         return False
+    finally:
+        random.setstate(stream)
     return True
 
 

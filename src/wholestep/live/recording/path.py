@@ -94,8 +94,8 @@ def _freed(records: Sequence[Record]) -> list[set[Value]]:
     found = [set(freed)]
     for number, record in enumerate(records):
         if _frees(record):
-            freed |= _ancestors(records, [operand for operand in record.operands if operand.kind == VALUE])
-        elif any(operand.kind == VALUE and (operand.key, operand.detail) in freed for operand in record.operands):
+            freed |= _ancestors(records, _with_graph(records, record))
+        elif any((operand.key, operand.detail) in freed for operand in _with_graph(records, record)):
             freed |= {(number, output) for output in range(len(record.outputs))}
         found.append(set(freed) if freed != found[-1] else found[-1])
     return found
@@ -115,8 +115,15 @@ def _ancestors(records: Sequence[Record], roots: list[Operand]) -> set[Value]:
         value = (operand.key, operand.detail)
         if value not in found:
             found.add(value)
-            roots.extend(one for one in records[operand.key].operands if one.kind == VALUE)
+            roots.extend(_with_graph(records, records[operand.key]))
     return found
+
+
+def _with_graph(records: Sequence[Record], record: Record) -> list[Operand]:
+    """The values that a call is given through which gradients may flow."""
+    values = [operand for operand in record.operands if operand.kind == VALUE]
+    metas = [records[operand.key].outputs[operand.detail] for operand in values]
+    return [operand for operand, meta in zip(values, metas, strict=True) if meta is not None and meta.requires_grad]
 
 
 class Paths:

@@ -91,6 +91,8 @@ class Record:
     """Whether it has changed the gradients of its arguments, and is no backward."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
+    num_externals: int = field(default=0, compare=False)
+    """Of a module that is one record: how many tensors from outside there are behind it, its own ones among them."""
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -7,13 +7,15 @@ A recorded step of an optimizer runs behind lines of the user's that may change 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+
+from wholestep.capture.guards.fast_guards import VERSIONED, StateGuard, state_guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class OptimizerSnapshot:
     state: dict[Any, Any]
     entries: dict[Any, dict[Any, Any]]
     """What the dicts in `state` hold, as copies."""
+    watch: OptimizerWatch | None = None
+    """What has taken it."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerSnapshot:
@@ -52,8 +56,8 @@ class OptimizerSnapshot:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """While open, the optimizer is as it was; then as it is now, but for what is written meanwhile."""
-        now = OptimizerSnapshot.of(self.optimizer)
-        if self.equals(now):
+        now = OptimizerSnapshot.of(self.optimizer) if self.watch is None else self.watch.snapshot()
+        if now is self or self.equals(now):
             yield
             return
         self._put()
@@ -119,19 +123,71 @@ def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
-def first_conflict(snapshots: Sequence[OptimizerSnapshot]) -> str | None:
-    """Why no piece can run with all of these snapshots: an optimizer was changed between two of its steps."""
+class AsRecorded(Protocol):
+    """Something of Python's that a recorded call reads."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """While open, it is as it was when the call was recorded."""
+
+
+def first_conflict(read: Sequence[AsRecorded]) -> str | None:
+    """Why no piece can run with all of this: an optimizer was changed between two of its steps."""
     first: dict[int, OptimizerSnapshot] = {}
-    for snapshot in snapshots:
+    for snapshot in read:
+        if not isinstance(snapshot, OptimizerSnapshot):
+            continue
         if not first.setdefault(id(snapshot.optimizer), snapshot).equals(snapshot):
             return f"{type(snapshot.optimizer).__name__} was changed between two steps in one call"
     return None
 
 
 @contextmanager
-def as_recorded(snapshots: Sequence[OptimizerSnapshot]) -> Iterator[None]:
-    """While open, all these optimizers are as they were when their steps were recorded."""
+def as_recorded(read: Sequence[AsRecorded]) -> Iterator[None]:
+    """While open, all that calls read of Python is as it was when they were recorded."""
     with ExitStack() as stack:
-        for snapshot in snapshots:
+        for snapshot in read:
             stack.enter_context(snapshot.in_place())
         yield
+
+
+class OptimizerWatch:
+    """An optimizer, and whether anything that a snapshot of it holds was written since the last one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._last: OptimizerSnapshot
+        self._guard: StateGuard | None
+        self._take()
+
+    def snapshot(self) -> OptimizerSnapshot:
+        """The optimizer as it is now: the last snapshot again where nothing was written."""
+        opt, last = self._optimizer, self._last
+        changed = self._changed()
+        if changed is None or any(number >= len(opt.param_groups) for number in changed):
+            self._take()
+        elif changed:  # numbers of groups, such as a rate
+            contents = list(last.contents)
+            for number in changed:
+                contents[number] = {**opt.param_groups[number], "params": last.contents[number]["params"]}
+            self._last = replace(last, contents=contents)
+            assert self._guard is not None
+            self._guard.accept()
+        return self._last
+
+    def _take(self) -> None:
+        opt = self._optimizer
+        self._last = last = replace(OptimizerSnapshot.of(opt), watch=self)
+        self._held = (opt.param_groups, opt.state, opt.defaults)
+        containers: list[tuple[Any, Any]] = [(group, None) for group in opt.param_groups]
+        containers += [(group["params"], tuple(group["params"])) for group in opt.param_groups]
+        containers += [(opt.param_groups, tuple(last.groups)), (opt.defaults, None), (opt.state, None)]
+        containers += [(opt.state[key], None) for key in last.entries]
+        plain = all(type(thing) in (*VERSIONED, list) for thing, _ in containers)
+        self._guard = state_guard((), (), containers) if plain else None
+
+    def _changed(self) -> list[int] | None:
+        """Containers that were written, by number; None where that cannot be told."""
+        opt = self._optimizer
+        if self._guard is None or not all(map(is_, self._held, (opt.param_groups, opt.state, opt.defaults))):
+            return None
+        return [number for number in self._guard.changed() if number >= 0]

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 Structure = Any
-"""None for a leaf, else ``(kind, structures)`` of tuples, lists and slices, ``(dict, keys, structures)`` of a dict."""
+"""None for a leaf, else ``(kind, structures)`` of tuples, lists and slices, ``(dict, keys, structures)`` of a dict.
+
+What a module returns may be of any class that torch's pytrees know, so that is a TreeSpec of theirs.
+"""
 
 LEAF: Structure = None
 
@@ -26,6 +31,8 @@ def flatten(value: Any, leaves: list[Any]) -> Structure:
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """The value again, with other leaves."""
+    if isinstance(structure, pytree.TreeSpec):
+        return pytree.tree_unflatten(leaves, structure)
     return _built(structure, iter(leaves).__next__)
 
 

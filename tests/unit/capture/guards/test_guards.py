@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from wholestep.capture.guards.environment import torch_switches
 from wholestep.capture.guards.state_guards import ContainerGuard
 from wholestep.capture.native import build
 from wholestep.capture.python import tree_util
@@ -380,6 +382,53 @@ def test_a_mode_around_the_call_is_named(kind: str, name: str) -> None:
     with context():
         reason = bench.why_not()
     assert (words in str(reason)) if words else reason is None
+    assert bench.why_not() is None
+
+
+SWITCHES: dict[str, tuple[Any, str]] = {
+    "TF32 of matrix products": (torch.backends.cuda.matmul, "allow_tf32"),
+    "TF32 of cuDNN": (torch.backends.cudnn, "allow_tf32"),
+    "cuDNN": (torch.backends.cudnn, "enabled"),
+    "benchmarks of cuDNN": (torch.backends.cudnn, "benchmark"),
+    "deterministic kernels of cuDNN": (torch.backends.cudnn, "deterministic"),
+    "MKLDNN": (torch.backends.mkldnn, "enabled"),
+}
+ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "memory-efficient attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    "cuDNN attention": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    "attention by plain operators": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+}
+
+
+@contextmanager
+def switched(name: str) -> Iterator[None]:
+    """One switch of `torch_switches` the other way round."""
+    if name in ATTENTION:
+        read, write = ATTENTION[name]
+    else:
+        owner, attribute = SWITCHES[name]
+        read, write = partial(getattr, owner, attribute), partial(setattr, owner, attribute)
+    before = read()
+    write(not before)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def test_every_switch_of_kernels_is_flipped_here() -> None:
+    assert {name for name, _ in torch_switches()} == {*SWITCHES, *ATTENTION}
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, *ATTENTION])
+def test_a_switch_of_kernels_is_named(kind: str, name: str) -> None:
+    bench = Bench()
+    with switched(name):
+        assert f"{name} was" in str(bench.why_not())
     assert bench.why_not() is None
 
 

@@ -15,7 +15,7 @@ from wholestep.capture.native import self_test
 class Blind:
     """A look that sees nothing, for the test of the library."""
 
-    TENSORS = fast_guards.TENSORS
+    TENSORS, MODES = fast_guards.TENSORS, fast_guards.MODES
 
     class StateGuard:
         def __init__(self, *args: Any) -> None:
@@ -29,7 +29,8 @@ class BlindFor:
     """A look that sees everything but what is written to some things: ``things(tensors, dicts)`` says which."""
 
     def __init__(self, module: ModuleType, things: Callable[[Any, Any], bool]) -> None:
-        self._module, self._things, self.TENSORS = module, things, fast_guards.TENSORS
+        self._module, self._things = module, things
+        self.TENSORS, self.MODES = fast_guards.TENSORS, fast_guards.MODES
 
     def StateGuard(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
         made = Blind.StateGuard if self._things(tensors, containers) else self._module.StateGuard

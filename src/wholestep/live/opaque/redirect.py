@@ -66,11 +66,11 @@ class Redirections:
         self._known: dict[int, Redirection] = {}
 
     @contextmanager
-    def __call__(self, wanted: Callable[[], Iterable[tuple[types.FunctionType, Any]]]) -> Iterator[None]:
-        """While open, these functions are redirected. `wanted` gives pairs for `redirection`."""
+    def __call__(self, wanted: Iterable[tuple[types.FunctionType, Any]]) -> Iterator[None]:
+        """While open, these functions are redirected, and those of earlier calls. Of pairs for `redirection`."""
         with self._lock:
             self._open += 1
-            for function, target in wanted():
+            for function, target in wanted:
                 if id(function) not in self._known:
                     self._known[id(function)] = redirection(function, target)
             for one in self._known.values():

@@ -7,6 +7,7 @@ it is called. It saves time only: not redirected, these functions are recorded c
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import types
@@ -18,17 +19,20 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
 
-from wholestep.live.handle import CURRENT, Handle
-from wholestep.live.redirect import Redirections
+from wholestep.live.opaque.redirect import Redirections
+from wholestep.live.recording.handle import CURRENT, Handle
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 _redirections = Redirections()
 
 
-def redirected() -> Any:
-    """While open, live steps record these calls whole. A context manager."""
-    return _redirections(_wanted)
+def redirected(*, looks: bool) -> Any:
+    """While open, live steps record these calls whole. A context manager.
+
+    `looks`: whether there may be optimizers of other classes than before.
+    """
+    return _redirections(_wanted() if looks else ())
 
 
 def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
@@ -36,6 +40,7 @@ def _wanted() -> Iterator[tuple[types.FunctionType, Callable[[Any], Any]]]:
         step = cls.__dict__.get("step")
         if isinstance(step, types.FunctionType) and _is_of_torch(step):
             yield step, _step
+    yield _plain(nn.Module.__call__), _module
     yield _plain(Optimizer.zero_grad), _zero_grad_of_optimizer
     yield _plain(nn.Module.zero_grad), _zero_grad_of_module
     yield _plain(clip_grad.clip_grad_norm_), _clip
@@ -56,6 +61,7 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(one)
 
 
+@functools.cache
 def _is_of_torch(function: types.FunctionType) -> bool:
     return inspect.unwrap(function).__code__.co_filename.startswith(_TORCH)  # type: ignore[no-any-return]
 
@@ -126,6 +132,14 @@ def _clip(plain: Callable[..., Any]) -> Callable[..., Any]:
         return run.called(plain, (params, *args), kwargs)
 
     return clip
+
+
+def _module(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.run
+        return plain(self, *args, **kwargs) if run is None else run.called_module(plain, self, args, kwargs)
+
+    return call
 
 
 def _parameter(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
-"""Faults of live steps that are known and not mended yet: a test that passes moves to its kind."""
+"""Graphs, generators and casts around a value that is asked for: what random and published programs have shown."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -24,7 +23,6 @@ class AsAGraph(Compiled):
         return graph
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="the result of a speculated record that is its own argument")
 def test_a_call_that_gives_its_argument_behind_a_read_whose_backward_ran_ahead() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> None:
@@ -37,7 +35,6 @@ def test_a_call_that_gives_its_argument_behind_a_read_whose_backward_ran_ahead()
     train_both(make)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="what a detached value was computed of counts as freed")
 def test_a_backward_does_not_free_what_its_detached_input_was_computed_of() -> None:
     """The GAN of every example: the discriminator learns of `fake.detach()`, then the generator of `fake`."""
 
@@ -54,7 +51,6 @@ def test_a_backward_does_not_free_what_its_detached_input_was_computed_of() -> N
     train_both(make, compiled=AsAGraph())
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="what is computed of a detached value counts as freed")
 def test_what_is_computed_of_a_detached_value_has_a_graph_of_its_own() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> None:
@@ -69,7 +65,6 @@ def test_what_is_computed_of_a_detached_value_has_a_graph_of_its_own() -> None:
     train_both(make, compiled=AsAGraph())
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="what `requires_grad_` gives counts as made by the call")
 def test_a_parameter_that_a_read_gives_back_is_still_state() -> None:
     def make(training: Training) -> Step:
         calls = iter(range(100))
@@ -84,7 +79,6 @@ def test_a_parameter_that_a_read_gives_back_is_still_state() -> None:
     train_both(make, compiled=AsAGraph())
 
 
-@pytest.mark.xfail(strict=True, reason="a generator is a constant of a record: each call is a path with its own pieces")
 def test_a_generator_that_is_another_one_at_every_call_makes_no_path_of_its_own() -> None:
     """The sampler of every shuffling loader: nothing is compiled, or pieces that never run again."""
 
@@ -102,7 +96,6 @@ def test_a_generator_that_is_another_one_at_every_call_makes_no_path_of_its_own(
     assert compiled.launches >= CALLS - 2 >= len(compiled.pieces)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a backward in front of a read is executed twice")
 def test_a_backward_in_front_of_a_read_is_not_executed_again_when_python_goes_another_way() -> None:
     def make(training: Training) -> Step:
         def step(x: Tensor) -> None:
@@ -115,9 +108,6 @@ def test_a_backward_in_front_of_a_read_is_not_executed_again_when_python_goes_an
     train_both(make, compiled=AsAGraph())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="a piece that is captured leaves fake casts of weights in the cache"
-)
 def test_a_read_inside_of_autocast() -> None:
     """As a metric of the logits in the block of the forward."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.tracing.tensor_swap import swap_contents
@@ -19,6 +23,11 @@ class Recorder(Protocol):
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a torch function."""
+
+    def called_module(
+        self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a module; `plain` is what runs its Python."""
 
     def unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """A call that is executed at once, and keeps its run from making a path."""
@@ -33,6 +42,33 @@ class _Current(threading.local):
 
 CURRENT = _Current()
 """The live step that runs on this thread, while its own Python runs. None while a call of it is executed."""
+
+
+class RecordingMode(TorchFunctionMode):
+    """While open, calls of torch by this thread go to its live step."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = CURRENT.run
+        return func(*args, **(kwargs or {})) if run is None else run.called(func, args, kwargs or {})
+
+
+@contextmanager
+def recording_paused() -> Iterator[None]:
+    """While open, calls of torch by this thread are torch's own and ours: none is recorded, and no mode of ours is on.
+
+    (Guards take a function mode that is on for a change. Torch itself takes ours off while it handles a call.)
+    """
+    around, CURRENT.run = CURRENT.run, None
+    mode = torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
+    if mode is not None and type(mode) is not RecordingMode:
+        torch._C._push_on_torch_function_stack(mode)
+        mode = None
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._push_on_torch_function_stack(mode)
+        CURRENT.run = around
 
 
 class Handle(torch.Tensor):

@@ -1,0 +1,190 @@
+"""Modules whose call is one record, since all that their Python reads is known and can be looked at.
+
+[Note: opaque and open modules]
+A module is *opaque* where a capture of its call shows that it computes tensors of tensors and does nothing else. The
+guards of that capture say at any later call whether its Python would do the same again. If it would, the call is a
+record, and the Python of the module runs only when a piece is compiled. Any other module is *open*: its Python runs at
+every call, and the modules that it calls are looked at in turn. So a read, a print or a counter somewhere in a model
+costs the call of that module, and not the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from wholestep.capture.bind.captured import Captured, ResultSink
+from wholestep.capture.capture import capture
+from wholestep.capture.python import tree_util
+from wholestep.capture.python.code_owner import is_library_class
+from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.reach.traced_inputs import StateSource
+from wholestep.errors import WholestepError
+
+log = logging.getLogger("wholestep.live")
+
+MAX_STATES = 4
+"""States of one module that are traced. One that meets more of them is open: it changes too often."""
+
+
+class OpaqueModule:
+    """A module in one state of everything that its Python reads. Called, it is the module."""
+
+    def __init__(self, module: nn.Module, captured: Captured) -> None:
+        """`captured`: a call of the module in this state, of which `why_open` gives no reason."""
+        self.module, self._guards = module, captured.guards
+        sources = zip(captured.spec.inputs, captured.binding.tensors, strict=True)
+        used = [(one.slot, it) for one, it in sources if isinstance(one, StateSource) and isinstance(it, torch.Tensor)]
+        own = chain(module.parameters(), module.buffers(), (tensor for _, tensor in used))
+        self.tensors: tuple[torch.Tensor, ...] = tuple({id(one): one for one in own}.values())
+        """Its parameters and buffers, and what else its graph reads."""
+        self.ids = tuple(map(id, self.tensors))
+        self.written = tuple(tensor for slot, tensor in used if slot in captured.spec.reads.written)
+        """Those that its call writes to."""
+
+    @property
+    def __name__(self) -> str:
+        """The name of its class, as messages and the source of pieces call it."""
+        return type(self.module).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)
+
+    def holds(self) -> bool:
+        """Whether everything that its Python reads is as it was."""
+        return self._guards.state_why_not() is None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an object that its Python reads is not as it was. (Records have the modes of torch themselves.)"""
+        return bool(self._guards.changed_containers())
+
+    def takes(self, leaves: list[Any], spec: tree_util.TreeSpec) -> bool:
+        """Whether a call with these arguments is the one that was captured, now."""
+        return self._guards.why_not(leaves, spec) is None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, what its Python reads is as it was when the call was recorded; then as it is now."""
+        changed = self._guards.changed_containers()
+        newer = [Snapshot(one.container, one.path, one.keys, held=one.now()) for one in changed]
+        for one in changed:
+            one.restore()
+        try:
+            yield
+        finally:
+            for one in newer:
+                one.restore()
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one module."""
+
+    states: list[OpaqueModule] = field(default_factory=list)
+    why_open: str = ""
+    is_small: bool = False
+    """Whether it is open for no more than that it is hardly more than one call of torch."""
+
+
+class OpaqueModules:
+    """The modules that a live step calls."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+
+    @property
+    def open(self) -> dict[str, str]:
+        """Why modules are open, by the names of their classes."""
+        rows = ((type(one).__name__, known) for one, known in self._known.items())
+        return {name: known.why_open for name, known in rows if known.why_open and not known.is_small}
+
+    def reopen(self, module: nn.Module, why: str) -> None:
+        """Has a module run its Python from now on."""
+        self._known[module].why_open = why
+
+    def may_be_opaque(self, module: nn.Module) -> bool:
+        """Whether it is worth to look at a module: it is more than a call of torch, and not known to be open."""
+        known = self._known.get(module)
+        if known is None:
+            why = _why_not_worth(module)
+            known = self._known[module] = _Known(why_open=why, is_small=bool(why))
+        return not known.why_open
+
+    def find(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpaqueModule | None:
+        """The module as it is now, for a call with these real tensors. None if it is open."""
+        known = self._known[module]
+        leaves, spec = tree_util.flatten((args, kwargs))
+        for one in known.states:
+            if one.takes(leaves, spec):
+                return one
+        if len(known.states) == MAX_STATES:
+            known.why_open = f"it was called in more than {MAX_STATES} states, or with that many kinds of arguments"
+            return None
+        made = self._captured(known, module, args, kwargs)
+        if made is not None:
+            known.states.append(made)
+        return made
+
+    def _captured(
+        self, known: _Known, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpaqueModule | None:
+        try:
+            captured = capture(module, *pytree.tree_map_only(torch.Tensor, _detached, (args, kwargs)))
+        except WholestepError as error:
+            known.why_open = str(error)
+        except Exception as error:  # the module's own, most likely: it will raise it again when it runs
+            log.debug("%s raised %r while captured", type(module).__name__, error)
+            return None
+        else:
+            known.why_open = _why_open(module, captured)
+        if known.why_open:
+            log.debug("%s is open: %s", type(module).__name__, known.why_open)
+            return None
+        return OpaqueModule(module, captured)
+
+
+def _why_not_worth(module: nn.Module) -> str:
+    if not module._modules and is_library_class(type(module)):
+        return "it is a layer of a library"
+    if next(chain(module.parameters(), module.buffers()), None) is None:
+        return "it has no parameters"
+    return ""
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor for a capture, which wants no graph from before."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _why_open(module: nn.Module, captured: Captured) -> str:
+    """What a call of a module does besides computing tensors; empty if nothing."""
+    spec, graph_outputs = captured.spec, captured.spec.outputs
+    if not captured.settled:
+        return "it writes to objects of Python"
+    if spec.stepped_optimizers:
+        return "it steps an optimizer"
+    if not all(isinstance(one, ResultSink) for one in graph_outputs):
+        return "it leaves gradients or state of optimizers"
+    filled = {one.leaf for one in graph_outputs if isinstance(one, ResultSink)}
+    if any(leaf is not None for number, leaf in enumerate(spec.leaves) if number not in filled):
+        return "it returns something else than new tensors"
+    if captured.guards.values or spec.reads.foreign:
+        return "it depends on what is computed anew for every call"
+    if any(_has_hooks(param) for param in module.parameters()):
+        return "a parameter has hooks on its gradient"
+    return ""
+
+
+def _has_hooks(param: torch.Tensor) -> bool:
+    return bool(param._backward_hooks or (param.is_leaf and param._post_accumulate_grad_hooks))
