@@ -261,9 +261,12 @@ def scaled(loss):
 """
 
 
-@pytest.mark.parametrize("uses", ["function", "number", "container", "written container"])
+@pytest.mark.parametrize(
+    ("uses", "may_go_live"),
+    [("function", False), ("number", False), ("container", False), ("written container", True)],
+)
 def test_globals_of_a_package_are_read_at_every_call(
-    uses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uses: str, may_go_live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "site-packages"
     folder.mkdir()
