@@ -17,6 +17,7 @@
 // its AutogradMeta only as the TensorImpl names it now. Everything runs under the interpreter lock.
 
 #define PY_SSIZE_T_CLEAN
+#include "call_watch.h"
 #include "fast_call.h"
 
 #ifdef Py_GIL_DISABLED
@@ -136,7 +137,16 @@ PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
 PyGetSetDef fast_call_getters[] = {
     {"hits", fast_call_hits, nullptr, "Calls that went this way.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, "fast_guards", "Guards of a step's state and arguments.", -1, nullptr};
+PyObject* watch_calls(PyObject*, PyObject* ask) {
+  PyEval_SetProfile(profile_calls, ask);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {
+    {"watch_calls", watch_calls, METH_O, "Has ask(frame, function) asked about calls of C functions, until sys.setprofile(None)."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "fast_guards", "Guards of a step's state and arguments.", -1, functions};
 
 }  // namespace
 

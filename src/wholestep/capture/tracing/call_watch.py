@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from wholestep.capture.native import build
 from wholestep.capture.python.user_frame import current_line
 from wholestep.errors import CaptureError
 
@@ -49,11 +50,14 @@ def calls_watched() -> Iterator[None]:
     around = sys.getprofile()
     thread = threading.get_ident()
 
-    def profile(frame: types.FrameType, event: str, function: Any) -> None:
-        if event != "c_call" or not _is_of_interest(frame.f_code.co_filename) or computes(function):
-            return
-        if threading.get_ident() != thread or not _is_on_behalf_of_user(frame):
-            return
+    def allowed(frame: types.FrameType, function: Any) -> bool:
+        """Whether a function is, wherever it is called. Raises where this call of it is not."""
+        if computes(function):
+            return True
+        if not _is_of_interest(frame.f_code.co_filename) or threading.get_ident() != thread:
+            return False
+        if not _is_on_behalf_of_user(frame):
+            return False
         name = f"{_module_of(function)}.{getattr(function, '__name__', function)}"
         found.append(
             OutsideEffect(
@@ -63,10 +67,18 @@ def calls_watched() -> Iterator[None]:
         )
         raise found[-1]
 
+    def profile(frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and _is_of_interest(frame.f_code.co_filename):
+            allowed(frame, function)
+
     if around is not None:  # somebody profiles this thread, whose function must stay
         yield
         return
-    sys.setprofile(profile)
+    native = build.module()
+    if native is None:
+        sys.setprofile(profile)
+    else:  # costs a trace next to nothing
+        native.watch_calls(allowed)
     try:
         yield
     finally:
