@@ -20,6 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutations import Mutation
+from mutations.live import LIVE_MUTATIONS
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -41,22 +43,8 @@ WRITES = "tests/unit/capture/effects/test_python_writes.py"
 LATE = "tests/unit/live/test_late_reading.py"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutation:
-    """One fault: what it is, where, and the tests of which at least one must fail."""
-
-    name: str
-    what: str
-    file: str
-    """Below src/wholestep."""
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    says: str = ""
-    """What the failure must say, where failing for another reason would prove nothing."""
-
-
 MUTATIONS = (
+    *LIVE_MUTATIONS,
     Mutation(
         name="attributes_not_observed",
         what="nobody looks at attributes that a step comes to by names which no code has",

@@ -261,14 +261,24 @@ def scaled(loss):
 """
 
 
-@pytest.mark.parametrize(
-    ("uses", "may_go_live"),
-    [("function", False), ("number", False), ("container", False), ("written container", True)],
-)
+def halve(settings: Any, loss: Tensor) -> Tensor:
+    settings.LIMITS["w"] *= 0.5
+    return loss
+
+
+USES: dict[str, Any] = {
+    "function": lambda settings, loss: settings.scaled(loss),
+    "number": lambda settings, loss: loss * settings.SCALE,
+    "container": lambda settings, loss: loss * settings.LIMITS["w"],
+    "written container": halve,
+}
+
+
+@pytest.mark.parametrize(("name", "may_go_live"), [(name, USES[name] is halve) for name in USES])
 def test_globals_of_a_package_are_read_at_every_call(
-    uses: str, may_go_live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, may_go_live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "site-packages"
+    folder, use = tmp_path / "site-packages", USES[name]
     folder.mkdir()
     (folder / "a_package_of_settings.py").write_text(SETTINGS)
     monkeypatch.syspath_prepend(str(folder))
@@ -279,16 +289,7 @@ def test_globals_of_a_package_are_read_at_every_call(
         model, opt = training()
 
         def update(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            match uses:
-                case "function":
-                    loss = settings.scaled(loss)
-                case "number":
-                    loss = loss * settings.SCALE
-                case "container":
-                    loss = loss * settings.LIMITS["w"]
-                case _:
-                    settings.LIMITS["w"] *= 0.5
+            loss = use(settings, model(x).square().mean())
             backward_and_step(loss, opt)
             return loss.detach()
 
