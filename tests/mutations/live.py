@@ -194,10 +194,10 @@ LIVE_MUTATIONS = (
     ),
     Mutation(
         name="calls_not_watched",
-        what="a trace prints and asks clocks, and later calls do not",
+        what="a trace asks clocks and writes files, and later calls do not",
         file="capture/tracing/call_watch.py",
-        old="    sys.setprofile(profile)\n    try:",
-        new="    try:",
+        old='    return _module_of(function).partition(".")[0].strip("_") in _COMPUTING',
+        new="    return True",
         tests=("tests/unit/capture/tracing/test_call_watch.py",),
     ),
     Mutation(
