@@ -1,6 +1,6 @@
 """Every idiom of everyday training steps, compiled against eager code: which hold, in how many pieces, and why.
 
-    python -m benchmarks.idiom_table
+    python -m benchmarks.idiom_table > docs/idioms.md
     python -m benchmarks.idiom_table --group schedulers containers
     python -m benchmarks.idiom_table --idiom list_of_numbers mixup --json
 
@@ -27,6 +27,13 @@ from rich.progress import Progress
 from benchmarks.idioms import CALLS, GROUPS, IDIOMS
 from benchmarks.idioms.compare import Outcome, outcome
 
+INTRODUCTION = (
+    "What people write inside of a training step, each compiled and compared with eager code: results, parameters,",
+    "buffers, gradients, optimizer state, prints, logs, containers and random streams, bit for bit on the eager",
+    "backend. *Pure* steps are one graph. *Live* ones run with their own Python, and their tensor calls as compiled",
+    "*pieces*; the reason says why they are no graph, and 0 pieces that their calls ran one by one (`docs/steps.md`).",
+    "`python -m benchmarks.idiom_table` prints this page, and `tests/tables/test_idiom_table.py` compares it.",
+)
 MAX_COLUMNS = 120
 """Of a line of the table: the reason is cut."""
 
@@ -41,6 +48,7 @@ def row(found: Outcome) -> str:
 
 def table(found: Mapping[str, Outcome]) -> Iterator[str]:
     """The lines of the page: a table for each group."""
+    yield from ("# Idioms of training steps", "", *INTRODUCTION, "")
     counts = Counter(one.kind for one in found.values())
     told = ", ".join(f"{counts[kind]} {kind}" for kind in ("pure", "live", "refused", "wrong") if counts[kind])
     yield f"{len(found)} idioms, {CALLS} calls each, torch {torch.__version__.partition('+')[0]}: {told}."

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholestep as ws
+from wholestep.api.report.live_explanation import LiveExplanation
 
 STEPS = 8
 LIBRARIES = ("torch.optim", "timm.optim", "pytorch_optimizer", "schedulefree")
@@ -57,7 +58,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one optimizer: ``bitwise``, ``different``, ``refused`` or ``eager`` (it does not run eagerly)."""
+    """What came of one optimizer: ``bitwise`` as one graph, ``live``, ``different``, or ``eager`` (does not run)."""
 
     name: str
     kind: str
@@ -127,13 +128,17 @@ def outcome(name: str, make: Make, updates: int = 1) -> Outcome:
     try:
         wanted = trained(make, step)
     except Exception as error:
-        return Outcome(name, "eager", _short(error))
-    try:
-        came = trained(make, ws.compile(step, backend="eager", fullgraph=True))
-    except ws.WholestepError as error:
-        return Outcome(name, "refused", _short(error))
+        return Outcome(name, "eager", _short(str(error) or type(error).__name__))
+    compiled = ws.compile(step, backend="eager")
+    came = trained(make, compiled)
     same = len(wanted) == len(came) and all(map(_equal, wanted, came))
-    return Outcome(name, "bitwise" if same else "different")
+    why = _why_live(compiled)
+    return Outcome(name, ("live" if why else "bitwise") if same else "different", why)
+
+
+def _why_live(step: Any) -> str:
+    told = step.explain() if isinstance(step, ws.CompiledStep) else None
+    return _short(told.live.reason) if isinstance(told, LiveExplanation) else ""
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -142,12 +147,11 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _short(reason: str) -> str:
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
     known = ("The step could not be captured", "The step is ", "the value of a tensor decides")
     told = [line for line in lines if not line.startswith(known)]
-    reason = textwrap.shorten(" / ".join(told), MAX_REASON, placeholder=" ...").replace("|", "/")
-    return reason or type(error).__name__
+    return textwrap.shorten(" / ".join(told), MAX_REASON, placeholder=" ...").replace("|", "/")
 
 
 def page(library: str, outcomes: list[Outcome]) -> Iterator[str]:
@@ -158,10 +162,10 @@ def page(library: str, outcomes: list[Outcome]) -> Iterator[str]:
         names = [one.name for one in outcomes if one.kind == kind]
         if names:
             yield textwrap.fill(f"{text} ({len(names)}): {', '.join(names)}.", MAX_COLUMNS) + "\n"
-    refused = [one for one in outcomes if one.kind == "refused"]
-    if refused:
-        yield f"Refused ({len(refused)}):\n"
-        yield from (f"- {one.name}: `{one.why}`" for one in refused)
+    live = [one for one in outcomes if one.kind == "live"]
+    if live:
+        yield f"Equal in every bit, and live ({len(live)}):\n"
+        yield from (f"- {one.name}: `{one.why}`" for one in live)
 
 
 def main() -> None:
@@ -195,9 +199,8 @@ python benchmarks/library_optimizers.py > docs/optimizers.md
 ```
 
 torch {version}, CPU, backend `eager`: {steps} steps of a small net. Losses, parameters, state and the numbers of groups
-are compared. Refused is what is no single graph: with `fullgraph=True`, as here, that is an error, and everything stays
-as it was. The reason is mostly the line that asks for the value of a tensor. Optimizers that do not run eagerly here
-want a GPU, a closure, other arguments or another library."""
+are compared. What is live is no single graph: it counts in Python, or asks for the value of a tensor. Optimizers that
+do not run eagerly here want a GPU, a closure, other arguments or another library."""
 
 
 if __name__ == "__main__":

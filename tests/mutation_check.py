@@ -20,6 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutations import Mutation
+from mutations.live import LIVE_MUTATIONS
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -37,24 +39,12 @@ CLASSES = (
 GUARDS = "tests/unit/capture/guards/test_guards.py::test_a_change_is_seen_and_named"
 ACCESS = "tests/unit/capture/python/test_attribute_access.py"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutation:
-    """One fault: what it is, where, and the tests of which at least one must fail."""
-
-    name: str
-    what: str
-    file: str
-    """Below src/wholestep."""
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    says: str = ""
-    """What the failure must say, where failing for another reason would prove nothing."""
+WRITES = "tests/unit/capture/effects/test_python_writes.py"
+LATE = "tests/unit/live/test_late_reading.py"
 
 
 MUTATIONS = (
+    *LIVE_MUTATIONS,
     Mutation(
         name="attributes_not_observed",
         what="nobody looks at attributes that a step comes to by names which no code has",
@@ -69,7 +59,7 @@ MUTATIONS = (
         file="capture/python/attribute_access.py",
         old='"__setattr__": self._write, ',
         new="",
-        tests=(f"{ACCESS}::test_what_is_only_written_under_a_computed_name_stands_there_behind_every_call",),
+        tests=(f"{ACCESS}::test_what_is_written_under_a_computed_name_is_seen_and_undone",),
     ),
     Mutation(
         name="hidden_things_not_refused",
@@ -126,7 +116,7 @@ MUTATIONS = (
         name="runs_compared_by_their_graphs",
         what="two runs of a capture count as alike whatever they return and leave",
         file="capture/capture.py",
-        old="self._outline(trace) != expected:",
+        old="_outline(trace) != expected:",
         new="trace.module.code != expected.code:",
         tests=(f"{STEPS}[the_first_call_differs_in_plain_python_only]",),
     ),
@@ -155,12 +145,52 @@ MUTATIONS = (
         tests=(f"{OPTIM}[sgd_momentum_single]", f"{OPTIM}[adamw_foreach]", f"{OPTIM}[schedule_cosine_sgd]"),
     ),
     Mutation(
-        name="counters_frozen",
-        what="numbers that a step moves stay in Python as they were",
-        file="capture/bind/effects.py",
-        old="        self.counter.store()\n",
-        new="        pass\n",
-        tests=(f"{STEPS}[an_optimizer_counts]", f"{STEPS}[a_trainer_counts]", f"{RANKS}[an_optimizer_counts]"),
+        name="writes_to_python_accepted",
+        what="a step whose Python changes at every run is one graph",
+        file="capture/capture.py",
+        old="        if side_effects.changed:",
+        new="        if False:",
+        tests=(f"{WRITES}::test_a_write_to_python_is_refused_at_its_line_and_undone[writes_a_number]",),
+    ),
+    Mutation(
+        name="writes_to_arguments_accepted",
+        what="nobody looks at what a step writes to containers among its arguments",
+        file="capture/tracing/tracer.py",
+        old="        arguments.check()\n",
+        new="",
+        tests=(f"{WRITES}::test_a_write_to_python_is_refused_at_its_line_and_undone[writes_plain_to_an_argument]",),
+    ),
+    Mutation(
+        name="tensors_of_a_trace_left",
+        what="a tensor of the trace may stay in an object of the user's",
+        file="capture/effects/side_effects.py",
+        old="                self._leaves_tensors |= self._holds_new_tensor(left)\n",
+        new="",
+        tests=(f"{WRITES}::test_a_write_to_python_is_refused_at_its_line_and_undone[writes_a_list_once]",),
+    ),
+    Mutation(
+        name="rates_of_a_step_taken",
+        what="a rate that the step itself changes is that of the graph",
+        file="capture/tracing/tracer.py",
+        old="        if changed := lifter.changed():",
+        new="        if changed := None:",
+        tests=(f"{WRITES}::test_a_write_to_python_is_refused_at_its_line_and_undone[writes_a_rate]",),
+    ),
+    Mutation(
+        name="box_not_loaded",
+        what="a number that moves between calls stays what it was when it became an input",
+        file="capture/scalars/varying_numbers.py",
+        old="            self.box.fill_(number)\n",
+        new="            pass\n",
+        tests=(f"{STEPS}[number_of_the_batch_given]",),
+    ),
+    Mutation(
+        name="two_updates_of_one_rate",
+        what="two steps of an optimizer in one piece take the rate of the later one",
+        file="live/live_step.py",
+        old="        conflict = first_conflict(snapshots)",
+        new="        conflict = None",
+        tests=(f"{LATE}::test_a_rate_that_moves_between_two_updates_of_one_call_is_that_of_each",),
     ),
     Mutation(
         name="guards_off",

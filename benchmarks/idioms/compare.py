@@ -41,6 +41,9 @@ WITH_A_STATE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, tor
 FOLDERS = re.compile(r"(?<=\s)/\S*/")
 """In front of the name of a file."""
 
+LINES = re.compile(r",? at [\w<>]+(?:\.py)?:\d+(?: in [\w<>]+)?|, \w+\.py:\d+")
+"""Where in an idiom something is, which says nothing of the kind."""
+
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?|-?\binf\b|\bnan\b")
 
 Record = dict[str, object]
@@ -289,14 +292,14 @@ def front(step: Any) -> tuple[str, int, str]:
         live = getattr(step.explain(), "live", None)
     except ws.WholestepError as error:
         return "live", 0, first_sentence(error)
-    return ("pure", 1, "") if live is None else ("live", live.pieces, live.reason)
+    return ("pure", 1, "") if live is None else ("live", live.pieces, LINES.sub("", first_sentence(live.reason)))
 
 
-def first_sentence(error: BaseException) -> str:
-    """The reason in an error, without the place in the user's file."""
+def first_sentence(told: BaseException | str) -> str:
+    """The reason in an error or its text, without the place in the user's file."""
     places = ("The step could not be captured at", "The step is ", "    ")
-    told = " ".join(line for line in str(error).splitlines() if not line.startswith(places))
-    return FOLDERS.sub("", " ".join(told.split()).partition(". ")[0].rstrip("."))
+    text = " ".join(line for line in str(told).splitlines() if not line.startswith(places))
+    return FOLDERS.sub("", " ".join(text.split()).partition(". ")[0].rstrip("."))
 
 
 def outcome(

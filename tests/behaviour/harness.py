@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import wholestep as ws
+from wholestep.api.report.live_explanation import LiveExplanation
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """The only tensor types a user may find after a call: no fake tensor, no proxy, no functional wrapper."""
@@ -71,6 +72,8 @@ class Case:
     tolerance: float = 0.0
     """Largest absolute difference allowed on floating-point tensors."""
     tolerance_reason: str = ""
+    live: bool = False
+    """Whether the step is no graph, and runs live."""
 
     def __post_init__(self) -> None:
         if self.tolerance and not self.tolerance_reason:
@@ -149,8 +152,10 @@ class EagerDDP(Run):
 class Compiled(Run):
     """`wholestep.compile`, over the world when a process group exists."""
 
-    def __init__(self, backend: ws.config.Backend = "eager") -> None:
+    def __init__(self, backend: ws.config.Backend = "eager", *, live: bool = False) -> None:
+        """`live`: whether steps may be no graphs."""
         self.steps: list[ws.CompiledStep] = []
+        self._fullgraph = not live
         self.strategy, self.backend = None, backend
         if dist.is_initialized():
             self.rank, self.size, self.strategy = dist.get_rank(), dist.get_world_size(), ws.DDP()
@@ -161,7 +166,7 @@ class Compiled(Run):
         return module
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        step = ws.compile(fn, strategy=self.strategy, backend=self.backend, fullgraph=True)
+        step = ws.compile(fn, strategy=self.strategy, backend=self.backend, fullgraph=self._fullgraph)
         self.steps.append(step)
         return step
 
@@ -334,8 +339,10 @@ def compare(case: Case, reference: Run, compiled: Compiled, *, rounds: bool = Fa
 
 def check(case: Case, reference: Run) -> list[str]:
     """Every complaint about one case, empty when the compiled run is right."""
-    compiled = Compiled()
+    compiled = Compiled(live=case.live)
     found = compare(case, reference, compiled)
-    if case.traces and compiled.traces not in case.traces:
+    if case.live and not any(isinstance(step.explain(), LiveExplanation) for step in compiled.steps):
+        found.append("is one graph, and said to be live")
+    if not case.live and case.traces and compiled.traces not in case.traces:
         found.append(f"traced {compiled.traces} times, wanted {' or '.join(map(str, case.traces))}")
     return found

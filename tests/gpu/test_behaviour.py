@@ -19,7 +19,8 @@ ELSEWHERE = {
     "adagrad_fused",  # torch has it on the CPU alone
     "asgd_single",  # its loop asks the GPU for numbers, and branches
 }
-CASES = {name: case for name, case in {**STEP_CASES, **OPTIM_CASES}.items() if name not in ELSEWHERE}
+ALL = {**STEP_CASES, **OPTIM_CASES}
+CASES = {name: case for name, case in ALL.items() if name not in ELSEWHERE and not case.live}
 ON_RANKS = [name for name, case in CASES.items() if case.ranks]
 MORE_CALLS = 5
 """The third call is captured, and its graph is replayed in those behind it."""
@@ -36,20 +37,11 @@ TOLERANCES = {
 CUT = {
     "adafactor_foreach", "adafactor_several_updates", "adafactor_single", "adagrad_foreach", "adagrad_several_updates",
     "adagrad_single", "asgd_foreach", "asgd_several_updates", "averaged_model_stochastic", "complex_parameters", "gan",
-    "leaves_a_dict_of_numbers", "leaves_a_number_where_none_was", "leaves_an_object_of_tensors", "leaves_attributes",
-    "leaves_it_where_its_owner_has_put_another", "leaves_tensors_of_two_sizes", "rate_as_tensor",
-    "replaces_what_an_optimizer_has_too", "returns_item", "returns_items_and_arithmetic", "returns_the_rate",
-    "rprop_foreach", "rprop_several_updates", "rprop_single", "values_are_checked",
-    "writes_losses_into_a_dict",
+    "rate_as_tensor", "returns_item", "returns_items_and_arithmetic", "returns_the_rate", "rprop_foreach",
+    "rprop_several_updates", "rprop_single", "values_are_checked",
 }  # fmt: skip
 """Cases in which the host reads from the GPU, or gives it a number in a way that a graph cannot hold: graphs are what
 stands between such calls."""
-ON_THE_HOST = {"counts_in_a_meter_it_is_given"}
-"""Cases that add numbers of the GPU on the host, and have no graph at all."""
-TRACED_EVERY_TIME = {
-    "leaves_a_dict_that_it_counts_in", "leaves_a_dict_that_it_reads", "leaves_a_dict_and_asks_for_its_class"
-}  # fmt: skip
-"""Cases in which only so many calls are allowed."""
 METHODS = {"found_in_self", "two_trainers_of_one_class"}
 """Steps that are called by their objects, which have programs of their own."""
 
@@ -57,7 +49,7 @@ METHODS = {"found_in_self", "two_trainers_of_one_class"}
 def complaints(name: str, reference: Run, compiled: Compiled) -> list[str]:
     for run in (reference, compiled):
         run.device = torch.device("cuda", torch.cuda.current_device())
-        run.more_calls = 0 if name in TRACED_EVERY_TIME else MORE_CALLS
+        run.more_calls = MORE_CALLS
     torch.set_default_dtype(torch.float32 if name in SINGLE else torch.float64)
     try:
         case = replace(CASES[name], tolerance=TOLERANCES.get(name, 0.0), tolerance_reason="see TOLERANCES")
@@ -71,11 +63,7 @@ def complaints(name: str, reference: Run, compiled: Compiled) -> list[str]:
 def graphless(name: str, compiled: Compiled) -> list[str]:
     """What ran in no CUDA graph, or in several, and should not have."""
     told = [step.explain().backend for step in compiled.steps]
-    return [
-        one
-        for one in told
-        if ("no CUDA graph" in one and name not in ON_THE_HOST) or (", cut" in one and name not in CUT)
-    ]
+    return [one for one in told if "no CUDA graph" in one or (", cut" in one and name not in CUT)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -30,11 +30,14 @@ class Asking(Counting):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [(Counting, "bitwise"), (Asking, "refused")])
-def test_what_comes_of_an_optimizer(kind: Any, wanted: str) -> None:
+@pytest.mark.parametrize("may_go_live", [True])
+@pytest.mark.parametrize(("kind", "wanted", "why"), [
+    (torch.optim.SGD, "bitwise", ""), (Counting, "live", "opt.groups.0.lr"), (Asking, "live", "params"),
+])  # fmt: skip
+def test_what_comes_of_an_optimizer(kind: Any, wanted: str, why: str, may_go_live: bool) -> None:
     found = measured.outcome("it", lambda net: kind(net.parameters(), lr=0.1))
     assert found.kind == wanted
-    assert ("params" in found.why) == (wanted == "refused")
+    assert why in found.why
 
 
 def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +53,8 @@ def test_the_page_is_of_this_command_and_finds_nothing_wrong() -> None:
     assert PAGE.startswith(head)
     assert "DIFFERENT" not in PAGE
     assert all(f"\n## {library} " in PAGE for library in measured.LIBRARIES)
-    lines = list(
-        measured.page("torch.optim", [measured.Outcome("SGD", "bitwise"), measured.Outcome("X", "refused", "y")])
-    )
-    assert lines[1:] == ["Equal in every bit (1): SGD.\n", "Refused (1):\n", "- X: `y`"]
+    lines = list(measured.page("torch.optim", [measured.Outcome("SGD", "bitwise"), measured.Outcome("X", "live", "y")]))
+    assert lines[1:] == ["Equal in every bit (1): SGD.\n", "Equal in every bit, and live (1):\n", "- X: `y`"]
 
 
 @pytest.mark.parametrize("updates", [1, 3])

@@ -31,7 +31,7 @@ class Dispatcher:
         entry, reason = self._find(leaves, spec)
         if entry is None:
             return self._call_new(args, kwargs, leaves, reason)
-        result = self._run(entry, leaves, args, kwargs)
+        result = self._run(entry, leaves)
         self._set_fast_call(entry)
         return result
 
@@ -66,7 +66,7 @@ class Dispatcher:
                 stages.retraces.allow(reason)
                 entry = stages.build(args, kwargs, is_first=not self.entries)
             with entry.captured.undone_on_error():
-                result = self._run(entry, leaves, args, kwargs)
+                result = self._run(entry, leaves)
             self.entries.insert(0, entry)
             self._set_fast_call(entry)
             if entry.loaded_from is not None:
@@ -76,17 +76,16 @@ class Dispatcher:
                 stages.keep(entry)
         return result
 
-    def _run(self, entry: Entry, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, entry: Entry, leaves: list[Any]) -> Any:
         compression, held = self._stages.compression, entry.compression
         if compression is None or held is None:
-            return entry.executable(leaves, args, kwargs)
+            return entry.executable(leaves)
         with compression.call(held):
-            return entry.executable(leaves, args, kwargs)
+            return entry.executable(leaves)
 
     def _set_fast_call(self, entry: Entry) -> None:
         """Has the next call try the native call of this entry, if it has one and no calls are measured."""
-        plain = entry.compression is None and not entry.captured.binding.writes_structures
-        run = entry.executable.run() if plain else None
+        run = entry.executable.run() if entry.compression is None else None
         if run is None:
             return
         if entry.fast_call is None and (fast_call := entry.captured.guards.fast_call(run)) is not None:

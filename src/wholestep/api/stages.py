@@ -142,8 +142,7 @@ class Stages:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """One call as a functional graph, with as many numbers for inputs as its retraces have shown to vary."""
-        moved = self.retraces.rebound_locations
-        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving, moved))
+        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving))
 
     def passes(
         self, captured: Captured, compression: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
@@ -249,7 +248,7 @@ class Stages:
     def _cache_context(self) -> CacheContext:
         return CacheContext(
             options=self.options, world=init(), backend=self.backend, compression=self.compression,
-            choices=self.rendezvous.choices, rebound_locations=self.retraces.rebound_locations,
+            choices=self.rendezvous.choices,
         )  # fmt: skip
 
     def _to_save(self, entry: Entry) -> StepToSave:

@@ -12,8 +12,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from wholestep.capture.bind.captured import Captured, KeepObject, ResultSink
-from wholestep.capture.effects.argument_effects import ContainerWrite
+from wholestep.capture.bind.captured import Captured, ResultSink
 from wholestep.capture.python.snapshot import same
 from wholestep.ir import node_meta
 
@@ -22,8 +21,6 @@ def is_equivalent(plain: Captured, found: Captured) -> bool:
     """Whether both do the same calls on tensors. `found` may have a number of the graph for a constant of `plain`."""
     one, other = plain.spec, found.spec
     if one.result_spec != other.result_spec:
-        return False
-    if any(one.effects_of(kind) != other.effects_of(kind) for kind in (ContainerWrite, KeepObject)):
         return False
     filled = {sink.leaf for spec in (one, other) for sink in spec.outputs if isinstance(sink, ResultSink)}
     pairs = zip(one.leaves, other.leaves, strict=True)

@@ -22,18 +22,17 @@ def make_program(context: StepContext, trace: Trace, functional: Functional) -> 
     graph, recorded = functional.module.graph, trace.recorded
     placeholders = graph.find_nodes(op="placeholder")
     records = _input_records(context, trace)
-    _resolve_payloads(context, trace, placeholders, graph)
+    _resolve_payloads(context, placeholders, graph)
     _numbers_as_inputs(placeholders, records)
     results: Any = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
-    results = results[: len(results) - len(recorded.payloads)]
-    leaves, rest = results[: recorded.num_results], results[recorded.num_results :]
+    leaves, rest = results[: len(recorded.results)], results[len(recorded.results) :]
     leaves = [one for one in leaves if isinstance(one, fx.Node)]
     rest, versions = rest[: len(rest) - len(recorded.versions)], rest[len(rest) - len(recorded.versions) :]
     writes = {k: v for k, v in functional.writes.items() if v is not placeholders[k]}
     outputs = [
         *(Output(kind=OutputKind.USER, name=f"result.{i}") for i in range(len(leaves))),
         *(Output(kind=OutputKind.GRAD, name=records[slot].name, target=slot) for slot in recorded.grads),
-        *(Output(kind=OutputKind.STATE, name=where.spelled(context.state)) for where, _ in recorded.new_state),
+        *(Output(kind=OutputKind.STATE, name=where.spelled(context.state)) for where in recorded.new_state),
         *(Output(kind=OutputKind.WRITE, name=records[k].name, target=k) for k in writes),
     ]
     graph_edit.set_results(graph, [*leaves, *rest, *writes.values()])
@@ -68,14 +67,11 @@ def _input_records(context: StepContext, trace: Trace) -> list[Input]:
     ] + rank_inputs(trace.ranks)  # fmt: skip
 
 
-def _resolve_payloads(context: StepContext, trace: Trace, placeholders: list[fx.Node], graph: fx.Graph) -> None:
-    """Fused kernels read the numbers of groups, and those that the step computed, in the place of their payloads."""
-    results: Any = graph.output_node().args[0]
-    payloads = trace.recorded.payloads
-    computed = dict(zip(payloads, results[len(results) - len(payloads) :], strict=True))
+def _resolve_payloads(context: StepContext, placeholders: list[fx.Node], graph: fx.Graph) -> None:
+    """Fused kernels read the numbers of groups in the place of their payloads."""
     rows = zip(placeholders, context.traced_inputs(), strict=False)
     boxes = {id(row.tensor): node for node, row in rows if row.kind is InputKind.HYPER}
-    context.lifter.replace_payloads(graph, boxes, computed)
+    context.lifter.replace_payloads(graph, boxes)
 
 
 def _numbers_as_inputs(placeholders: list[fx.Node], records: list[Input]) -> None:

@@ -3,8 +3,8 @@
 [Note: numbers that move between calls]
 ``step(x, y, beta)``, ``step(batch, number)``, ``model.temperature = ...``. The first trace takes numbers for constants:
 most are the same for ever, and code may do with a constant what it likes. One that is another number in a later call is
-an input of the graph from then on (`capture/scalars/counters.py`), and what Python asks of it is asked again at every
-call (`capture/scalars/host_scalars.py`). Where that cannot be, since a shape or an index of a list depends on it, each
+an input of the graph from then on (`capture/scalars/varying_numbers.py`). What Python asks of it is asked at every call
+(`capture/scalars/host_scalars.py`). Where that cannot be, since a shape or an index of a list depends on it, each
 of its numbers is a trace of its own.
 
 [Note: text among the arguments]
@@ -13,8 +13,8 @@ in which it cannot be looked at says so (`capture/reach/arguments.py`), if it gi
 gives.
 
 [Note: tensors that move between calls]
-``trainer.batch = next(loader)``, or what another step puts there. A place in which another tensor stands, of the same
-kind, is read at every call from then on (`capture/effects/tensor_effects.py`).
+``trainer.batch = next(loader)``, or what another step puts there. Another tensor in a place means another trace, once.
+A step for which it is another one again and again is refused, before it has used up its retraces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python.user_frame import defined_at
 from wholestep.capture.reach.arguments import Leaf
-from wholestep.capture.scalars.counters import ScalarLocation, VaryingValue
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingValue
 from wholestep.errors import CaptureError, RetraceLimitError
 
 log = logging.getLogger("wholestep")
@@ -44,15 +44,25 @@ class RetracePolicy:
         """A sentence for each."""
         self._varying: dict[Hashable, VaryingValue] = {}
         """Numbers that are inputs."""
-        self.rebound_locations: set[Hashable] = set()
-        """Places of tensors that are others in later calls."""
+        self._exchanged: set[Hashable] = set()
+        """Places in which another tensor stood in a later call."""
+        self._exchanged_now: dict[Hashable, str] = {}
+        """Those of the call that is compared, with how they are written."""
         self._constant: dict[Hashable, str] = {}
         """Those that change and can be none, and why."""
 
     def allow(self, reason: str | None) -> None:
-        """Counts one more, or none without a reason. Raises RetraceLimitError if there were enough."""
+        """Counts one more, or none without a reason. Raises RetraceLimitError if there were enough, and CaptureError
+        where a tensor is another one again."""
         if reason is None:
             return
+        for place, path in self._exchanged_now.items():
+            if place in self._exchanged:
+                raise CaptureError(
+                    f"{path} is another tensor in every call. A graph is tied to the tensors that stand in objects: "
+                    f"pass it as an argument of the step, or write to the one that stands there: copy_()."
+                )
+        self._exchanged |= self._exchanged_now.keys()
         if len(self.reasons) >= self._limit:
             listing = "\n".join(f"  {number}. {text}" for number, text in enumerate([*self.reasons, reason], 1))
             constant = "".join(f"\n{why}" for why in self._constant.values())
@@ -66,11 +76,10 @@ class RetracePolicy:
         log.warning("%s is captured again: %s", getattr(self._step, "__name__", type(self._step).__name__), reason)
 
     def compared(self, guards: Guards, leaves: list[Any]) -> None:
-        """Takes up what is another number, text or tensor in a call with these leaves, for which a trace does not
-        hold."""
+        """Notes what is another number, text or tensor in a call with these leaves, for which a trace does not hold."""
         found = {_identity(one): one for one in guards.varying_values(leaves)}
         self._varying |= {key: one for key, one in found.items() if key not in self._constant}
-        self.rebound_locations |= set(guards.rebound_locations())
+        self._exchanged_now = dict(guards.exchanged_tensors())
 
     def captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
         """What `capture` gives with all inputs that can be some. Raises what it raises without any."""

@@ -82,20 +82,16 @@ class Executable:
             self.measured, self._timer = measured, None
         return result
 
-    def __call__(self, leaves: list[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """One step.
-
-        Args:
-            leaves: the flat arguments.
-            args, kwargs: those that were given, to whose containers the step may write.
+    def __call__(self, leaves: list[Any]) -> Any:
+        """One step. `leaves`: the flat arguments.
 
         Raises:
             RankMissingError: a collective failed because a rank died or hung. It says whether parameters may have
                 been updated in part by then (see ``DDP(hold_updates=True)``).
         """
         if self._timer is not None:
-            return self._timed(self._timer, lambda: self(leaves, args, kwargs))
-        return self.binding.finish(self._inputs.run(self._function(), leaves), args, kwargs)
+            return self._timed(self._timer, lambda: self(leaves))
+        return self.binding.finish(self._inputs.run(self._function(), leaves))
 
 
 def describe_state(program: Program) -> str:

@@ -346,7 +346,7 @@ def number_of_the_batch_given(model: Any, opt: torch.optim.Optimizer, x: Tensor,
     return loss
 
 
-@case(traces=(2,))
+@case(live=True)
 def weight_and_rate_by_numbers_of_the_call(run: Run) -> Job:
     """A weight of the loss and a warm-up that the step reckons itself, from two numbers that it is given."""
     module = mlp()

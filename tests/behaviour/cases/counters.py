@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd, step_
 from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case = partial(registry.add, live=True)
 
 
 class Adamlike(torch.optim.Optimizer):
@@ -58,7 +59,7 @@ def numbers(opt: torch.optim.Optimizer) -> Callable[[], object]:
     return read
 
 
-@case(traces=(2,))
+@case()
 def an_optimizer_counts(run: Run) -> Job:
     """Its first call makes the state, the second goes on from there, and so do all others."""
     job = usual_job(run, mlp(), optimizer=lambda module: Adamlike(module.parameters()), calls=5)
@@ -105,10 +106,10 @@ def scheduled(name: str) -> Callable[[Run], Job]:
 
 
 for _name in SCHEDULES:
-    case(traces=())(scheduled(_name))
+    case()(scheduled(_name))
 
 
-@case(traces=())
+@case()
 def schedule_of_fused_updates_inside(run: Run) -> Job:
     """Two updates in a call, each at a rate and with betas that the scheduler has just set."""
     module = mlp()
@@ -148,7 +149,7 @@ class Trainer:
         return loss * 2 if self.steps % 4 == 0 else loss
 
 
-@case(traces=(3,))
+@case()
 def a_trainer_counts(run: Run) -> Job:
     """Captured again where its warm-up ends, and in the fourth step."""
     trainer = Trainer(run)
@@ -170,7 +171,7 @@ class Annealed(nn.Module):
         return self.inner(x) * math.exp(-self.calls / 50)  # type: ignore[no-any-return]
 
 
-@case(traces=(1,))
+@case()
 def a_module_counts_its_calls(run: Run) -> Job:
     module = Annealed()
     return recording(usual_job(run, module, calls=4), calls=lambda: module.calls)
@@ -239,35 +240,32 @@ def every_second_call(name: str) -> Callable[[Run], Job]:
 
 
 for _name in DEEDS:
-    case(traces=())(every_second_call(_name))
+    case()(every_second_call(_name))
 
 
 class Starter:
-    """Notes that it has begun; its first call returns something else, and leaves its loss in another place."""
+    """Notes that it has begun; its first call returns something else."""
 
     def __init__(self, run: Run) -> None:
         self.module = mlp()
         self.model, self.opt = run.model(self.module), sgd(self.module)
         self.began = ""
-        self.losses: dict[str, Tensor | None] = {"first": None, "later": None}
 
     def step(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         loss = loss_of(self.model, x, y)
         backward_and_step(loss, self.opt)
         before, self.began = self.began, "yes"
-        self.losses["later" if before else "first"] = loss.detach()
         return {"loss": loss, "began": before}
 
 
-@case(traces=(3,))
+@case()
 def the_first_call_differs_in_plain_python_only(run: Run) -> Job:
     starter = Starter(run)
     objects: dict[str, Any] = {"model": starter.module, "opt": starter.opt, "began": lambda: starter.began}
-    objects["losses"] = lambda: dict(starter.losses)
     return Job(step=run.compile(starter.step), batches=class_batches(run, 4), objects=objects)
 
 
-@case(traces=(1,))
+@case(live=False)
 def frozen_and_set_free_again(run: Run) -> Job:
     """A step that has its tensors as they were at its end: another part of the model is frozen for a while."""
     module, critic = mlp(), mlp()

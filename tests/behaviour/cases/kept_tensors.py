@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tests.behaviour.small_models import FEATURES, class_batches, loss_of, mlp, 
 from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case = partial(registry.add, live=True)
 
 
 class Trainer:
@@ -64,7 +65,7 @@ def leaving(
     return Job(step=call, batches=class_batches(run, 5), objects=objects, **more)
 
 
-@case(traces=(2,))
+@case()
 def leaves_attributes(run: Run) -> Job:
     """None at first, and then a new tensor behind every call."""
     module = mlp()
@@ -72,7 +73,7 @@ def leaves_attributes(run: Run) -> Job:
     return leaving(run, trainer.step, lambda: (trainer.last, trainer.logits["now"]), module, trainer.opt)
 
 
-@case(traces=(2,))
+@case()
 def leaves_what_hooks_keep(run: Run) -> Job:
     module, seen = mlp(), dict[str, Tensor]()
     module[0].register_forward_hook(lambda part, args, out: seen.__setitem__("first", out.detach()))
@@ -99,7 +100,7 @@ class Expert(nn.Module):
         return x + out
 
 
-@case(traces=(2,))
+@case()
 def leaves_losses_on_modules(run: Run) -> Job:
     module = nn.Sequential(Expert(), Expert(), mlp())
     model, opt = run.model(module), sgd(module)
@@ -143,12 +144,15 @@ def keeps(
     return register
 
 
-@keeps(lambda held: (held.last, held.batch), held=WithSlots, traces=(2,))
+@keeps(
+    lambda held: (held.last, held.batch),
+    held=WithSlots,
+)
 def leaves_slots_and_an_argument(held: Any, loss: Tensor, x: Tensor) -> None:
     held.last, held.batch = loss, x
 
 
-@case(traces=(2,))
+@case()
 def leaves_a_variable(run: Run) -> Job:
     last: Tensor | None = None
 
@@ -159,32 +163,44 @@ def leaves_a_variable(run: Run) -> Job:
     return leaving_in(run, keep, lambda: last)
 
 
-@keeps(lambda held: held[1], held=lambda: ["name", None], traces=(2,))
+@keeps(
+    lambda held: held[1],
+    held=lambda: ["name", None],
+)
 def leaves_an_item_of_a_list(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     held[1] = loss
     return loss + 1
 
 
-@keeps(lambda held: float(held["last"]), held=lambda: {"last": None}, traces=(2,))
+@keeps(
+    lambda held: float(held["last"]),
+    held=lambda: {"last": None},
+)
 def leaves_it_and_returns_the_one_before(held: Any, loss: Tensor, x: Tensor) -> Any:
     """What is returned is not what is written to."""
     before, held["last"] = held["last"], loss
     return before
 
 
-@keeps(lambda held: [None if one is None else float(one) for one in held.values()], held=lambda: {}, traces=(3,))
+@keeps(
+    lambda held: [None if one is None else float(one) for one in held.values()],
+    held=lambda: {},
+)
 def leaves_it_and_keeps_the_one_before(held: Any, loss: Tensor, x: Tensor) -> None:
     held["before"] = held.get("last")
     held["last"] = loss
 
 
-@keeps(lambda held: float(held["mean"]), held=lambda: {"mean": None}, traces=(2,))
+@keeps(
+    lambda held: float(held["mean"]),
+    held=lambda: {"mean": None},
+)
 def leaves_an_average(held: Any, loss: Tensor, x: Tensor) -> None:
     """It is read before it is replaced: state from the second call on."""
     held["mean"] = loss if held["mean"] is None else 0.9 * held["mean"] + 0.1 * loss
 
 
-@case(traces=(5,))
+@case()
 def leaves_tensors_of_two_sizes(run: Run) -> Job:
     """Nothing at first, and then what the call before has left is of either size, too."""
     module = mlp()
@@ -196,7 +212,7 @@ def leaves_tensors_of_two_sizes(run: Run) -> Job:
     return Job(step=job.step, batches=batches, objects=job.objects)
 
 
-@case(traces=(2,))
+@case()
 def leaves_it_where_its_owner_has_put_another(run: Run) -> Job:
     """Between two calls: neither is it looked at, nor written to."""
     module, others = mlp(), [torch.full((), float(number)) for number in range(5)]
@@ -210,24 +226,32 @@ def leaves_it_where_its_owner_has_put_another(run: Run) -> Job:
     return Job(step=job.step, batches=job.batches, objects=objects, between=between)
 
 
-@keeps(lambda held: [*held.logs.items()], traces=(2,))
+@keeps(
+    lambda held: [*held.logs.items()],
+)
 def leaves_a_dict_of_tensors(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """A new one in every call, in which nobody looks before."""
     held.logs = {"loss": loss, "parts": (loss + 1, x), "name": "step"}
     return loss
 
 
-@keeps(lambda held: [*held.logs.values()], traces=(2,))
+@keeps(
+    lambda held: [*held.logs.values()],
+)
 def leaves_a_dict_of_numbers(held: Any, loss: Tensor, x: Tensor) -> None:
     held.logs = {"loss": loss.item(), "tensor": loss}
 
 
-@keeps(lambda held: held.logs, traces=(2,))
+@keeps(
+    lambda held: held.logs,
+)
 def leaves_a_number_where_none_was(held: Any, loss: Tensor, x: Tensor) -> None:
     held.logs = loss.item()
 
 
-@keeps(lambda held: (held.count, held.logs), traces=(3,))
+@keeps(
+    lambda held: (held.count, held.logs),
+)
 def leaves_the_answer_to_a_number(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """As accelerate notes whether gradients are complete in this call."""
     held.count += 1
@@ -235,26 +259,32 @@ def leaves_the_answer_to_a_number(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     return loss * 2 if held.logs else loss
 
 
-@keeps(lambda held: (held.logs.mean, held.logs.stddev), traces=(2,))
+@keeps(
+    lambda held: (held.logs.mean, held.logs.stddev),
+)
 def leaves_an_object_of_tensors(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     held.logs = torch.distributions.Normal(loss, loss.abs() + 1)
     return loss
 
 
-@keeps(lambda held: held.logs["mean"], traces=(5,))
+@keeps(
+    lambda held: held.logs["mean"],
+)
 def leaves_a_dict_that_it_reads(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """What is read is a constant of its trace."""
     held.logs = {"mean": loss if held.logs is None else 0.5 * (held.logs["mean"] + loss)}
     return loss
 
 
-@keeps(lambda held: held.logs["calls"], traces=(5,))
+@keeps(
+    lambda held: held.logs["calls"],
+)
 def leaves_a_dict_that_it_counts_in(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     held.logs = {"calls": 1 if held.logs is None else held.logs["calls"] + 1}
     return loss * held.logs["calls"]
 
 
-@case(traces=(2,))
+@case()
 def leaves_a_dict_that_others_put_away(run: Run) -> Job:
     """None again between some calls, which the step sees."""
     held, module = Holder(), mlp()
@@ -278,7 +308,7 @@ def leaves_a_dict_that_others_put_away(run: Run) -> Job:
     return leaving(run, step, look, module, opt)
 
 
-@case(traces=(2,))
+@case()
 def switches_its_module(run: Run) -> Job:
     """Which eager code would find switched in its next call, too."""
     module = nn.Sequential(mlp(), nn.Dropout(0.5))
@@ -293,7 +323,9 @@ def switches_its_module(run: Run) -> Job:
     return leaving(run, step, lambda: [part.training for part in module.modules()], module, opt)
 
 
-@keeps(lambda held: held.logs["loss"], traces=(5,))
+@keeps(
+    lambda held: held.logs["loss"],
+)
 def leaves_a_dict_and_asks_for_its_class(held: Any, loss: Tensor, x: Tensor) -> Tensor:
     """Which nothing that stands in its place can notice, but the program is another one then."""
     loss = loss * 2 if type(held.logs) is dict else loss

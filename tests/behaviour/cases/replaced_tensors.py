@@ -6,6 +6,7 @@ Whoever has kept one between two calls has its values, as in eager code, where e
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd
 from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case = partial(registry.add, live=True)
 
 Between = Callable[[int, Any], object]
 
@@ -131,7 +132,7 @@ def replaces_two_by_each_other(held: Any, loss: Tensor) -> Tensor:
     return held.a * 2 + held.b
 
 
-@case(traces=(2,))
+@case()
 def replaces_two_that_were_one(run: Run) -> Job:
     """They are several tensors from the second call on."""
 
@@ -142,7 +143,7 @@ def replaces_two_that_were_one(run: Run) -> Job:
     return replacing(run, keep, Holder(a=zeros, b=zeros))
 
 
-@case(traces=(2,))
+@case()
 def replaces_one_of_two_that_were_one(run: Run) -> Job:
     def keep(held: Any, loss: Tensor) -> Tensor:
         held.mean = 0.9 * held.mean + 0.1 * loss
@@ -152,7 +153,7 @@ def replaces_one_of_two_that_were_one(run: Run) -> Job:
     return replacing(run, keep, Holder(start=zeros, mean=zeros))
 
 
-@case(traces=(2,))
+@case()
 def replaces_what_stands_in_a_tuple_too(run: Run) -> Job:
     def keep(held: Any, loss: Tensor) -> Tensor:
         held.mean = held.mean + loss
@@ -162,7 +163,7 @@ def replaces_what_stands_in_a_tuple_too(run: Run) -> Job:
     return replacing(run, keep, Holder(mean=zeros, pair=((1, zeros), "start")), seen=lambda: [zeros])
 
 
-@case(traces=(2,))
+@case()
 def replaces_what_is_an_argument_too(run: Run) -> Job:
     module, held, kept = mlp(), mean(), list[Tensor]()
     model, opt, first = run.model(module), sgd(module), held.mean
@@ -179,7 +180,7 @@ def replaces_what_is_an_argument_too(run: Run) -> Job:
     )  # fmt: skip
 
 
-@case(traces=(2,), ranks=False)
+@case(ranks=False)
 def replaces_what_is_a_gradient_too(run: Run) -> Job:
     """Not on ranks, where eager code has other gradients at entry."""
     module = mlp()
@@ -201,7 +202,7 @@ def replaces_what_is_a_gradient_too(run: Run) -> Job:
     )  # fmt: skip
 
 
-@case(traces=(2,), ranks=False)
+@case(ranks=False)
 def replaces_what_an_optimizer_has_too(run: Run) -> Job:
     """Its rate, and the momentum of a parameter. Not on ranks, whose first step would be another one."""
     module = mlp()
@@ -244,7 +245,7 @@ def replaces_where_its_owner_has_written(run: Run) -> Job:
     return replacing(run, average, mean(), between)
 
 
-@case(traces=(2,))
+@case()
 def reads_what_its_owner_replaces(run: Run) -> Job:
     """A batch in an attribute, in a list, and in a variable."""
     module, batches = mlp(), class_batches(run, 6)
@@ -266,7 +267,7 @@ def reads_what_its_owner_replaces(run: Run) -> Job:
     return Job(step=run.compile(step), batches=[(torch.ones(()),)] * 6, objects=objects, between=between)
 
 
-@case(traces=(2,))
+@case()
 def writes_to_what_its_owner_replaces(run: Run) -> Job:
     """To the tensor that stands there, which somebody else may hold."""
     held, sums = Holder(total=torch.zeros(3)), list[Tensor]()
@@ -283,7 +284,7 @@ def writes_to_what_its_owner_replaces(run: Run) -> Job:
     return replacing(run, keep, held, between, seen=lambda: [held.total, *sums])
 
 
-@case(traces=(3,))
+@case()
 def reads_what_another_step_replaces(run: Run) -> Job:
     module, held = mlp(), mean()
     model, opt = run.model(module), sgd(module)
@@ -304,7 +305,7 @@ def reads_what_another_step_replaces(run: Run) -> Job:
     )  # fmt: skip
 
 
-@case(traces=(2,))
+@case()
 def replaces_by_what_lasts(run: Run) -> Job:
     """What stands in two places from then on is one tensor, to which its owner may write."""
 
@@ -320,7 +321,7 @@ def replaces_by_what_lasts(run: Run) -> Job:
     return replacing(run, keep, Holder(mean=torch.zeros(()), now=torch.ones(()), best=torch.zeros(())), between)
 
 
-@case(traces=(2,))
+@case()
 def replaces_in_steps_of_two_sizes(run: Run) -> Job:
     """Each has a graph of its own; what one leaves the other takes up."""
     job = replacing(run, average, mean())
@@ -331,7 +332,7 @@ def replaces_in_steps_of_two_sizes(run: Run) -> Job:
     return Job(step=job.step, batches=batches, objects=job.objects)
 
 
-@case(traces=(2,))
+@case()
 def replaces_in_two_steps(run: Run) -> Job:
     """Of training, and of evaluation in inference mode."""
     module, held = mlp(), mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tests.behaviour.small_models import class_batches, loss_of, mlp, sgd
 from tests.harness.training import backward_and_step
 
 registry = Registry()
-case = registry.add
+case = partial(registry.add, live=True)
 
 
 class Batch:
@@ -159,7 +160,7 @@ class Average:
             own.sub_((1 - self.decay) * (own - param))
 
 
-@case(traces=(2,))
+@case()
 def counts_in_an_average_it_is_given(run: Run) -> Job:
     """The same object in every call: its number is another one from the second on, and an input."""
     module = mlp()
@@ -205,7 +206,7 @@ class Meter:
         self.average = self.sum / self.count  # type: ignore[assignment]
 
 
-@case(traces=(2,))
+@case()
 def counts_in_a_meter_it_is_given(run: Run) -> Job:
     """An object without tensors: no data, and looked at like what is reached in other ways."""
     module, meter = mlp(), Meter()

@@ -23,7 +23,7 @@ from benchmarks import idiom_table
 from benchmarks.idiom_table import row, table
 from benchmarks.idioms import CALLS, IDIOMS, Idiom, Loop, compare
 from benchmarks.idioms.base import loop, small_training, update
-from benchmarks.idioms.compare import Outcome, first_sentence, outcome, same
+from benchmarks.idioms.compare import LINES, Outcome, first_sentence, outcome, same
 
 Step = Callable[..., Any]
 
@@ -174,14 +174,19 @@ def test_the_reason_of_an_error_is_one_sentence_without_folders() -> None:
     assert first_sentence(error) == "The step changes state at net.py:3 in step: it grew"
 
 
+def test_the_reason_of_a_live_step_names_no_line() -> None:
+    told = "The step calls time.time at net.py:164 in step, which does more than compute. Do it outside."
+    assert LINES.sub("", first_sentence(told)) == "The step calls time.time, which does more than compute"
+
+
 def test_the_table_fits_and_counts() -> None:
     found = {
         "list_of_numbers": Outcome("list_of_numbers", "live", 2, "it reads | a value " * 20),
         "dropout": Outcome("dropout", "refused", None, "why"),
     }
     lines = list(table(found))
-    assert lines[0].startswith(f"2 idioms, {CALLS} calls each")
-    assert lines[0].endswith(": 1 live, 1 refused.")
+    (counts,) = (line for line in lines if line.startswith(f"2 idioms, {CALLS} calls each"))
+    assert counts.endswith(": 1 live, 1 refused.")
     assert row(found["dropout"]) == "| dropout | refused | - | why |"
     assert max(map(len, lines)) <= 120
     assert "## random_numbers" in lines

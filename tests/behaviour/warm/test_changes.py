@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import wholestep as ws
 import wholestep.api.compiled_step
 from tests.behaviour.warm import steps
-from tests.behaviour.warm.steps import counting, run, things, train, why_captured
+from tests.behaviour.warm.steps import run, scaled, things, train, why_captured
 from tests.harness.training import backward_and_step
 
 
@@ -175,8 +175,6 @@ def test_a_changed_variable_of_the_environment_is_named(
     assert "environment: DOUBLED was not set, is 1" in why_captured(lambda: run(with_helper(module)), caplog)
 
 
-def test_another_number_to_begin_with_is_another_step(caplog: pytest.LogCaptureFixture) -> None:
-    one, other = counting(), counting()
-    other[1].calls = 5
-    run(train, one)
-    assert "opt.calls was int 0, is int 5" in why_captured(lambda: run(train, other), caplog)
+def test_another_number_of_an_optimizer_is_another_step(caplog: pytest.LogCaptureFixture) -> None:
+    run(train, scaled(0))
+    assert "opt.scale was int 0, is int 5" in why_captured(lambda: run(train, scaled(5)), caplog)

@@ -109,18 +109,3 @@ def test_a_step_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     step = run(context=things())
     with pytest.raises(ArtifactError, match="cannot be written"):
         step.save(tmp_path / "no folder" / "saved.step")
-
-
-def test_a_step_that_calls_a_scheduler_is_not_saved(tmp_path: Path) -> None:
-    model, opt, x, y = things()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = train(model, opt, x, y)
-        scheduler.step()
-        return loss
-
-    compiled = ws.compile(step, backend="eager")
-    compiled(x, y)
-    with pytest.raises(ws.ArtifactError, match="it calls a scheduler"):
-        compiled.save(tmp_path / "saved.step")

@@ -197,11 +197,12 @@ def _hook_everywhere(model: nn.Linear, loose: Tensor, where: str, hook: Callable
     }[where]()
 
 
+HOW = ["attribute", "item", "entry", "__call__", "grows", "of_the_class"]
 PLACES = ["forward", "forward_pre", "backward", "backward_pre", "parameter", "accumulated", "leaf", "global"]
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("how", ["grows", "of_the_class"])
+@pytest.mark.parametrize("how", HOW)
 @row("module_backward_hooks")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_a_hook_that_counts_in_python_is_refused_at_its_line(where: str, how: str) -> None:
@@ -226,13 +227,15 @@ def test_a_hook_that_counts_in_python_is_refused_at_its_line(where: str, how: st
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("how", ["attribute", "item", "entry", "__call__"])
+@pytest.mark.parametrize("how", HOW)
 @row("module_backward_hooks")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_a_hook_that_moves_a_number_goes_on_as_in_eager_code(where: str, how: str) -> None:
+def test_a_hook_counts_in_a_live_step_as_in_eager_code(where: str, how: str, may_go_live: bool) -> None:
     counts = []
     for compiled in (False, True):
+        Counter.total = 0
         counter, model, loose = Counter(), nn.Linear(4, 4), torch.ones(4, requires_grad=True)
         hook = counter if how == "__call__" else getattr(counter, how)
         handle = _hook_everywhere(model, loose, where, hook)
@@ -242,13 +245,14 @@ def test_a_hook_that_moves_a_number_goes_on_as_in_eager_code(where: str, how: st
             loss.backward()
             return loss.detach()
 
-        run = ws.compile(step, backend="eager", fullgraph=True) if compiled else step
+        run = ws.compile(step, backend="eager") if compiled else step
         try:
             for _ in range(3):
                 run(torch.rand(2, 4))
         finally:
             handle.remove()
         counts.append(repr(counter.state()))
+    Counter.total = 0
     assert counts[0] == counts[1]
     assert counts[0] != repr(Counter().state())
 

@@ -278,3 +278,33 @@ def test_a_model_that_is_evaluated_inside() -> None:
     compiled = Compiled()
     train_both(make, compiled=compiled)
     assert compiled.launches == 2 * (CALLS - 1)
+
+
+def test_a_size_that_is_another_one_at_every_call() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            with torch.no_grad():
+                training.notes.append(len(out[out > 0]))
+            return training.update(out.mean())
+
+        return step
+
+    live = train_both(make, calls=8)
+    assert live.stats.calls == 8
+
+
+def test_a_call_in_another_mode_is_another_call() -> None:
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(next(calls) % 3 != 2):
+                scaled = training.model.last.weight * 2
+            loss = (training.model(x) * scaled).mean()
+            training.notes.append(scaled.requires_grad)
+            return training.update(loss)
+
+        return step
+
+    train_both(make, calls=8)

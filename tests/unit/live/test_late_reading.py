@@ -179,3 +179,18 @@ def test_python_numbers_are_read_when_they_are_given() -> None:
         return step
 
     train_both(make)
+
+
+def test_state_that_an_optimizer_makes_is_there_behind_its_step() -> None:
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> None:
+            if next(calls) == 3:
+                training.opt.state.clear()
+            training.update(training.model(x).mean())
+            training.notes.append(len(training.opt.state))
+
+        return step
+
+    train_both(make)

@@ -38,7 +38,6 @@ def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerp
         "the backend": (("its kind", type(cache_context.backend).__name__), *cache_context.backend.fingerprint()),
         "the switches of torch": tuple(torch_switches()),
         "compression": tuple(state),
-        "the tensors that move": tuple(context.portable_rebound_locations()),
         "the step": tuple(object_fingerprint(context, chosen)),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,5 +102,3 @@ class CacheContext:
     compression: CompressionState | None
     choices: Mapping[str, Any]
     """Rank 0's answers so far, by question."""
-    rebound_locations: Collection[Hashable] = ()
-    """Places in which other calls find other tensors."""

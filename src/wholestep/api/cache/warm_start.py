@@ -105,7 +105,7 @@ class StepCache:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache_context: CacheContext, *, may_load: bool
     ) -> CacheLookup:
         try:
-            with StepContext(self._step, args, kwargs, rebound_locations=cache_context.rebound_locations) as context:
+            with StepContext(self._step, args, kwargs) as context:
                 fingerprint = fingerprint_of(context, cache_context)
                 try:
                     if self._path is None and not is_enabled():
@@ -228,11 +228,6 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
         raise ArtifactError(
             "It cannot be saved: it reads a tensor that belongs to no argument, closure, global or attribute, and that "
             "another process does not have. Pass the object that holds it as an argument of the step."
-        )
-    if captured.spec.reads.calls_scheduler:
-        raise ArtifactError(
-            "It cannot be saved: it calls a scheduler, and whether that of another process is the same is not "
-            "compared. Call scheduler.step() outside the step."
         )
     if captured.spec.reads.attributes:
         raise ArtifactError(

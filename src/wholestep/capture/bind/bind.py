@@ -13,21 +13,12 @@ from wholestep.capture.bind.captured import (
     BindingSpec,
     Captured,
     GradSink,
-    KeepObject,
-    KeepTensor,
-    MirrorTensor,
-    OptimizerStepped,
     ResultSink,
-    SchedulerCalls,
     StateRef,
     StateSink,
-    resolve_locations,
 )
 from wholestep.capture.bind.effects import Effect
 from wholestep.capture.bind.make_guards import make_guards
-from wholestep.capture.effects.argument_effects import ContainerWrite
-from wholestep.capture.effects.optimizer_effects import StateWrite
-from wholestep.capture.effects.tensor_effects import Mirror
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
     ArgumentSource,
@@ -51,8 +42,6 @@ def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext)
         if isinstance(one, (StateSource, EntryGradSource)) and slots[one.slot].kind is not InputKind.PARAM
     }
     context.lazy.discard({id(slots[slot].tensor) for slot in spec.reads.stepped | read})
-    for mirror in spec.effects_of(MirrorTensor):
-        slots[mirror.slot].tensor = slots[mirror.slot].tensor.detach().clone()
     live = _Live(spec, context)
     return Captured(
         source=source, binding=live.binding(), guards=make_guards(spec, context), spec=spec, undo=context.lazy.discard
@@ -68,12 +57,6 @@ class _Live:
         self._leaf = {id(one): place for place, one in reversed(list(enumerate(context.leaves)))}
         grads = ((slot.tensor.grad, slot.tensor) for slot in self._state.params)
         self._owner = {id(grad): param for grad, param in grads if grad is not None}
-        mirrors = spec.effects_of(MirrorTensor)
-        locations = resolve_locations([one.location for one in mirrors], context)
-        self._mirrors = {
-            one.slot: Mirror(self._slots[one.slot].tensor, location, one.mode)
-            for one, location in zip(mirrors, locations, strict=True)
-        }
 
     def binding(self) -> Binding:
         """The live objects of the inputs, and the effects of a call."""
@@ -82,12 +65,11 @@ class _Live:
             for leaf, one in enumerate(self._spec.leaves)
             if isinstance(one, StateRef) and self._slots[one.slot].kind is InputKind.GRAD
         }
-        steppers = [self._state.optimizers[one.optimizer][1] for one in self._spec.effects_of(OptimizerStepped)]
+        steppers = [self._state.optimizers[number][1] for number in self._spec.stepped_optimizers]
         return Binding(
             inputs=tuple(map(self._input, self._spec.inputs)),
             effects=tuple(self._effects(list(returned))),
             once=[effects.MarkStepped(one) for one in steppers],
-            mirrors=tuple(self._mirrors.values()),
             returned_grads=tuple(returned.values()),
         )
 
@@ -106,24 +88,12 @@ class _Live:
 
     def _effects(self, returned: list[int]) -> Iterator[Effect]:
         """In the order in which a call applies them. `returned`: leaves that are gradients from before the call."""
-        spec, context = self._spec, self._context
+        spec = self._spec
         yield from self._gradients()
         if made := [one for one in spec.outputs if isinstance(one, StateSink)]:
-            entries = tuple((one.address.holder(self._state), one.address.key, one.is_number) for one in made)
+            entries = tuple((one.address.holder(self._state), one.address.key) for one in made)
             yield effects.SetOptimizerState(entries, len(spec.outputs) - len(made))
-        for write in spec.effects_of(StateWrite):
-            yield effects.WriteValue(write.address.holder(self._state), write.address.key, write.value)
-        for calls in spec.effects_of(SchedulerCalls):
-            yield effects.CountSchedulerCalls(context.reachable.schedulers[calls.scheduler][1], calls.count)
-        yield from map(effects.WriteNumber, context.counters.written(context.arguments.numbers))
-        yield from map(effects.UpdateMirror, self._mirrors.values())
         yield self._result(returned)
-        if tensors := [one.location for one in spec.effects_of(KeepTensor)]:
-            yield effects.WriteTensors(tuple(resolve_locations(tensors, context)))
-        if objects := [one.location for one in spec.effects_of(KeepObject)]:
-            yield effects.WriteObjects(tuple(resolve_locations(objects, context)))
-        if writes := spec.effects_of(ContainerWrite):
-            yield effects.WriteArguments(tuple(writes))
 
     def _gradients(self) -> Iterator[Effect]:
         made = [(number, one.slot) for number, one in enumerate(self._spec.outputs) if isinstance(one, GradSink)]
@@ -145,11 +115,6 @@ class _Live:
             spec=spec.result_spec,
             leaves=tuple(map(self._leaf_value, spec.leaves)),
             outputs=(*outputs, *((leaf, number - len(returned)) for number, leaf in enumerate(returned))),
-            mirrors=tuple(
-                (leaf, self._mirrors[one.slot])
-                for leaf, one in enumerate(spec.leaves)
-                if isinstance(one, StateRef) and one.slot in self._mirrors
-            ),
         )
 
     def _leaf_value(self, leaf: Any) -> Any:

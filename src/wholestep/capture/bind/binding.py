@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from wholestep.capture.bind.effects import BuildResult, CallOutcome, Effect, WriteArguments, WriteObjects
-from wholestep.capture.effects.tensor_effects import Mirror
+from wholestep.capture.bind.effects import BuildResult, CallOutcome, Effect
 from wholestep.capture.guards import fast_guards
 from wholestep.capture.scalars.hyperparameters import Hyperparameter
 from wholestep.ir.program import InputKind, Program
@@ -60,8 +59,6 @@ class Binding:
     effects: tuple[Effect, ...]
     once: list[Effect]
     """Effects of the next call alone."""
-    mirrors: tuple[Mirror, ...]
-    """Tensors of the graph of which copies stand in places of the user's."""
     returned_grads: tuple[torch.Tensor, ...]
     """Parameters of which the step returns the gradient that they had when the call began."""
 
@@ -95,15 +92,13 @@ class Binding:
         return fast_guards.PythonInputFiller(self.tensors, numbers, arguments, grads)
 
     def around(self, function: fast_guards.Function) -> fast_guards.Function:
-        """`function` with what a call looks at before it: what stands for mirrors, and the gradients that the step
-        returns. These come behind its outputs: others may be in their places by the time of `finish`."""
-        if not self.returned_grads and not self.mirrors:
+        """`function`, and behind its outputs the gradients that the step returns, as they were before it: others may be
+        in their places by the time of `finish`."""
+        if not self.returned_grads:
             return function
 
         def run(inputs: list[Any]) -> tuple[Any, ...]:
             grads = self.entry_grads()
-            for mirror in self.mirrors:
-                mirror.take()
             return (*function(inputs), *grads)
 
         return run
@@ -112,14 +107,9 @@ class Binding:
         """The gradients that the step returns, as they are before a run."""
         return [param.grad for param in self.returned_grads]
 
-    def finish(self, outputs: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Applies all effects of a call and returns what the step returns.
-
-        Args:
-            outputs: of a function that `around` gave.
-            args, kwargs: of the call, to which the step may write.
-        """
-        call = CallOutcome(outputs, args, kwargs or {})
+    def finish(self, outputs: tuple[Any, ...]) -> Any:
+        """Applies all effects of a call and returns what the step returns. `outputs`: of what `around` gave."""
+        call = CallOutcome(outputs)
         for effect in self.effects:
             effect.apply(call)
         while self.once:
@@ -134,11 +124,6 @@ class Binding:
             and len(self.effects) == 1
             and all(one.is_first_output for one in self.effects_of(BuildResult))
         )
-
-    @property
-    def writes_structures(self) -> bool:
-        """Whether a call writes to its arguments, or leaves things in objects that hold tensors or numbers."""
-        return any(isinstance(one, (WriteObjects, WriteArguments)) for one in self.effects)
 
     def synced(self, program: Program) -> list[torch.Tensor]:
         """Parameters and buffers of the program, in order: what data parallel makes equal at the start."""

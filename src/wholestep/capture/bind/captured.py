@@ -10,25 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.fx as fx
 
 from wholestep.capture.bind.binding import Binding
-from wholestep.capture.effects.argument_effects import ContainerWrite
-from wholestep.capture.effects.optimizer_effects import StateWrite
-from wholestep.capture.effects.tensor_effects import MirrorMode
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.snapshot import Location
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource
 from wholestep.capture.reach.train_state import Address
-from wholestep.capture.scalars.counters import ScalarLocation, identity
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, identity
 from wholestep.ir.program import Program
-
-PortableLocation = tuple[int, Any]
-"""A container by its number in the context, and a key in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,61 +47,12 @@ class GradSink:
 
 @dataclass(frozen=True, slots=True)
 class StateSink:
-    """An output that an optimizer keeps; a number of Python where `is_number`."""
+    """An output that an optimizer keeps."""
 
     address: Address
-    is_number: bool
 
 
 OutputSink = ResultSink | GradSink | StateSink
-
-
-@dataclass(frozen=True, slots=True)
-class KeepTensor:
-    """The step leaves a tensor in an object: the last leaves of the result, in order.
-
-    `is_shared`: what stood there stands elsewhere, too, so the guards want that very tensor.
-    """
-
-    location: PortableLocation
-    is_shared: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KeepObject:
-    """The step leaves something that holds tensors or numbers in an object."""
-
-    location: PortableLocation
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorTensor:
-    """The graph has a tensor of its own, in this slot, for one that stands in an object between calls."""
-
-    slot: int
-    location: PortableLocation
-    mode: MirrorMode
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerCalls:
-    """How often the step calls a scheduler, which counts that for its warnings."""
-
-    scheduler: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStepped:
-    """The step steps this optimizer, which schedulers look at before they warn."""
-
-    optimizer: int
-
-
-EffectSpec = (
-    KeepTensor | KeepObject | MirrorTensor | StateWrite | SchedulerCalls | OptimizerStepped | ContainerWrite
-)  # fmt: skip
-Row = TypeVar("Row", bound=EffectSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +67,8 @@ class TraceReads:
     """Slots that the graph writes to."""
     opaque_leaves: tuple[int, ...]
     """Leaves of the arguments that may be any text."""
-    hides: bool
-    """Whether nobody looks at what stood before where the step leaves objects."""
     scalars: tuple[tuple[int, ScalarLocation], ...]
-    """Numbers that the step changes, each without its container, which is the one with this number in the context."""
-    calls_scheduler: bool
-    """Whether the step itself calls a scheduler, whose own constants are in its graph then."""
+    """Numbers that vary, each without its container, which is the one with this number in the context."""
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
     """What Python asked of numbers, and the answers that the trace went by."""
     predicate_inputs: tuple[tuple[str, InputSource], ...]
@@ -152,16 +92,12 @@ class BindingSpec:
     outputs: tuple[OutputSink, ...]
     """Per USER, GRAD and STATE output of the program, in its order. Behind them come its WRITE outputs."""
     result_spec: tree_util.TreeSpec
-    """Of what the step returns, in a pair with a list for `KeepObject`, and in one for `ContainerWrite`."""
+    """Of what the step returns."""
     leaves: tuple[Any, ...]
-    """Leaves of the result, then those of `KeepTensor`: `StateRef`, or a value; None where an output fills it."""
-    effects: tuple[EffectSpec, ...]
-    """What a call leaves besides gradients and what its optimizers keep."""
+    """Leaves of the result: `StateRef`, or a value; None where an output fills it."""
+    stepped_optimizers: tuple[int, ...]
+    """Those that the step steps, by number: schedulers look at that before they warn."""
     reads: TraceReads
-
-    def effects_of(self, kind: type[Row]) -> list[Row]:
-        """The effects of one kind, in order."""
-        return [one for one in self.effects if isinstance(one, kind)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,30 +131,13 @@ class Captured:
 
 def portable_scalars(scalars: Sequence[ScalarLocation], context: StepContext) -> tuple[tuple[int, ScalarLocation], ...]:
     """Locations of numbers as plain values."""
-    known = _container_numbers(context)
+    known: dict[int, int] = {}
+    for number, container in enumerate(context.containers() if scalars else ()):
+        known.setdefault(identity(container), number)
     return tuple((known[identity(one.container)], replace(one, container=None)) for one in scalars)
-
-
-def portable_locations(locations: Sequence[Location], context: StepContext) -> tuple[PortableLocation, ...]:
-    """Locations of objects as plain values."""
-    known = _container_numbers(context) if locations else {}
-    return tuple((known[identity(container)], key) for container, key in locations)
 
 
 def resolve_scalars(scalars: Sequence[tuple[int, ScalarLocation]], context: StepContext) -> list[ScalarLocation]:
     """The same locations of numbers in another context."""
-    containers = context.containers()
+    containers = context.containers() if scalars else []
     return [replace(one, container=containers[number]) for number, one in scalars]
-
-
-def resolve_locations(locations: Sequence[PortableLocation], context: StepContext) -> list[Location]:
-    """The same locations of objects in another context."""
-    containers = context.containers() if locations else []
-    return [(containers[number], key) for number, key in locations]
-
-
-def _container_numbers(context: StepContext) -> dict[int, int]:
-    known: dict[int, int] = {}
-    for number, container in enumerate(context.containers()):
-        known.setdefault(identity(container), number)
-    return known

@@ -1,23 +1,19 @@
 """What a call does behind the run of its graph: frozen records, applied once each, in order.
 
 The graph writes to parameters and buffers itself. What is left is to put its outputs where Python looks for them:
-gradients, new state of optimizers, the result, and what the step leaves in objects.
+gradients, new state of optimizers, and the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from wholestep.capture.effects.argument_effects import ContainerWrite, write_containers
-from wholestep.capture.effects.tensor_effects import Mirror, write_locations
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.snapshot import Location
-from wholestep.capture.scalars.counters import Counter
 
 Holder = Callable[[], dict[Any, Any]]
 """Gives the dict in which an optimizer keeps something, which it may replace between calls."""
@@ -29,10 +25,6 @@ class CallOutcome:
 
     outputs: Sequence[Any]
     """Of the program; then, if the step returns some, gradients that parameters had when the call began."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    leaves: list[Any] = field(default_factory=list)
-    """Of the result, then of what the step leaves in objects."""
     result: Any = None
 
 
@@ -72,64 +64,17 @@ class SetGradients:
 
 @dataclass(frozen=True, slots=True)
 class SetOptimizerState:
-    """What the graph creates for optimizers: where it goes, and whether it is a number of Python."""
+    """What the graph creates for optimizers, and under which key it goes."""
 
-    entries: tuple[tuple[Holder, Any, bool], ...]
+    entries: tuple[tuple[Holder, Any], ...]
     first: int
     """The first of the STATE outputs."""
 
     def apply(self, call: CallOutcome) -> None:
         """See `Effect`."""
         made = call.outputs[self.first : self.first + len(self.entries)]
-        for (holder, key, is_number), value in zip(self.entries, made, strict=True):
-            holder()[key] = value.item() if is_number else value
-
-
-@dataclass(frozen=True, slots=True)
-class WriteValue:
-    """A plain value that the step leaves with an optimizer."""
-
-    holder: Holder
-    key: Any
-    value: Any
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        self.holder()[self.key] = self.value
-
-
-@dataclass(frozen=True, slots=True)
-class CountSchedulerCalls:
-    """A scheduler that the step calls counts that for its warnings."""
-
-    scheduler: Any
-    count: int
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        self.scheduler._step_count += self.count
-
-
-@dataclass(frozen=True, slots=True)
-class WriteNumber:
-    """A number of Python that the step changes."""
-
-    counter: Counter
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        self.counter.store()
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateMirror:
-    """What the step has written to a tensor of the graph stands where the user has its own."""
-
-    mirror: Mirror
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        self.mirror.give()
+        for (holder, key), value in zip(self.entries, made, strict=True):
+            holder()[key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +94,9 @@ class BuildResult:
 
     spec: tree_util.TreeSpec
     leaves: tuple[Any, ...]
-    """The same in every call; None where one of the next two says what stands there."""
+    """The same in every call; None where an output stands."""
     outputs: tuple[tuple[int, int], ...]
     """(leaf, output) pairs."""
-    mirrors: tuple[tuple[int, Mirror], ...]
-    """(leaf, mirror) pairs: the leaf is what stands behind the call where the mirror says."""
 
     @property
     def is_first_output(self) -> bool:
@@ -162,44 +105,7 @@ class BuildResult:
 
     def apply(self, call: CallOutcome) -> None:
         """See `Effect`."""
-        call.leaves = leaves = list(self.leaves)
+        leaves = list(self.leaves)
         for leaf, output in self.outputs:
             leaves[leaf] = call.outputs[output]
-        for leaf, mirror in self.mirrors:
-            leaves[leaf] = mirror.standing()
-        call.result = tree_util.unflatten(leaves[: self.spec.num_leaves], self.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTensors:
-    """Tensors that the step leaves in objects: the last leaves, which it does not return."""
-
-    locations: tuple[Location, ...]
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        write_locations(self.locations, call.leaves[-len(self.locations) :])
-
-
-@dataclass(frozen=True, slots=True)
-class WriteObjects:
-    """Dicts, lists and objects that the step leaves in others. The result is a pair of what it returns and these."""
-
-    locations: tuple[Location, ...]
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        call.result, objects = call.result
-        write_locations(self.locations, objects)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteArguments:
-    """What the step writes to containers among its arguments. The result is a pair of what it returns and that."""
-
-    writes: tuple[ContainerWrite, ...]
-
-    def apply(self, call: CallOutcome) -> None:
-        """See `Effect`."""
-        call.result, things = call.result
-        write_containers(self.writes, (call.args, call.kwargs), things)
+        call.result = tree_util.unflatten(leaves, self.spec)

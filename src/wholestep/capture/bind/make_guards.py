@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from wholestep.capture.bind.captured import (
-    BindingSpec,
-    KeepObject,
-    KeepTensor,
-    MirrorTensor,
-    StateRef,
-    resolve_locations,
-)
-from wholestep.capture.effects import object_effects
-from wholestep.capture.effects.side_effects import TICKS
-from wholestep.capture.effects.tensor_effects import relax_snapshots
+from wholestep.capture.bind.captured import BindingSpec, StateRef
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
-from wholestep.capture.guards.value_guards import BranchGuard, CounterGuard, StorageGuard
+from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
@@ -42,7 +32,6 @@ from wholestep.ir.program import InputKind
 
 def make_guards(spec: BindingSpec, context: StepContext) -> Guards:
     """The guards of a trace, which hold for everything as it is now."""
-    _relax_snapshots(spec, context)
     slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context.state)
     containers = _container_guard(spec, context)
     params = [slot for slot in slots if slot.kind is InputKind.PARAM]
@@ -100,7 +89,7 @@ def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Sl
 def _number_inputs(context: StepContext) -> tuple[int, ...]:
     """Leaves of the arguments that are numbers and inputs of the graph."""
     numbers = context.arguments.numbers
-    return tuple(leaf for leaf in numbers if context.counters.has(numbers, leaf))
+    return tuple(leaf for leaf in numbers if context.varying.has(numbers, leaf))
 
 
 def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.ContainerGuard:
@@ -119,8 +108,8 @@ def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.Co
 
 def _value_guards(spec: BindingSpec, context: StepContext) -> tuple[Guard, ...]:
     made: list[Guard] = []
-    if context.counters.counters:
-        made.append(CounterGuard(context.counters, context.arguments.numbers, _number_inputs(context)))
+    if context.varying.numbers:
+        made.append(VaryingNumberGuard(context.varying, context.arguments.numbers, _number_inputs(context)))
     if spec.reads.predicates is not None:
         made.append(_branch_guard(spec, context))
     if spec.reads.storages:
@@ -153,26 +142,6 @@ def _fast_path(
         ),
         everything=(fast_guards.MODES, fast_guards.TENSORS, *range(len(guard.snapshots))),
     )
-
-
-def _relax_snapshots(spec: BindingSpec, context: StepContext) -> None:
-    """Lets places that the step writes, and does not look at before, hold any tensor of the same layout."""
-    snapshots, slots = context.reachable.snapshots, context.state.slots
-    kept = [one.location for one in spec.effects_of(KeepTensor) if not one.is_shared]
-    mirrored = [one.location for one in spec.effects_of(MirrorTensor)]
-    written = {id(slots[slot].tensor) for slot in spec.reads.written if slot < len(slots)}
-    relax_snapshots(snapshots, resolve_locations(kept, context), _same_layout)
-    relax_snapshots(snapshots, resolve_locations(mirrored, context), partial(_same_layout, but=written))
-    if spec.reads.hides:
-        objects = [one.location for one in spec.effects_of(KeepObject)]
-        object_effects.relax_snapshots(snapshots, resolve_locations(objects, context))
-
-
-def _same_layout(tensor: torch.Tensor, but: Set[int] = frozenset()) -> Callable[[Any], bool]:
-    """Whether something is a tensor of this layout, and none with an id in `but`: the step writes to these under
-    another name."""
-    then = describe(tensor)
-    return lambda now: isinstance(now, torch.Tensor) and id(now) not in but and describe(now) == then
 
 
 def _storage_sizes(spec: BindingSpec, context: StepContext) -> StorageSizes:
@@ -232,10 +201,4 @@ def _optimizer_snapshots(spec: BindingSpec, context: StepContext) -> list[Snapsh
             for param in group["params"]:
                 if param in opt.state and state.index[id(param)] in spec.reads.stepped:
                     watch(opt.state[param], f"{name}.state of {state.name_of(param)}")
-    called = [(name, one) for name, one in context.reachable.schedulers if context.counters.any_in(vars(one))]
-    for name, scheduler in called:
-        watch(vars(scheduler), name)
-    context.counters.mark(snapshots)
-    for one in snapshots[len(snapshots) - len(called) :]:
-        one.varying_keys |= {TICKS}
     return snapshots

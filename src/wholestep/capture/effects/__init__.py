@@ -1,1 +1,1 @@
-"""In: objects before and after a trace. Out: what the step changed in Python, undone and replayed per call."""
+"""In: objects before and after a trace. Out: what the step changed in Python, undone, or refused."""

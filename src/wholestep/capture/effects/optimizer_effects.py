@@ -1,10 +1,8 @@
 """What a step leaves with its optimizers: in the state of parameters, in groups, in attributes of their own.
 
-- New tensors, and numbers that are computed from rates and counters, are results of the graph.
+- New tensors are results of the graph.
 - A tensor in the place of one of the state is written to that one.
-- A number that was another one before is a counter (`capture/scalars/counters.py`).
-- What else changes (``state["started"] = True``) depends on nothing but what was looked at before the call, so whoever
-  has looked again may write the same again: a *note*.
+- Anything else (``group["step"] += 1``, ``state["started"] = True``) is Python, which no graph repeats: refused.
 """
 
 from __future__ import annotations
@@ -14,24 +12,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import SymFloat, SymInt, Tensor
+from torch import Tensor
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.python.snapshot import ABSENT, SCALARS, same
+from wholestep.capture.python.code_lines import writer_of
+from wholestep.capture.python.snapshot import ABSENT, same
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import Address, states
-from wholestep.capture.scalars.counters import ScalarLocation, scalar_locations
 from wholestep.capture.scalars.hyperparameters import torch_group_keys
 from wholestep.errors import CaptureError
-
-
-@dataclass(frozen=True, slots=True)
-class StateWrite:
-    """One plain value that a step leaves with an optimizer."""
-
-    address: Address
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +35,7 @@ class OptimizerEffects:
     """Looks at the optimizers of a scene before a step runs, in the trace at its end, and behind the trace."""
 
     def __init__(self, context: StepContext) -> None:
-        self._state, self._counters = context.state, context.counters
+        self._state, self._codes = context.state, context.reachable.codes
         self._read = {id(watch.container): watch.lifted for watch in context.lifter.snapshots}
         self._before = {id(held): (held, dict(held)) for _, held in self._holders()}
         self._groups = [
@@ -54,8 +43,6 @@ class OptimizerEffects:
             for _, opt in context.state.optimizers
         ]
         self._attributes = {id(vars(opt)) for _, opt in context.state.optimizers}
-        self.places: list[ScalarLocation] = []
-        self.notes: list[StateWrite] = []
 
     def _holders(self) -> Iterator[tuple[Address, dict[Any, Any]]]:
         """Every dict of an optimizer, with an address in it."""
@@ -76,10 +63,8 @@ class OptimizerEffects:
             skipped = {*own, *self._read.get(id(held), ()), *(("params",) if where.group is not None else ())}
             for key in {**before, **held}:
                 then, now = before.get(key, ABSENT), held.get(key, ABSENT)
-                if key in skipped or self._counters.has(held, key):
-                    continue
-                if where.slot == -1 and isinstance(key, Tensor) and isinstance(now, dict):
-                    continue  # looked at by itself
+                if key in skipped or (where.slot == -1 and isinstance(key, Tensor) and isinstance(now, dict)):
+                    continue  # the state of a parameter is looked at by itself
                 if not same(then, now):
                     yield _Change(Address(where.optimizer, key, where.group, where.slot), held, then, now)
 
@@ -101,39 +86,27 @@ class OptimizerEffects:
         for one in found:
             one.container[one.address.key] = one.then
 
-    def created(self) -> list[tuple[Address, bool, Tensor]]:
-        """In the trace: new tensors, and numbers of the graph (True) as tensors of no dimensions.
-
-        Raises CaptureError for tensors that lie in containers of their own.
-        """
-        made: list[tuple[Address, bool, Tensor]] = []
+    def created(self) -> list[tuple[Address, Tensor]]:
+        """In the trace: new tensors. Raises CaptureError for those that lie in containers of their own."""
+        made: list[tuple[Address, Tensor]] = []
         for one in self._changes():
             leaves = [leaf for _, leaf in tree_util.leaves_with_keys(one.now) if self._is_new(leaf)]
             if leaves and leaves[0] is not one.now:
                 name = self._state.optimizers[one.address.optimizer][0]
                 raise CaptureError(f"{name} creates state {one.address.key!r} in a form that cannot be put back.")
             if leaves:
-                made.append((one.address, False, one.now))
-            elif isinstance(one.now, (SymInt, SymFloat)) and type(one.then) not in (int, float):
-                dtype = torch.int64 if isinstance(one.now, SymInt) else torch.float64
-                made.append((one.address, True, torch.full((), one.now, dtype=dtype, device="cpu")))  # type: ignore[call-overload]
+                made.append((one.address, one.now))
         return made
 
     def _is_new(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and id(leaf) not in self._state.index
 
     def put_back(self) -> list[str]:
-        """Behind the trace: puts everything back. Says what would be frozen in the graph."""
+        """Behind the trace: puts everything back. Says what no graph would do again."""
         problems = [problem for groups in self._groups if (problem := self._put_back_groups(*groups))]
         for one in list(self._changes()):
-            path, now = one.address.spelled(self._state), one.now
-            shared = f"{one.address.optimizer}.{one.address.key}" if one.address.slot is not None else ""
-            if places := scalar_locations(one.container, one.address.key, path, (one.then, now), shared):
-                self.places += places
-            elif _is_plain(now):
-                self.notes.append(StateWrite(one.address, now))
-            elif not isinstance(now, (Tensor, SymInt, SymFloat)) or isinstance(one.then, Tensor):
-                problems.append(_problem(path, one.then, now))
+            if not isinstance(one.now, Tensor) or isinstance(one.then, Tensor):
+                problems.append(self._problem(one))
         for held, before in self._before.values():
             kept = torch_group_keys() if id(held) in self._attributes else ()
             for key in [key for key in held if key not in before and key not in kept]:
@@ -151,14 +124,12 @@ class OptimizerEffects:
             group["params"][:] = held
         return f"The step changes which parameters {type(opt).__name__} updates. Do that outside of the step."
 
-
-def _is_plain(thing: Any) -> bool:
-    return isinstance(thing, SCALARS) or (isinstance(thing, tuple) and all(map(_is_plain, thing)))
-
-
-def _problem(path: str, then: Any, now: Any) -> str:
-    was = "a tensor" if isinstance(then, Tensor) else repr(then)
-    return (
-        f"The step leaves {'nothing' if now is ABSENT else f'a {type(now).__name__}'} in {path}, which was {was}. "
-        f"It would be frozen in the graph: keep numbers and tensors there, under the same keys."
-    )
+    def _problem(self, change: _Change) -> str:
+        path = change.address.spelled(self._state)
+        was = "a tensor" if isinstance(change.then, Tensor) else repr(change.then)
+        left = "nothing" if change.now is ABSENT else f"a {type(change.now).__name__}"
+        line = writer_of(str(change.address.key), self._codes)
+        return (
+            f"The step leaves {left} in {path}{f' at {line}' if line else ''}, which was {was}. A graph keeps tensors "
+            f"of optimizers and nothing else: keep it in a tensor that the step writes to."
+        )

@@ -6,20 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from wholestep.capture.effects.object_effects import recordable_locations
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
+from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_lines import writer_of
-from wholestep.capture.python.snapshot import Location, Snapshot
+from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.grad_scaler import ScalerState as ScalerNotes
 from wholestep.capture.reach.rng_and_iterators import Generators
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.scalars.counters import ScalarLocation, scalar_locations
 from wholestep.errors import CaptureError, HyperparameterError
 
-TICKS = "_step_count"
-"""The attribute in which schedulers count calls for their warnings."""
-_HARMLESS = ("._opt_called", f".{TICKS}")
-"""What optimizers and schedulers count for their own warnings."""
+_HARMLESS = "._opt_called"
+"""What optimizers note for the warnings of schedulers."""
 
 
 class SideEffects:
@@ -30,24 +27,16 @@ class SideEffects:
     """
 
     def __init__(self, context: StepContext, optimizers: OptimizerEffects) -> None:
-        found, state = context.reachable, context.state
-        self._found, self._known = found, state.index.keys()
-        self._of_tensors = {id(vars(slot.tensor)) for slot in state.slots}
-        self._of_modules = {
-            id(held)
-            for _, top in found.modules.values()
-            for one in top.modules()
-            for held in (one._parameters, one._buffers, one._modules)
-        }
-        self._generators, self._scalers = Generators(found.generators), ScalerNotes(found.scalers)
+        self._found, self._known = context.reachable, context.state.index.keys()
+        self._generators, self._scalers = Generators(self._found.generators), ScalerNotes(self._found.scalers)
         self._optimizers = optimizers
-        self._cached = [one.cache_info().currsize for _, one in found.caches]
+        self._cached = [one.cache_info().currsize for _, one in self._found.caches]
+        self._of_arguments = [(vars(one), dict(vars(one))) for one in context.user]
         self.changed: list[tuple[str, Any, Any]] = []
         """(path, then, now)."""
         self._watches: list[Snapshot] = []
-        self._counts = [vars(scheduler).get(TICKS) for _, scheduler in found.schedulers]
-        self.ticks: dict[int, int] = {}
-        """Calls that schedulers counted for their warnings, by their numbers."""
+        self._leaves_tensors = False
+        """Whether tensors of the trace are among what is different. They mean nothing behind it."""
 
     def __enter__(self) -> SideEffects:
         return self
@@ -56,16 +45,16 @@ class SideEffects:
         problems = self._optimizers.put_back()
         for watch in self._found.snapshots:
             changes = [change for change in watch.changes() if not change[0].endswith(_HARMLESS)]
+            if watch.reordered():
+                changes.append((watch.path, list(watch.held), list(watch.container)))
             if changes:
                 self.changed += changes
                 self._watches.append(watch)
-        for number, ((_, scheduler), then) in enumerate(zip(self._found.schedulers, self._counts, strict=True)):
-            if (now := vars(scheduler).get(TICKS)) != then:
-                self.ticks[number] = now - then
-                setattr(scheduler, TICKS, then)
+                left = watch.now() if isinstance(watch.container, list) else [now for _, _, now in changes]
+                self._leaves_tensors |= self._holds_new_tensor(left)
         drew, noted = self._generators.restore(), self._scalers.restore()
-        problem = drew or noted or self._emptied_caches()
-        if kind is not None or problems or problem or any(map(self._is_new_tensor, self.changed)):
+        problem = drew or noted or self._emptied_caches() or self._marked_arguments()
+        if kind is not None or problems or problem or self._leaves_tensors:
             self.restore()
         if kind is not None:
             return
@@ -73,7 +62,7 @@ class SideEffects:
             raise HyperparameterError(problems[0])
         if problem:
             raise CaptureError(problem)
-        if any(map(self._is_new_tensor, self.changed)):
+        if self._leaves_tensors:
             raise CaptureError(self.sentence())
 
     def _emptied_caches(self) -> str:
@@ -88,38 +77,28 @@ class SideEffects:
                 )
         return problem
 
-    def _is_new_tensor(self, change: tuple[str, Any, Any]) -> bool:
-        """Whether a tensor of the trace was left behind. One of the state may stand elsewhere (a sharded weight)."""
-        return isinstance(change[2], Tensor) and id(change[2]) not in self._known
+    def _marked_arguments(self) -> str:
+        """Takes from tensors among the arguments what a trace has set on them. Says which attribute that was."""
+        problem = ""
+        for attributes, held in self._of_arguments:
+            if name := next((key for key in {**held, **attributes} if attributes.get(key) is not held.get(key)), ""):
+                attributes.clear()
+                attributes.update(held)
+                line = writer_of(name, self._found.codes)
+                where = f" at {line}" if line else ""
+                problem = (
+                    f"The step sets {name} of a tensor among its arguments{where}. It would do so for those of this "
+                    f"call, and never again: return it, or set it outside of the step."
+                )
+        return problem
 
-    def changed_scalars(self) -> list[ScalarLocation]:
-        """Places of what the step changed, if all of that is numbers; else none."""
-        found = []
-        for watch in self._watches:
-            for key, path, then, now in watch.changed_items():
-                if path.endswith(_HARMLESS):
-                    continue
-                # A tensor is another object while the step is traced, and has other attributes.
-                cannot = key is None or id(watch.container) in self._of_tensors
-                places = [] if cannot else scalar_locations(watch.container, key, path, (then, now))
-                if not places:
-                    return []
-                found += places
-        return found
-
-    def kept_objects(self) -> list[Location]:
-        """Where the step leaves things that are results, if all of what it changed is such things and numbers."""
-        found = []
-        for watch in self._watches:
-            for key, path, then, now in watch.changed_items():
-                if path.endswith(_HARMLESS):
-                    continue
-                cannot = id(watch.container) in self._of_tensors or id(watch.container) in self._of_modules
-                ways = [] if cannot else recordable_locations(watch, key, path, (then, now))
-                if not ways:
-                    return []
-                found += [one for one in ways if not isinstance(one, ScalarLocation)]
-        return found
+    def _holds_new_tensor(self, things: Any) -> bool:
+        """Whether tensors of the trace are in a nest. Those of the state may stand elsewhere (a sharded weight)."""
+        try:
+            leaves = tree_util.flatten(things)[0]
+        except RecursionError:  # objects that hold each other
+            return True
+        return any(isinstance(leaf, Tensor) and id(leaf) not in self._known for leaf in leaves)
 
     def restore(self) -> None:
         """Puts back what the step changed."""
@@ -128,12 +107,12 @@ class SideEffects:
 
     def sentence(self) -> str:
         """What the step changed first, and what to do instead."""
-        path, then, now = next((c for c in self.changed if self._is_new_tensor(c)), self.changed[0])
-        hint = "Do it outside the step, or keep it in a tensor."
-        if path.endswith((".last_epoch", "._last_lr")):
+        path, then, now = next((one for one in self.changed if self._holds_new_tensor(one[2])), self.changed[0])
+        hint = "Do it outside the step, or keep it in a tensor that the step writes to."
+        if path.endswith((".last_epoch", "._last_lr", "._step_count")):
             hint = "Call scheduler.step() outside the step; rates are read at every call."
         elif isinstance(now, Tensor):
-            hint = "Return the tensor instead."
+            hint = "Return the tensor instead, or write to one that stands there: copy_()."
         was, is_ = ("a tensor" if isinstance(one, Tensor) else repr(one) for one in (then, now))
         line = writer_of(path, self._found.codes)
         where = f" at {line}" if line else ""

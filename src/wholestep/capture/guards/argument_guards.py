@@ -13,7 +13,7 @@ from wholestep.capture.guards.tensor_layout import describe, difference, first_a
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import same
 from wholestep.capture.reach.arguments import ArgumentPath, leaf_of, path_text
-from wholestep.capture.scalars.counters import VaryingValue
+from wholestep.capture.scalars.varying_numbers import VaryingValue
 
 
 @dataclass(frozen=True, slots=True)

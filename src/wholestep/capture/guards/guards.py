@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from wholestep.capture.guards.fast_guards import FastCall, FastPath, FastRun, fast_call
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import Snapshot
-from wholestep.capture.scalars.counters import VaryingValue
+from wholestep.capture.scalars.varying_numbers import VaryingValue
 
 
 class Call(NamedTuple):
@@ -48,8 +48,8 @@ class Guard(ABC):
         """Numbers and texts that were constants of the trace, and are others for a call with these leaves."""
         yield from ()
 
-    def rebound_locations(self) -> Iterator[Hashable]:
-        """Places of other tensors than in the trace, each with the layout that it had there."""
+    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:
+        """Places with other tensors than in the trace, but of the same layout: an identity, and how it is written."""
         yield from ()
 
     def changed_containers(self, changed: tuple[int, ...]) -> Iterator[Snapshot]:
@@ -106,10 +106,10 @@ class Guards:
         for guard in (*self.arguments, *self.state):
             yield from guard.varying_values(leaves)
 
-    def rebound_locations(self) -> Iterator[Hashable]:
-        """See `Guard.rebound_locations`."""
+    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:
+        """See `Guard.exchanged_tensors`."""
         for guard in self.state:
-            yield from guard.rebound_locations()
+            yield from guard.exchanged_tensors()
 
 
 def _first_reason(guards: tuple[Guard, ...], call: Call) -> str | None:

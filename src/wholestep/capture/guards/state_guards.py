@@ -16,7 +16,7 @@ from wholestep.capture.guards.tensor_layout import describe, difference, short_t
 from wholestep.capture.python.snapshot import Snapshot, same
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.train_state import Slot
-from wholestep.capture.scalars.counters import VaryingValue, identity, scalar_locations
+from wholestep.capture.scalars.varying_numbers import VaryingValue, identity, scalar_location
 
 
 def modes() -> tuple[tuple[str, Any], ...]:
@@ -93,13 +93,14 @@ class ContainerGuard(Guard):
 
     def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
         for snapshot, key, path, then, now in self._changed_items():
-            if type(now) in (int, float) and not same(then, now):
-                yield from scalar_locations(snapshot.container, key, path, (then, now))
+            place = scalar_location(snapshot.container, key, path, (then, now))
+            if place is not None and not same(then, now):
+                yield place
 
-    def rebound_locations(self) -> Iterator[Hashable]:
-        for snapshot, key, _, then, now in self._changed_items():
+    def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:
+        for snapshot, key, path, then, now in self._changed_items():
             if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor) and describe(then) == describe(now):
-                yield identity(snapshot.container), key
+                yield (identity(snapshot.container), key), path
 
     def _changed_items(self) -> Iterator[tuple[Snapshot, Any, str, Any, Any]]:
         for snapshot in self.of_user:

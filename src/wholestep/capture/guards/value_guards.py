@@ -10,23 +10,23 @@ import torch
 
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards.guards import Call, Guard
-from wholestep.capture.scalars.counters import Counters
+from wholestep.capture.scalars.varying_numbers import VaryingNumbers
 
 
 @dataclass(frozen=True, slots=True)
-class CounterGuard(Guard):
+class VaryingNumberGuard(Guard):
     """Numbers that are inputs of the graph: each is a number of the same type still."""
 
-    counters: Counters
+    numbers: VaryingNumbers
     arguments: dict[int, Any]
-    """Where counters read those among the arguments, by leaf: written at every call."""
+    """Where those are read that stand among the arguments, by leaf: written at every call."""
     leaves: tuple[int, ...]
     """The leaves of these."""
 
     def why_not(self, call: Call) -> str | None:
         for leaf in self.leaves:
             self.arguments[leaf] = call.leaves[leaf]
-        return self.counters.why_not()
+        return self.numbers.why_not()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterable
 from types import CodeType
 
 _WRITERS = frozenset({
-    "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard",
+    "append", "appendleft", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "popleft", "remove",
+    "clear", "discard", "move_to_end", "sort", "reverse", "rotate", "fill",
     "register_buffer", "__setitem__", "__setattr__", "setattr", "train", "eval", "step",
 })  # fmt: skip
+_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF"})
 
 
 def writer_of(path: str, codes: Iterable[CodeType]) -> str:
@@ -23,12 +25,13 @@ def writer_of(path: str, codes: Iterable[CodeType]) -> str:
     item = ""
     for code in codes:
         for line, instructions in _lines(code):
-            names = {str(one.argval) for one in instructions}
+            names = {one.argval for one in instructions if isinstance(one.argval, str)}
             where = f"{code.co_filename}:{line} in {code.co_name}"
-            if any(one.opname.startswith("STORE_") and one.argval == last for one in instructions):
+            if any(one.opname in _STORES and one.argval == last for one in instructions):
                 return where
-            changes = any(one.opname == "STORE_SUBSCR" for one in instructions) or not names.isdisjoint(_WRITERS)
-            if changes and not item and not names.isdisjoint({*holders[-1:], last}):
+            if all(one.opname not in ("STORE_SUBSCR", "DELETE_SUBSCR") for one in instructions):
+                names = set() if names.isdisjoint(_WRITERS) else names - _WRITERS
+            if not item and not names.isdisjoint({*holders[-1:], last}):
                 item = where
     return item
 

@@ -136,6 +136,9 @@ class ContentView(dict[Any, Any]):
             return False
 
 
+VIEWS = (CellView, ClassView, SlotsView, ContentView)
+
+
 def slots(kind: type) -> Iterator[str]:
     """Names of the attributes that objects of a class hold outside of their ``__dict__``."""
     for base in kind.__mro__:

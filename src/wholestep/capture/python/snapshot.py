@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from wholestep.capture.python.container_views import CellView, ClassView, ContentView, SlotsView
+from wholestep.capture.python.container_views import VIEWS, ClassView, ContentView
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of things that are compared by value."""
-
-Location = tuple[Any, Any]
-"""A container and a key in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnyMatching:
-    """Stands in a snapshot for a tensor that the step replaces: any one that `fits`."""
-
-    fits: Callable[[Any], bool]
-
-    def __repr__(self) -> str:
-        return "a tensor of another kind"
 
 
 @dataclass(slots=True)
@@ -43,7 +31,7 @@ class Snapshot:
     ordered: bool = False
     """Whether the order of the keys of a dict counts: a step may go through it."""
     varying_keys: frozenset[Any] = frozenset()
-    """Keys of numbers that the step itself moves, which the graph reads at every call: they may be any number."""
+    """Keys of numbers that the graph reads at every call: they may be any of their type."""
 
     def now(self) -> Any:
         """What the container holds at this moment."""
@@ -78,41 +66,29 @@ class Snapshot:
 
     def reordered(self) -> bool:
         """Whether a dict has the same keys in another order."""
-        return self.ordered and list(self.held) != list(self.container) and self.held.keys() == self.container.keys()
+        return self.ordered and list(self.held) != list(self.container) and self.held.keys() == self.now().keys()
 
     def _same(self, key: Any, then: Any, now: Any) -> bool:
-        if isinstance(then, AnyMatching):
-            return then.fits(now)
-        return same(then, now) or (key in self.varying_keys and _same_types(then, now))
-
-    def replace(self, new: Any, old: Any) -> None:
-        """Puts `old` where the container holds `new`."""
-        items = enumerate(self.container) if isinstance(self.container, list) else list(self.now().items())
-        for key, item in list(items):
-            if item is new:
-                if isinstance(self.container, (CellView, ClassView, SlotsView)):
-                    self.container.update({key: old})
-                elif isinstance(self.container, ContentView):
-                    self.container.update({**self.now(), key: old})
-                else:
-                    self.container[key] = old
+        return same(then, now) or (key in self.varying_keys and type(then) is type(now))
 
     def restore(self) -> None:
         """Puts back what the container held (after a refused trace)."""
-        if isinstance(self.container, list):
-            self.container[:] = self.held
+        container = self.container
+        if isinstance(container, list):
+            container[:] = self.held
             return
-        extra = () if isinstance(self.container, ContentView) else set(self.now()) - set(self.held)
-        for key in extra:
-            del self.container[key]
-        self.container.update(self.held)
-
-
-def _same_types(then: Any, now: Any) -> bool:
-    """Whether two things are the same but for the numbers in them."""
-    if type(then) in (list, tuple) and type(now) is type(then):
-        return len(then) == len(now) and all(map(_same_types, then, now))
-    return type(then) is type(now)
+        extra = () if isinstance(container, ContentView) else set(self.now()) - set(self.held)
+        if isinstance(container, VIEWS):
+            for key in extra:
+                del container[key]
+            container.update(self.held)
+            return
+        # A dict of a class of its own may refuse to be written to, or do more than that.
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        for key in list(container) if self.ordered else extra:
+            kind.__delitem__(container, key)
+        for key, item in self.held.items():
+            kind.__setitem__(container, key, item)
 
 
 class _Absent:

@@ -1,6 +1,6 @@
 """Arguments of a call as leaves, and stand-ins in a trace for those that vary.
 
-A number is an input of the graph (`capture/scalars/counters.py`). Text is none: a name of a file beside the batch.
+A number is an input of the graph (`capture/scalars/varying_numbers.py`). Text is none: a file's name beside the batch.
 Where the step does not look at it, any text will do, which is found out by a text that cannot be looked at.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
-from wholestep.capture.scalars.counters import ScalarLocation, VaryingValue
 from wholestep.capture.scalars.opaque_value import OpaqueValue
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingValue
 
 ArgumentPath = tuple[Any, ...]
 """From a call to something in its arguments: 0 and a place, or 1 and a name, then keys and attributes."""

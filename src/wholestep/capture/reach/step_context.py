@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +15,8 @@ from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
 from wholestep.capture.reach.traced_inputs import TracedInput, traced_inputs
 from wholestep.capture.reach.train_state import LazyState, TrainState
-from wholestep.capture.scalars.counters import Counters, ScalarLocation, VaryingValue, fits_a_box, identity
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
+from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
 from wholestep.ir.program import InputKind
 
 
@@ -31,23 +31,19 @@ class StepContext:
         step: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        places: Sequence[ScalarLocation] = (),
         varying: Collection[VaryingValue] = (),
         *,
-        rebound_locations: Collection[Hashable] = (),
         observed: Collection[str | type] = (),
     ) -> None:
         """Finds everything and creates the optimizer state that is missing.
 
         Args:
-            places: of the numbers that the step changes itself, as far as they are known.
             varying: numbers and texts that change between calls; one that is not found in this call is left out.
-            rebound_locations: places of tensors that change between calls, likewise.
             observed: attributes that a trace has used, as `reachability.Walker` takes them.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """
-        self.arguments, self.rebound_locations = Arguments(args, kwargs), rebound_locations
+        self.arguments = Arguments(args, kwargs)
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self.reachable = reachability.find_reachable(step, args, kwargs, observed)
         self.attributes = AttributeAccess(self.reachable.objects)
@@ -55,7 +51,7 @@ class StepContext:
         try:
             self.state: TrainState = stating.collect(self.reachable)
             self.outside = self._places_of(varying)
-            self.count(list({place.identity: place for place in (*self.outside, *places)}.values()))
+            self.count(self.outside)
             self.is_data = [isinstance(leaf, torch.Tensor) and id(leaf) not in self.state.index for leaf in self.leaves]
             """Per leaf of the arguments: whether it is a tensor that is data of this call."""
             data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]
@@ -68,11 +64,11 @@ class StepContext:
 
     def count(self, places: Sequence[ScalarLocation]) -> None:
         """Makes inputs of the numbers in these places. Once: their boxes are the last of the state."""
-        self.counters = Counters(places)
-        self.counters.mark(self.reachable.snapshots)
-        for counter in self.counters.counters:
-            self.state.add(InputKind.OPTIMIZER, counter.name, counter.box)
-        self.lifter = HyperparameterLifter(self.state.optimizers, self.counters)
+        self.varying = VaryingNumbers(places)
+        self.varying.mark(self.reachable.snapshots)
+        for number in self.varying.numbers:
+            self.state.add(InputKind.OPTIMIZER, number.place.path, number.box)
+        self.lifter = HyperparameterLifter(self.state.optimizers)
 
     def _places_of(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Where those numbers are. (A step that moves nothing is spared the search.)"""
@@ -84,19 +80,8 @@ class StepContext:
         return [place for place in found if type(place.read()) is place.kind and fits_a_box(place.read())]
 
     def containers(self) -> list[Any]:
-        """Everything that may hold a number which a step moves, in an order that is the same in every process."""
-        found: list[Any] = [self.arguments.numbers]
-        found += [watch.container for watch in self.reachable.snapshots]
-        for _, opt in self.state.optimizers:
-            found += [vars(opt), opt.state, *opt.param_groups, *(held for _, held in stating.states(opt))]
-        return found
-
-    def portable_rebound_locations(self) -> list[tuple[str, str]]:
-        """`rebound_locations` as far as it is found here, in words that mean the same in every process."""
-        containers = self.containers() if self.rebound_locations else []
-        numbers = {identity(container): number for number, container in enumerate(containers)}
-        found = (one for one in self.rebound_locations if isinstance(one, tuple) and one[0] in numbers)
-        return sorted((f"container {numbers[container]}", repr(key)) for container, key in found)
+        """Everything that may hold a number which varies, in an order that is the same in every process."""
+        return [self.arguments.numbers, *(watch.container for watch in self.reachable.snapshots)]
 
     def __enter__(self) -> StepContext:
         return self

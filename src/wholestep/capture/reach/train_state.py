@@ -117,7 +117,7 @@ def collect(found: Reachable) -> TrainState:
                 state.add(InputKind.PARAM, loose[0] if loose else f"{name}.params.{g}.{i}", param)
     _refuse_lazy(state)
     for name, tensor in found.tensors.values():
-        if tensor.is_leaf and tensor.requires_grad:
+        if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):  # frozen, it may still have one
             state.add(InputKind.PARAM, name, tensor)
     for name, opt in state.optimizers:
         _add_optimizer(state, name, opt)

@@ -188,14 +188,6 @@ def _outside_of_fake_kernels() -> Iterator[None]:
         yield
 
 
-def expression_key(number: Any) -> Any:
-    """Equal for numbers that are computed alike in the trace that is running."""
-    if not isinstance(number, (torch.SymInt, torch.SymFloat)):
-        return number
-    node = _node_of(number, running_tracer())
-    return id(number) if node is None else structure(node)  # of what nobody knows how it is computed, each by itself
-
-
 def _node_of(symbol: Any, tracer: Any) -> fx.Node | None:
     try:
         slot = get_proxy_slot(symbol, tracer, None)

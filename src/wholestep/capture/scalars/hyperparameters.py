@@ -5,16 +5,14 @@ Ordinary optimizers take a symbolic float wherever they take a float, so the num
 ``box.item()`` of a 0-d float64 input: the very arithmetic of eager Python, node by node. Fused kernels
 (``_fused_adamw_`` and kin) take only true floats. What they are given in the place of a symbolic one is a *payload*, a
 float with a bit pattern of its own next to the true value, and every payload in the finished graph is replaced by the
-input, or by what the graph computes where the step itself moves the number: that is a result of the trace, so that its
-node is known behind all rewriting. All else that reads the group sees the symbolic float.
-What is not a float (flags, names, counts) is watched by value instead, and what the step itself moves is a counter
-(`capture/scalars/counters.py`).
+input. All else that reads the group sees the symbolic float. What is not a float (flags, names, counts) is watched by
+value instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +25,6 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import on_this_thread
-from wholestep.capture.scalars.counters import Counters, ScalarLocation, scalar_locations
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 
@@ -115,7 +112,7 @@ def _kind(thing: Any) -> type:
 class HyperparameterLifter:
     """Lifts the numbers of all parameter groups for the time of one trace."""
 
-    def __init__(self, optimizers: list[tuple[str, Optimizer]], counters: Counters) -> None:
+    def __init__(self, optimizers: list[tuple[str, Optimizer]]) -> None:
         self.hypers: list[Hyperparameter] = []
         self.snapshots: list[GroupSnapshot] = []
         """Of the groups."""
@@ -124,22 +121,19 @@ class HyperparameterLifter:
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._payloads: dict[float, Hyperparameter] = {}
         self._installed: list[Any] = []
-        self.computed: dict[float, torch.SymFloat] = {}
-        """Payload -> the number it stands for, of those that the step computes itself."""
         groups: set[int] = set()  # an optimizer around another one may share its groups
         for name, opt in optimizers:
             self.attributes.append(AttributesSnapshot(vars(opt), name, None))
             for g, group in enumerate(opt.param_groups):
                 if id(group) not in groups:
-                    self._lift_group(f"{name}.groups.{g}", group, _BY_VALUE.get(type(opt), ()), counters)
+                    self._lift_group(f"{name}.groups.{g}", group, _BY_VALUE.get(type(opt), ()))
                 groups.add(id(group))
-        counters.mark([*self.snapshots, *self.attributes])
         for watch in (*self.snapshots, *self.attributes):
             watch.held = watch.now()
 
-    def _lift_group(self, name: str, group: dict[str, Any], by_value: tuple[str, ...], counters: Counters) -> None:
+    def _lift_group(self, name: str, group: dict[str, Any], by_value: tuple[str, ...]) -> None:
         fused = bool(group.get("fused"))
-        keys = [key for key in group if key != "params" and not counters.has(group, key)]
+        keys = [key for key in group if key != "params"]
         before, found = dict(group), set()
         for key in keys:
             held = group[key]
@@ -172,30 +166,21 @@ class HyperparameterLifter:
 
     def install(self) -> None:
         """Puts symbolic floats into the groups. Called inside the trace, where boxes are traced."""
-        self._installed, self.computed = [], {}
+        self._installed = []
         for hyper in self.hypers:
             symbol = hyper.box.item()
             self._installed.append(symbol)
             hyper.write(symbol)
 
-    def rewritten(self) -> list[ScalarLocation]:
-        """Numbers that the step itself has changed. Raises CaptureError for those that can be no counters."""
-        places: dict[Hashable, ScalarLocation] = {}
+    def changed(self) -> Hyperparameter | None:
+        """In the trace, at its end: a number that the step itself has changed."""
         for hyper, symbol in zip(self.hypers, self._installed, strict=True):
-            held = hyper.group[hyper.key]
-            if (held if hyper.position is None else held[hyper.position]) is symbol:
-                continue
-            before = 0.0 if hyper.position is None else (0.0,) * len(held)
-            found = scalar_locations(
-                hyper.group, hyper.key, hyper.name.removesuffix(f".{hyper.position}"), (before, held)
-            )
-            if not found:
-                raise CaptureError(
-                    f"The step itself changes {hyper.name}. That would happen once, while capturing, and never again. "
-                    f"Change it outside the step; it is read at every call."
-                )
-            places |= {place.identity: place for place in found}
-        return list(places.values())
+            held: Any = hyper.group.get(hyper.key)
+            if hyper.position is not None:
+                held = held[hyper.position] if isinstance(held, tuple) and hyper.position < len(held) else None
+            if held is not symbol:
+                return hyper
+        return None
 
     @contextmanager
     def fused_kernels(self) -> Iterator[None]:
@@ -218,15 +203,12 @@ class HyperparameterLifter:
         for hyper, symbol in zip(self.hypers, self._installed, strict=True):
             if symbol is argument and hyper.payload is not None:
                 return hyper.payload
-        for payload, symbol in self.computed.items():
-            if symbol is argument:
-                return payload
-        payload = self._unused(_FIRST)
-        self.computed[payload] = argument
-        return payload
+        raise CaptureError(
+            "The step gives a fused kernel of an optimizer a number that it computes itself. Use fused=False."
+        )
 
     def _unused(self, payload: float) -> float:
-        while payload in self._payloads or payload in self.computed or payload in _COMMON:
+        while payload in self._payloads or payload in _COMMON:
             payload = math.nextafter(payload, math.inf)
         return payload
 
@@ -235,19 +217,16 @@ class HyperparameterLifter:
         for group, held in self._saved:
             group.update(held)
 
-    def replace_payloads(self, graph: fx.Graph, inputs: dict[int, fx.Node], computed: dict[float, Any]) -> None:
-        """Replaces every payload in fused kernels by the input of its number, or by what the graph computes.
-
-        `inputs`: id of a box -> placeholder. `computed`: payload -> node.
-        """
-        items = dict(computed)
-        used = bool(self._payloads or items)
-        last = graph.find_nodes(op="placeholder")[-1] if used else None
+    def replace_payloads(self, graph: fx.Graph, inputs: dict[int, fx.Node]) -> None:
+        """Replaces every payload in fused kernels by the input of its number. `inputs`: id of a box -> placeholder."""
+        if not self._payloads:
+            return
+        items: dict[float, fx.Node] = {}
+        last = graph.find_nodes(op="placeholder")[-1]
 
         def swap(arg: Any) -> Any:
-            if isinstance(arg, float) and (arg in items or arg in self._payloads):
+            if isinstance(arg, float) and arg in self._payloads:
                 if arg not in items:
-                    assert last is not None
                     with graph.inserting_after(last):
                         box = inputs[id(self._payloads[arg].box)]
                         items[arg] = graph.call_function(torch.ops.aten._local_scalar_dense.default, (box,))
@@ -257,16 +236,13 @@ class HyperparameterLifter:
             return arg
 
         for node in list(graph.nodes):
-            if node.op == "call_function" and "_fused_" in str(node.target) and used:
+            if node.op == "call_function" and "_fused_" in str(node.target):
                 node.args = fx.node.map_aggregate(node.args, swap)
                 node.kwargs = fx.node.map_aggregate(node.kwargs, swap)
 
 
 _FUSED = [name for name in (f"_fused_{kind}_" for kind in ("adam", "adamw", "sgd", "adagrad")) if hasattr(torch, name)]
 """What optimizers call by these names of torch."""
-
-_FIRST = 0.1234567
-"""Payloads of what is computed begin here."""
 
 _COMMON = frozenset({0.0, 1.0, -1.0, 0.5, 2.0})
 """Constants that a kernel may be called with for reasons of its own."""

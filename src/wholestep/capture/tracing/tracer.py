@@ -13,18 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeT
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
-from wholestep.capture.effects.argument_effects import ArgumentEffects
-from wholestep.capture.effects.object_effects import ObjectEffects
+from wholestep.capture.effects.argument_writes import ArgumentWrites
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
-from wholestep.capture.effects.tensor_effects import KeptTensors, TensorEffects
 from wholestep.capture.effects.tensor_flags import TensorFlags
 from wholestep.capture.functionalize.storage_resize import StorageRecorder, check_places, place_of
 from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.attribute_access import AttributesFound
+from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource, RankSource
 from wholestep.capture.reach.train_state import Address
-from wholestep.capture.scalars.counters import ScalarsChanged
 from wholestep.capture.scalars.host_scalars import HostValues, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates
 from wholestep.capture.scalars.rank_symbols import Rank
@@ -37,39 +35,24 @@ from wholestep.ir.lazy_graph_module import unwritten
 from wholestep.ir.program import InputKind
 
 
-@dataclass(frozen=True, slots=True)
-class TracedEffects:
-    """What looks at the Python that a traced step changes."""
-
-    optimizers: OptimizerEffects
-    objects: ObjectEffects
-    arguments: ArgumentEffects
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
     """What the step had done at its end, while everything was still traced."""
 
     result_spec: tree_util.TreeSpec
-    num_results: int
-    """Leaves of what the step returns, and then of what it leaves in `kept`."""
     results: list[Any]
     """Leaves of the step's result that are no tensors, in place; tensors and numbers of the graph are None."""
     grads: list[int]
     """Slots of the parameters that have a new ``.grad`` at the end, in the order of the graph's results."""
     kept_grads: set[int]
     """Slots of parameters whose ``.grad`` is the very tensor it was at entry."""
-    new_state: list[tuple[Address, bool]]
-    """What the graph creates for optimizers, and whether it is a number in Python."""
-    kept: KeptTensors
-    """Where the step leaves new tensors."""
+    new_state: list[Address]
+    """What the graph creates for optimizers."""
     predicates: tuple[fx.GraphModule, list[bool], list[str]] | None
     numbers: dict[Any, Any]
     """Symbols of host scalars, and their values at this call."""
     versions: list[int]
-    """Inputs whose version counter the step sets, in the order of the graph's last results but for payloads."""
-    payloads: list[float]
-    """What stands in fused kernels for numbers that the step computes, which are the graph's last results."""
+    """Inputs whose version counter the step sets, in the order of the graph's last results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +92,10 @@ def settle() -> None:
 class Tracer:
     """One trace of one call."""
 
-    def __init__(self, context: StepContext, effects: TracedEffects) -> None:
-        self._context, self._effects, self._state = context, effects, context.state
-        self._tensor_effects, self._flags = TensorEffects(context), TensorFlags(context.state.slots, ())
+    def __init__(self, context: StepContext, optimizers: OptimizerEffects) -> None:
+        self._context, self._optimizers, self._state = context, optimizers, context.state
+        self._flags = TensorFlags(context.state.slots, ())
+        self._arguments: ArgumentWrites | None = None
         self._rows = context.traced_inputs()
         self._reals, self._labels = [row.tensor for row in self._rows], [row.label for row in self._rows]
         self._recorders = make_recorders(context)
@@ -135,8 +119,6 @@ class Tracer:
                     inputs = [*self._reals, *recorders.ranks.symbols]
                     traced = lambda *args: self._body(step, recorded)  # noqa: E731
                     module = make_fx(traced, _disable_torch_fn_metadata_mode=True)(*inputs)
-        except ScalarsChanged:
-            raise
         except Exception as error:
             raise user_frame.explain(error) from error
         finally:
@@ -145,9 +127,10 @@ class Tracer:
                 grad.__dict__.pop(ENTRY_MARK, None)
             for argument, own_grad in argument_grads:
                 argument.grad = own_grad
-            self._context.counters.restore()
+            self._context.varying.restore()
             self._context.lifter.restore()
-            self._effects.arguments.put_back()
+            if self._arguments is not None:
+                self._arguments.restore()
             self._flags.restore()
         recorders.markers.settle(module.graph)
         recorders.storages.settle(module.graph, self._labels)
@@ -197,53 +180,53 @@ class Tracer:
 
     def _body(self, step: Callable[..., Any], recorded: list[_Recorded]) -> list[Any]:
         """What make_fx traces: the step, and behind it what makes outputs of all that it leaves."""
-        effects, counters, lifter = self._effects, self._context.counters, self._context.lifter
+        varying, lifter = self._context.varying, self._context.lifter
+        codes = self._context.reachable.codes
         host = self._recorders.host = HostValues.of_trace(self._known)
         torch.set_autocast_cache_enabled(self._caches_casts)  # make_fx, which sets it back, traces without
         lifter.install()
-        counters.install()
-        places, flags = (
-            [place_of(real) for real in self._reals],
-            TensorFlags(self._state.slots, self._context.reachable.codes),
-        )
-        effects.objects.hide()
+        varying.install()
+        places, flags = [place_of(real) for real in self._reals], TensorFlags(self._state.slots, codes)
+        args, kwargs = self._context.arguments.traced()
+        arguments = self._arguments = ArgumentWrites(args, kwargs, codes)
         with calls_watched(), self._context.attributes.observed():
-            returned = effects.arguments.call(step)
+            result = step(*args, **kwargs)
         if self._context.attributes.found:
             raise AttributesFound
         for caught in self._recorders.mode.raised:  # by a handler of the user's, which took it for an error of torch
             raise user_frame.explain(caught) from caught
-        result = effects.objects.take(returned)
         self._recorders.groups.finish()
         leaves, spec = new_parameters.flatten(result, self._state.index)
-        leaves, kept = self._tensor_effects.take(leaves)
         refuse_predicates(leaves)
-        if changed := lifter.rewritten():
-            raise ScalarsChanged(changed)
-        counters.close()
-        self._tensor_effects.write()
-        effects.optimizers.write_replaced()
+        arguments.check()
+        if changed := lifter.changed():
+            line = writer_of(changed.key, codes)
+            raise CaptureError(
+                f"The step itself changes {changed.name}{f' at {line}' if line else ''}. That would happen once, while "
+                f"capturing, and never again. Change it, or call scheduler.step(), outside of the step; it is read at "
+                f"every call."
+            )
+        varying.check()
+        self._optimizers.write_replaced()
         check_places(self._reals, places, self._labels)
         flags.check()
         traced = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
         held = [not isinstance(leaf, traced) or id(leaf) in self._state.index for leaf in leaves]
         outputs: list[Any] = [None if is_held else leaf for leaf, is_held in zip(leaves, held, strict=True)]
         new_grads, kept_grads = self._gradients()
-        created = effects.optimizers.created()
+        created = self._optimizers.created()
         versions, version_values = self._recorders.versions.at_exit()
         recorded.append(
             _Recorded(
-                result_spec=spec, num_results=len(leaves), kept=kept,
+                result_spec=spec,
                 results=[leaf if is_held else None for leaf, is_held in zip(leaves, held, strict=True)],
                 grads=list(new_grads), kept_grads=kept_grads,
-                new_state=[(where, is_number) for where, is_number, _ in created],
-                versions=versions, payloads=list(lifter.computed),
+                new_state=[where for where, _ in created], versions=versions,
                 numbers=host.symbols(), predicates=predicate_graph(host),
             )
         )  # fmt: skip
         self._recorders.host = None
-        made = (new for _, _, new in created)
-        return [*outputs, *new_grads.values(), *made, *version_values, *lifter.computed.values()]
+        return [*outputs, *new_grads.values(), *(made for _, made in created), *version_values]
 
     def _gradients(self) -> tuple[dict[int, torch.Tensor], set[int]]:
         """Slots of parameters with their new gradients, and slots of those that kept the one they had."""

@@ -170,8 +170,10 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 def _why_open(module: nn.Module, captured: Captured) -> str:
     """What a call of a module does besides computing tensors; empty if nothing."""
     spec, graph_outputs = captured.spec, captured.spec.outputs
-    if spec.effects or not captured.settled:
+    if not captured.settled:
         return "it writes to objects of Python"
+    if spec.stepped_optimizers:
+        return "it steps an optimizer"
     if not all(isinstance(one, ResultSink) for one in graph_outputs):
         return "it leaves gradients or state of optimizers"
     filled = {one.leaf for one in graph_outputs if isinstance(one, ResultSink)}

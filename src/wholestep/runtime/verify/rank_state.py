@@ -158,8 +158,8 @@ class RankState:
                     overwrite(inputs[target], value)
             for param, (_, value) in zip(params, of_kind[OutputKind.GRAD], strict=True):
                 self._grads[rank][id(param)] = value
-            for (holder, key, _), (_, value) in zip(entries, of_kind[OutputKind.STATE], strict=True):
-                held = holder()[key]  # a number will be a box of its own
+            for (holder, key), (_, value) in zip(entries, of_kind[OutputKind.STATE], strict=True):
+                held = holder()[key]
                 self._kept_alive.append(held)
                 self._copies[rank][id(held)] = value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -131,13 +132,33 @@ def test_what_a_scheduler_moves_is_told_with_advice() -> None:
     assert trainer.scheduler.last_epoch == 0
 
 
-def test_counters_of_torchs_own_warnings_do_not_count() -> None:
+def test_what_torch_notes_for_its_own_warnings_does_not_count() -> None:
     trainer = Trainer()
     effects = around(trainer)
     with effects:
         trainer.opt._opt_called = True  # type: ignore[attr-defined]
-        trainer.scheduler._step_count += 1
     assert effects.changed == []
+
+
+def test_a_dict_whose_keys_change_places_is_told_and_restored() -> None:
+    trainer, order = Trainer(), OrderedDict(a=1, b=2)
+    trainer.last = order
+    effects = around(trainer)
+    with effects:
+        order.move_to_end("a")
+    assert [path for path, _, _ in effects.changed] == ["self.last"]
+    effects.restore()
+    assert list(order) == ["a", "b"]
+
+
+@pytest.mark.parametrize("held", [{"a": torch.ones(1)}, [[torch.ones(1)]], (torch.ones(1),)])
+def test_tensors_within_what_a_trace_leaves_are_refused_at_once(held: Any) -> None:
+    """They are of the trace, and mean nothing behind it, even where the step would leave them only once."""
+    trainer = Trainer()
+    effects = around(trainer)
+    with pytest.raises(CaptureError, match="Python state"), effects:
+        trainer.losses.append(held)
+    assert trainer.losses == []
 
 
 class _Log:

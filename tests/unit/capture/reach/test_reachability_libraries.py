@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.harness.training import backward_and_step
+from wholestep.api.report.live_explanation import LiveExplanation
 from wholestep.errors import CaptureError
 
 LIBRARY = '''
@@ -113,8 +114,9 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("may_go_live", [True])
 @pytest.mark.parametrize("as_argument", [False, True])
-def test_an_average_of_a_library_is_state_of_the_step(library: Any, as_argument: bool) -> None:
+def test_what_an_average_of_a_library_counts_is_seen(library: Any, as_argument: bool, may_go_live: bool) -> None:
     """Whether the step is given it or not: no name in the user's code tells of what it holds."""
 
     def run(compiled: bool) -> tuple[list[Tensor], Any, Any]:
@@ -135,7 +137,7 @@ def test_an_average_of_a_library_is_state_of_the_step(library: Any, as_argument:
     (wanted, count, _), (found, counted, step) = run(False), run(True)
     assert_equal(found, wanted)
     assert count == counted == 6
-    assert step.cache_info().traces == (2 if as_argument else 1)
+    assert isinstance(step.explain(), LiveExplanation)
 
 
 def test_what_is_set_on_an_object_of_a_library_is_not_stale(library: Any) -> None:
@@ -232,8 +234,9 @@ def test_a_class_that_takes_itself_apart_is_not_written_to() -> None:
 
     (x,) = batches(1)
     node = Node(x)
-    with pytest.raises(CaptureError, match="argument 0, a Node, which says itself how it is taken apart"):
+    with pytest.raises(CaptureError, match=r"writes to argument 0\['x'\] at .*in step"):
         step(node)
+    assert node.x is x
 
 
 def test_a_dict_that_is_given_twice_is_not_written_to() -> None:
@@ -244,7 +247,7 @@ def test_a_dict_that_is_given_twice_is_not_written_to() -> None:
         one["loss"] = model(other["x"]).square().mean().detach()
 
     batch: dict[str, Any] = {"x": batches(1)[0]}
-    with pytest.raises(CaptureError, match="argument 0, which is given to it in two places"):
+    with pytest.raises(CaptureError, match=r"writes to argument 0\['loss'\] at .*in step"):
         step(batch, batch)
     assert list(batch) == ["x"]
 
@@ -258,11 +261,24 @@ def scaled(loss):
 """
 
 
-@pytest.mark.parametrize("uses", ["function", "number", "container", "written container"])
+def halve(settings: Any, loss: Tensor) -> Tensor:
+    settings.LIMITS["w"] *= 0.5
+    return loss
+
+
+USES: dict[str, Any] = {
+    "function": lambda settings, loss: settings.scaled(loss),
+    "number": lambda settings, loss: loss * settings.SCALE,
+    "container": lambda settings, loss: loss * settings.LIMITS["w"],
+    "written container": halve,
+}
+
+
+@pytest.mark.parametrize(("name", "may_go_live"), [(name, USES[name] is halve) for name in USES])
 def test_globals_of_a_package_are_read_at_every_call(
-    uses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, may_go_live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "site-packages"
+    folder, use = tmp_path / "site-packages", USES[name]
     folder.mkdir()
     (folder / "a_package_of_settings.py").write_text(SETTINGS)
     monkeypatch.syspath_prepend(str(folder))
@@ -273,16 +289,7 @@ def test_globals_of_a_package_are_read_at_every_call(
         model, opt = training()
 
         def update(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            match uses:
-                case "function":
-                    loss = settings.scaled(loss)
-                case "number":
-                    loss = loss * settings.SCALE
-                case "container":
-                    loss = loss * settings.LIMITS["w"]
-                case _:
-                    settings.LIMITS["w"] *= 0.5
+            loss = use(settings, model(x).square().mean())
             backward_and_step(loss, opt)
             return loss.detach()
 

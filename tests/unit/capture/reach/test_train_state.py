@@ -205,3 +205,20 @@ def test_mixed_devices_are_named() -> None:
 def test_optimizers_without_a_fixed_rule_are_refused(kind: Any) -> None:
     with pytest.raises(ws.HyperparameterError, match=kind.__name__):
         LazyState([("opt", kind(nn.Linear(2, 2).parameters()))])
+
+
+def test_a_loose_tensor_that_was_frozen_keeps_no_gradient_that_the_step_clears() -> None:
+    weights = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
+
+    @ws.compile(backend="eager", fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        for weight in weights:
+            weight.grad = None
+        loss = (weights[0] * x * weights[1]).sum()
+        loss.backward()
+        return loss.detach()
+
+    step(torch.ones(3))
+    weights[1].requires_grad_(False)
+    step(torch.ones(3))
+    assert [weight.grad is None for weight in weights] == [False, True]
