@@ -266,6 +266,47 @@ def test_two_states_in_one_step() -> None:
     train_both(make_step)
 
 
+def test_gradients_are_cleared_first() -> None:
+    def make_step(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.opt.zero_grad()
+            loss = training.model(x).square().mean()
+            loss.backward()
+            training.opt.step()
+            training.notes.append(loss.item())
+
+        return step
+
+    compiled = Compiled()
+    live = train_both(make_step, compiled=compiled)
+    assert modules_of(live) == ["Net"]
+    assert compiled.launches >= CALLS - 2
+
+
+def test_one_that_asks_for_gradients_sees_them() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            return out if self.layer.weight.grad is None else out * 2
+
+    def make_step(training: Training) -> Step:
+        step = appends(training)
+
+        def sometimes(x: Tensor) -> None:
+            step(x)
+            if len(training.notes) % 3 == 0:
+                assert isinstance(training, Parts)
+                training.part(x).mean().backward()
+
+        return sometimes
+
+    train_both(make_step, training=lambda: Parts(make_part=Asking), calls=8)
+
+
 def test_a_forward_in_autocast() -> None:
     def make_step(training: Training) -> Step:
         def step(x: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.bind.captured import BindingSpec, StateRef
+from wholestep.capture.bind.captured import BindingSpec, GradSink, StateRef
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
@@ -16,6 +16,7 @@ from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
 from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.reach import code_names
 from wholestep.capture.reach.reachability import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
@@ -32,7 +33,7 @@ from wholestep.ir.program import InputKind
 
 def make_guards(spec: BindingSpec, context: StepContext) -> Guards:
     """The guards of a trace, which hold for everything as it is now."""
-    slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context.state)
+    slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context)
     containers = _container_guard(spec, context)
     params = [slot for slot in slots if slot.kind is InputKind.PARAM]
     kinds = [(slot, state_guards.gradient_kind(slot.tensor.grad)) for slot in params if id(slot.tensor) in had_gradient]
@@ -59,10 +60,15 @@ def _state_slots(spec: BindingSpec, state: TrainState) -> list[Slot]:
     return [*params, *(slot for slot in read if slot.kind is not InputKind.PARAM)]
 
 
-def _gradients_at_entry(spec: BindingSpec, state: TrainState) -> dict[int, bool]:
+def _gradients_at_entry(spec: BindingSpec, context: StepContext) -> dict[int, bool]:
     """By id of each parameter whose gradient at entry matters, whether it has one."""
+    state = context.state
     used = {one.slot for one in spec.inputs if isinstance(one, EntryGradSource)}
     used |= {one.slot for one in spec.leaves if isinstance(one, StateRef)}
+    makes = spec.reads.stepped or any(isinstance(one, GradSink) for one in spec.outputs)
+    asks = any("grad" in code_names.names(code) for code in context.reachable.codes)
+    if not (used or makes or asks):  # a forward alone
+        return {}
     tensors = [slot.tensor for slot in state.params]
     return {id(one): one.grad is not None for one in tensors if one.grad is None or state.index[id(one.grad)] in used}
 
