@@ -39,6 +39,7 @@ CLASSES = (
 GUARDS = "tests/unit/capture/guards/test_guards.py::test_a_change_is_seen_and_named"
 ACCESS = "tests/unit/capture/python/test_attribute_access.py"
 STEPS = "tests/behaviour/test_steps.py::test_equals_eager"
+EFFECTS = "tests/unit/capture/effects/test_side_effects.py"
 WRITES = "tests/unit/capture/effects/test_python_writes.py"
 LATE = "tests/unit/live/test_late_reading.py"
 
@@ -166,7 +167,7 @@ MUTATIONS = (
         file="capture/effects/side_effects.py",
         old="                self._leaves_tensors |= self._holds_new_tensor(left)\n",
         new="",
-        tests=(f"{WRITES}::test_a_write_to_python_is_refused_at_its_line_and_undone[writes_a_list_once]",),
+        tests=(f"{EFFECTS}::test_tensors_within_what_a_trace_leaves_are_refused_at_once",),
     ),
     Mutation(
         name="rates_of_a_step_taken",
@@ -188,7 +189,7 @@ MUTATIONS = (
         name="two_updates_of_one_rate",
         what="two steps of an optimizer in one piece take the rate of the later one",
         file="live/live_step.py",
-        old="        conflict = first_conflict(snapshots)",
+        old="        conflict = first_conflict(read)",
         new="        conflict = None",
         tests=(f"{LATE}::test_a_rate_that_moves_between_two_updates_of_one_call_is_that_of_each",),
     ),

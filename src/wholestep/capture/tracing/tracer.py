@@ -17,6 +17,7 @@ from wholestep.capture.effects.argument_writes import ArgumentWrites
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.tensor_flags import TensorFlags
 from wholestep.capture.functionalize.storage_resize import StorageRecorder, check_places, place_of
+from wholestep.capture.native import build
 from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.code_lines import writer_of
@@ -84,9 +85,10 @@ def settle() -> None:
     """Has torch import what it imports where it first looks for a line of the user's: ``torch.export``, and networkx.
 
     What modules read of the environment while they are imported (networkx: all of it) is nothing that a step depends
-    on, so it is to be read before that is watched.
+    on, so it is to be read before that is watched. Native code is loaded, whose self-test computes with tensors.
     """
     uninteresting_files()
+    build.module()
 
 
 class Tracer:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import wholestep as ws
 from wholestep.capture.effects.optimizer_effects import OptimizerEffects
 from wholestep.capture.effects.side_effects import SideEffects
+from wholestep.capture.native import build
 from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.errors import CaptureError, HyperparameterError
@@ -182,3 +184,18 @@ def test_the_line_that_writes_is_found_in_the_code(path, method):
     else:
         code = getattr(_Log, method).__code__
         assert found == f"{code.co_filename}:{code.co_firstlineno + 1} in {method}"
+
+
+def test_a_step_that_sets_itself_up_is_one_graph_as_the_first_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded when it is first needed computes with tensors of its own, which are no part of the first trace."""
+    assert build.wait() == ""
+    monkeypatch.setattr(build, "_build", build._Build())
+    trainer = Trainer()
+
+    def step(x: Tensor) -> Tensor:
+        trainer.last = "set up"
+        return trainer.model(x).sum()  # type: ignore[no-any-return]
+
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(2)) for _ in range(2)]
+    assert trainer.last == "set up"
