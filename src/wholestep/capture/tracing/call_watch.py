@@ -22,6 +22,7 @@ from torch import nn
 from wholestep.capture.native import build
 from wholestep.capture.python.user_frame import current_line
 from wholestep.errors import CaptureError
+from wholestep.util.gc_pause import gc_paused
 
 _COMPUTING = frozenset(
     {
@@ -75,14 +76,15 @@ def calls_watched() -> Iterator[None]:
         yield
         return
     native = build.module()
-    if native is None:
-        sys.setprofile(profile)
-    else:  # costs a trace next to nothing
-        native.watch_calls(allowed)
-    try:
-        yield
-    finally:
-        sys.setprofile(around)
+    with gc_paused():  # what collects garbage calls functions of anybody, in the midst of the user's
+        if native is None:
+            sys.setprofile(profile)
+        else:  # costs a trace next to nothing
+            native.watch_calls(allowed)
+        try:
+            yield
+        finally:
+            sys.setprofile(around)
     if found:
         raise found[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import math
 import os
@@ -103,6 +104,22 @@ COMPUTING: dict[str, Callable[[], object]] = {
 def test_what_computes_is_not_refused(what: str) -> None:
     program = captured(step_that(COMPUTING[what]), torch.ones(2)).program
     assert any(node.target is torch.ops.aten.mul.Tensor for node in program.graph.nodes)
+
+
+def test_what_is_told_of_collected_garbage_is_nothing_of_the_step() -> None:
+    def tell(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    def makes_garbage() -> None:
+        for _ in range(gc.get_threshold()[0] * 2):
+            ring: list[Any] = []
+            ring.append(ring)
+
+    gc.callbacks.append(tell)
+    try:
+        assert captured(step_that(makes_garbage), torch.ones(2)).program
+    finally:
+        gc.callbacks.remove(tell)
 
 
 def test_a_profile_function_of_somebody_else_stays() -> None:
