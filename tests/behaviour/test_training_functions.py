@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from benchmarks.idioms.compare import differences, outcome, play
 from tests.behaviour.training_functions import TRAININGS
 
 CALLS = 6
-NOT_YET: dict[str, str] = {}
-"""Those that fail: what was seen."""
 SHOWN = 20
 """Complaints that a failure prints."""
 
@@ -22,12 +18,7 @@ def may_go_live() -> bool:
     return True
 
 
-def marked(name: str) -> Any:
-    fails = pytest.mark.xfail(strict=True, raises=AssertionError, reason=NOT_YET.get(name, ""))
-    return pytest.param(name, marks=fails if name in NOT_YET else ())
-
-
-@pytest.mark.parametrize("name", map(marked, TRAININGS))
+@pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_function_does_what_eager_code_does(name: str) -> None:
     found = outcome(TRAININGS[name], calls=CALLS)
     assert found.holds, "\n".join(found.complaints[:SHOWN])

@@ -17,10 +17,6 @@ from benchmarks.random_programs.judge import judged, shrunk
 from benchmarks.random_programs.program import Line, random_program
 
 PROGRAMS = 60
-FAULTS: tuple[int, ...] = ()
-"""Seeds that showed a fault which had no test of its own."""
-NOT_YET: dict[int, str] = {}
-"""Seeds that fail: what was seen. One that passes in spite of its line here is red."""
 
 
 @pytest.fixture
@@ -29,15 +25,10 @@ def may_go_live() -> bool:
     return True
 
 
-def marked(seed: int) -> Any:
-    fails = pytest.mark.xfail(strict=True, raises=AssertionError, reason=NOT_YET.get(seed, ""))
-    return pytest.param(seed, marks=fails if seed in NOT_YET else ())
-
-
-@pytest.mark.parametrize("seed", map(marked, sorted({*range(PROGRAMS), *FAULTS, *NOT_YET})))
+@pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_a_program_does_what_eager_code_does(seed: int) -> None:
     found = judged(random_program(seed))
-    assert found.holds, found.told if seed in NOT_YET else shrunk(found).told
+    assert found.holds, shrunk(found).told
 
 
 # A fuzz shall find something.

@@ -175,8 +175,10 @@ class Run(PendingCalls):
     def _shares_stream(self, leaves: list[Any]) -> bool:
         """Whether what a call draws may come of a generator that calls which have not run draw of."""
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        if not generators:
+            return True
         pending = [operand.key for record in self.records[self._started :] for operand in record.operands]
-        return not generators or any(one is key for one in generators for key in pending)
+        return any(one is key for one in generators for key in pending)
 
     def _followed_fast(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the next record of the only path left gives, if this call is surely that; else NOT_SURE."""
