@@ -66,11 +66,17 @@ def _gradients_at_entry(spec: BindingSpec, context: StepContext) -> dict[int, bo
     used = {one.slot for one in spec.inputs if isinstance(one, EntryGradSource)}
     used |= {one.slot for one in spec.leaves if isinstance(one, StateRef)}
     makes = spec.reads.stepped or any(isinstance(one, GradSink) for one in spec.outputs)
-    asks = any("grad" in code_names.names(code) for code in context.reachable.codes)
+    asks = any(  # whether there is one may be all that the step asks
+        "grad" in code_names.names(code) for code in context.reachable.codes
+    )
     if not (used or makes or asks):  # a forward alone
         return {}
     tensors = [slot.tensor for slot in state.params]
-    return {id(one): one.grad is not None for one in tensors if one.grad is None or state.index[id(one.grad)] in used}
+    return {
+        id(one): one.grad is not None
+        for one in tensors
+        if asks or one.grad is None or state.index[id(one.grad)] in used
+    }
 
 
 def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Slot]) -> tuple[Guard, ...]:
