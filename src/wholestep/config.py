@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from wholestep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +100,16 @@ Compress = CastCompress | PowerSGD | Compressor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DDP:
-    """Data parallel: every rank holds all parameters; gradients are reduced over the data axis.
-
-    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
-    """
+class DataParallelOptions:
+    """What all strategies that spread a batch over ranks have in common."""
 
     reduce: Literal["mean", "sum"] = "mean"
     """How gradients are combined over the ranks."""
     bucket_bytes: int | Literal["auto"] = "auto"
     """A bucket is closed once it holds as many bytes, as DistributedDataParallel does it; "auto": the buckets with the
     shortest predicted step."""
-    compress: Compress | None = None
-    """What travels in the place of gradients: `CastCompress`, `PowerSGD`, or a `Compressor` of one's own."""
     ignore: tuple[str, ...] = ()
-    """Fully qualified names of parameters whose gradients stay local to the rank."""
+    """Fully qualified names of parameters whose gradients stay local to the rank, and which are not sharded."""
     sync_at_start: bool = True
     """Broadcast parameters and buffers from rank 0 before the first step."""
     hold_updates: bool = False
@@ -119,19 +120,15 @@ class DDP:
     the buffers that it writes; those that it only reads are broadcast when a step has written them since then."""
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if self.reduce not in ("mean", "sum"):
-            raise ConfigError(f'DDP(reduce=...) wants "mean" or "sum", got {self.reduce!r}.')
+            raise ConfigError(f'{name}(reduce=...) wants "mean" or "sum", got {self.reduce!r}.')
         if self.bucket_bytes != "auto" and (not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0):
             raise ConfigError(
-                f'DDP(bucket_bytes=...) wants "auto" or a positive number of bytes, got {self.bucket_bytes!r}.'
-            )
-        if self.compress is not None and not isinstance(self.compress, (CastCompress, PowerSGD, Compressor)):
-            raise ConfigError(
-                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...) or an object with the functions "
-                f"compress(flat) and decompress(wire, size), got {self.compress!r}."
+                f'{name}(bucket_bytes=...) wants "auto" or a positive number of bytes, got {self.bucket_bytes!r}.'
             )
         if isinstance(self.ignore, str):
-            raise ConfigError(f"DDP(ignore=...) wants a tuple of parameter names, got the string {self.ignore!r}.")
+            raise ConfigError(f"{name}(ignore=...) wants a tuple of parameter names, got the string {self.ignore!r}.")
 
     @property
     def limit_bytes(self) -> int | None:
@@ -139,8 +136,73 @@ class DDP:
         return None if self.bucket_bytes == "auto" else self.bucket_bytes
 
 
-Strategy = DDP
-"""The strategies that `compile` accepts; sharded ones join this union."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDP(DataParallelOptions):
+    """Data parallel: every rank holds all parameters; gradients are reduced over the data axis.
+
+    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+    """
+
+    compress: Compress | None = None
+    """What travels in the place of gradients: `CastCompress`, `PowerSGD`, or a `Compressor` of one's own."""
+
+    def __post_init__(self) -> None:
+        DataParallelOptions.__post_init__(self)
+        if self.compress is not None and not isinstance(self.compress, (CastCompress, PowerSGD, Compressor)):
+            raise ConfigError(
+                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...) or an object with the functions "
+                f"compress(flat) and decompress(wire, size), got {self.compress!r}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeRO(DataParallelOptions):
+    """Data parallel with optimizer state sharded over the data axis: every rank updates its part of each parameter.
+
+    Parameters stay whole on every rank. Gradients are reduce-scattered, and updated parts are all-gathered.
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+    """
+
+    stage: Literal[1, 2] = 1
+    """1: a gradient that the step leaves in ``.grad`` is whole. 2: it is this rank's part, a DTensor."""
+
+    def __post_init__(self) -> None:
+        DataParallelOptions.__post_init__(self)
+        if self.stage not in (1, 2):
+            raise ConfigError(f"ZeRO(stage=...) wants 1 or 2, got {self.stage!r}. Stage 3 is ws.FSDP().")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP(DataParallelOptions):
+    """Data parallel with parameters, gradients and optimizer state sharded over the data axis.
+
+    Live parameters are those of ``torch.distributed.fsdp.fully_shard``: DTensors. On a mesh with the axes
+    "dp_replicate" and "dp_shard" they are sharded over the second one and equal over the first (HSDP).
+    Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+    """
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """True: gathered parameters are dropped behind the forward and gathered again for the backward; False: they are
+    kept; "auto": chosen by predicted time and memory."""
+    mp_policy: MixedPrecisionPolicy | None = None
+    """The types in which parameters are gathered and gradients reduced, as `fully_shard` takes them."""
+    units: tuple[str, ...] | Literal["auto"] = "auto"
+    """Patterns of names of the modules that are gathered as one in eager code; "auto": repeated blocks."""
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None
+    """The dim along which a parameter is sharded, as `fully_shard` takes it. By default the first one."""
+
+    def __post_init__(self) -> None:
+        DataParallelOptions.__post_init__(self)
+        if self.reshard_after_forward not in (True, False, "auto"):
+            raise ConfigError(
+                f'FSDP(reshard_after_forward=...) wants True, False or "auto", got {self.reshard_after_forward!r}.'
+            )
+        if isinstance(self.units, str) and self.units != "auto":
+            raise ConfigError(f'FSDP(units=...) wants a tuple of patterns or "auto", got the string {self.units!r}.')
+
+
+Strategy = DDP | ZeRO | FSDP
+"""The strategies that `compile` accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from wholestep.capture.capture import capture
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.user_frame import naming
 from wholestep.capture.retrace_policy import RetracePolicy
-from wholestep.config import DDP
+from wholestep.config import DDP, Strategy
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import Program, Stage
@@ -84,7 +84,7 @@ class Stages:
         self.rendezvous = Rendezvous(self.name, lambda: stats.calls if stats is not None else 0)
         self.retraces = RetracePolicy(step, options.max_retraces)
         self.cache = StepCache(step, saved)
-        compress = options.strategy.compress if options.strategy is not None else None
+        compress = options.strategy.compress if isinstance(options.strategy, DDP) else None
         self.compression = CompressionState(compress) if compress is not None else None
         self._broadcast = StateBroadcast(self.name)
 
@@ -206,7 +206,7 @@ class Stages:
         """The costs that all ranks plan with."""
         return agreed_costs(self.rendezvous, init())
 
-    def _strategy(self, world: World) -> DDP | None:
+    def _strategy(self, world: World) -> Strategy | None:
         return DDP() if self.options.strategy is None and world.size > 1 else self.options.strategy
 
     def _choose_cuts(self, gradients: str, plan: Callable[[], Cuts]) -> Cuts:

@@ -40,9 +40,17 @@ class Origin:
     source: str = ""
 
 
+class BucketKind(enum.Enum):
+    """What a collective of the strategy does with its bucket."""
+
+    REDUCE = "reduce"  # gradients, summed over the ranks
+    SCATTER = "scatter"  # gradients, summed, of which every rank gets its part
+    GATHER = "gather"  # parts of parameters or of other sharded values, of which every rank gets the whole
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one reduction carries: the gradients it reduces, by parameter name, and its size."""
+    """What one collective of the strategy carries: gradients or parameters, by name, and its size in bytes."""
 
     index: int
     members: tuple[str, ...]
@@ -53,6 +61,9 @@ class Bucket:
     """Per member, the order of dimensions in which its gradient lies in the bucket; None is their own order."""
     as_rows: bool = False
     """Whether the one gradient is the table of an embedding, of which the rows travel that were looked up."""
+    kind: BucketKind = BucketKind.REDUCE
+    phase: str = ""
+    """The part of the step that a GATHER is for, such as "forward": the same parameter may be gathered in several."""
     share: float = field(default=1.0, compare=False)
     """Bytes that travel as a share of those of a reduction in the type of the gradients."""
 

@@ -48,8 +48,37 @@ class Placement(enum.Enum):
     """Where the values of an input live on the mesh."""
 
     REPLICATE = "replicate"  # the same values on every rank
-    SHARD = "shard"  # a flat, padded, rank-uniform chunk of the full tensor
+    SHARD = "shard"  # each rank has its part of the whole tensor, as `Input.shard` says
     LOCAL = "local"  # each rank has values of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """A tensor that is cut along one of its dims into as many parts as a mesh axis has ranks: DTensor's ``Shard(dim)``.
+
+    Parts are padded at their end to the length of the first one, so that shapes are the same on every rank.
+    """
+
+    axis: str
+    """Name of the mesh axis. Over all others the parts are equal."""
+    num_ranks: int
+    dim: int
+    whole_shape: tuple[int, ...]
+
+    @property
+    def part_length(self) -> int:
+        """Length of a part along `dim`, padding included."""
+        return -(-self.whole_shape[self.dim] // self.num_ranks)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of a part, padding included."""
+        return (*self.whole_shape[: self.dim], self.part_length, *self.whole_shape[self.dim + 1 :])
+
+    @property
+    def padding(self) -> int:
+        """How much longer all parts together are along `dim` than the whole tensor."""
+        return self.part_length * self.num_ranks - self.whole_shape[self.dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +89,11 @@ class Input:
     name: str
     """Fully qualified: ``layers.3.mlp.w1``, ``opt.exp_avg.layers.3.mlp.w1``, ``opt.groups.0.lr``, ``args.0``."""
     shape: tuple[int, ...]
-    """Local shape."""
+    """Shape of the value that the graph gets. A sharded one is whole in a captured program, a part in a placed one."""
     dtype: torch.dtype
     placement: Placement = Placement.LOCAL
+    shard: ShardSpec | None = None
+    """How the live tensor is cut, if it is sharded."""
     trainable: bool = False
     """Whether a parameter takes part in training (``requires_grad``)."""
     freed: bool = False

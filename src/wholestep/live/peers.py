@@ -25,7 +25,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
-from wholestep.config import DDP, CastCompress
+from wholestep.config import DDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
@@ -54,8 +54,10 @@ class Event:
 class Peers:
     """The other ranks of a live step."""
 
-    def __init__(self, step: Callable[..., Any], strategy: DDP, axis: MeshAxis, world: World) -> None:
+    def __init__(self, step: Callable[..., Any], strategy: Strategy, axis: MeshAxis, world: World) -> None:
         """Raises CaptureError for a strategy that only a graph can carry out."""
+        if not isinstance(strategy, DDP):
+            raise CaptureError(f"{type(strategy).__name__} shards state, which a live step cannot do yet.")
         if strategy.compress is not None and not isinstance(strategy.compress, CastCompress):
             raise CaptureError(f"{type(strategy.compress).__name__} keeps state for the buckets of a single graph.")
         self._step, self._strategy, self._axis, self._world = step, strategy, axis, world

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from wholestep.config import DDP
+from wholestep.config import DataParallelOptions, Strategy
 from wholestep.errors import PlacementError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.graph_edit import remove_dead_code
@@ -31,7 +31,7 @@ class DataParallel:
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
 
-    config: DDP
+    config: DataParallelOptions
     axis: MeshAxis
 
     def begin(self, placer: Placer) -> None:
@@ -100,7 +100,7 @@ def _dtype_name(entry: tuple[Input, Any]) -> str:
 
 
 @without_autocast()
-def place(program: Program, config: DDP | None, axis: MeshAxis | None) -> Program:
+def place(program: Program, config: Strategy | None, axis: MeshAxis | None) -> Program:
     """Spreads a captured program over one mesh axis. `config` None, or no axis: one process.
 
     Raises:
@@ -109,7 +109,9 @@ def place(program: Program, config: DDP | None, axis: MeshAxis | None) -> Progra
     params = {record.name for record in program.inputs if record.kind is InputKind.PARAM}
     unknown = sorted(set(config.ignore) - params) if config is not None else []
     if unknown:
-        raise PlacementError(f"DDP(ignore=...) names {unknown}, but the step's parameters are {sorted(params)}.")
+        raise PlacementError(
+            f"{type(config).__name__}(ignore=...) names {unknown}, but the step's parameters are {sorted(params)}."
+        )
     alone = MeshAxis(name="data", size=1, group="")
     strategy: DataParallel | Alone = Alone(alone)
     if config is not None and axis is not None and axis.size > 1:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from wholestep.config import DDP, Inductor, Strategy
+from wholestep.config import Inductor, Strategy
 from wholestep.errors import ConfigError
 from wholestep.ir.program import MeshAxis
 from wholestep.passes.default_passes import DefaultPasses, as_passes
@@ -36,7 +36,7 @@ def checked_options(
     strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int, *, fullgraph: bool = False
 ) -> Options:
     """The options as a record. Raises ConfigError for those that cannot be used."""
-    if strategy is not None and not isinstance(strategy, DDP):
+    if strategy is not None and not isinstance(strategy, Strategy):
         raise ConfigError(f"wholestep.compile(strategy=...) wants a strategy such as ws.DDP(), got {strategy!r}.")
     if backend not in ("auto", "eager", "inductor") and not isinstance(backend, Inductor):
         raise ConfigError(

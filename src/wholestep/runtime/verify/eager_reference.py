@@ -23,7 +23,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.reach.train_state import Slot, TrainState
-from wholestep.config import DDP
+from wholestep.config import Strategy
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import InputKind, Output, OutputKind, Program
 from wholestep.runtime.verify.first_divergence import difference_at
@@ -64,7 +64,7 @@ class StepRecord:
 class VirtualRun:
     """A run of virtual ranks, for the comparison with the eager step."""
 
-    strategy: DDP
+    strategy: Strategy
     step_records: Sequence[tuple[StepRecord, Callable[[], None]]]
     """Per step, what it did to the parameters, and what changed the numbers of parameter groups behind it."""
     programs: Sequence[Program]

@@ -26,7 +26,7 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
 from wholestep.capture.scalars.hyperparameters import Hyperparameter
-from wholestep.config import DDP
+from wholestep.config import DDP, Strategy
 from wholestep.errors import ConfigError, VerificationError
 from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
 from wholestep.passes.comm.bucketing import Choose, choose_locally
@@ -58,7 +58,7 @@ class Subject:
     capture: Callable[[tuple[Any, ...], dict[str, Any]], Captured]
     passes: Callable[[Captured, CompressionState | None, Choose], list[Pass]]
     """The passes for a captured program, while compressed communication is where the CommState says."""
-    strategy: DDP
+    strategy: Strategy
     comm_state: dict[str, Any]
     """Where compressed communication of the step stands, from `CompressionState.state_dict`."""
     axis: MeshAxis
@@ -308,7 +308,7 @@ class _VirtualRanks:
 
 def _comm_states(subject: Subject) -> list[CompressionState]:
     """The state of compressed communication on each rank; none without compression."""
-    how = subject.strategy.compress
+    how = subject.strategy.compress if isinstance(subject.strategy, DDP) else None
     comms = [CompressionState(how) for _ in range(subject.axis.size)] if how is not None else []
     for comm in comms:
         comm.load_state_dict(subject.comm_state)
