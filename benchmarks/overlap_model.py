@@ -164,7 +164,7 @@ class Row:
 def rows_of(name: str, program: Program, ranks: Sequence[int], links: Sequence[str]) -> Iterator[Row]:
     """Every variant of a captured workload."""
     for size in ranks:
-        placed = place(program, DDP(), MeshAxis(name="data", size=size, group="data"))
+        placed = place(program, DDP(), (MeshAxis(name="data", size=size, group="data"),))
         for link in links:
             cost = CostModel.default(f"h200+{link}")
             by_copies = link == "nvlink" and size <= GPUS_OF_A_HOST

@@ -22,12 +22,12 @@ SRC = ROOT / "src" / "wholestep"
 
 ROOMS = """
     errors config util
-    ir/ops ir cost cost/calibration
+    ir/ops ir ir/dtensor cost cost/calibration
     capture/python capture/scalars capture/native capture/reach capture/effects capture/functionalize capture/tracing
     capture/guards capture/bind capture
     place
     passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes
-    runtime/distributed runtime runtime/verify
+    runtime/distributed runtime runtime/sharding runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
     live/recording live/opaque live api/report api/cache api spmd __init__
@@ -84,6 +84,19 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/tracing/rnn_unroll.py": {"torch._VF": "recurrent layers, which choose cuDNN by themselves"},
     "capture/tracing/tensor_swap.py": {
         "torch._C._swap_tensor_impl": "what is inside two tensors is exchanged, and not the objects",
+    },
+    "capture/native/self_test.py": {
+        "torch.Tensor._make_wrapper_subclass": "a tensor that stands for another, as a DTensor does"
+    },
+    "ir/dtensor/shards.py": {
+        "torch.distributed.tensor.DTensor._local_tensor": "the very memory of a part, which to_local() hides",
+        "torch.distributed.tensor.DTensor._spec": "likewise, for the native guard",
+    },
+    "ir/dtensor/fully_shard_hooks.py": {
+        "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced"
+    },
+    "place/sharded_placer.py": {
+        "torch.fx.experimental.symbolic_shapes": "the number of this rank is a symbol of a ShapeEnv"
     },
     "capture/tracing/backward_engine.py": {"torch.autograd._engine_run_backward": "to see every backward as it runs"},
     "capture/tracing/patches.py": {

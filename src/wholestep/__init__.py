@@ -7,7 +7,7 @@
 
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.api.entry_points import compile, load
-from wholestep.config import DDP, CastCompress, Compressor, Inductor, PowerSGD
+from wholestep.config import DDP, FSDP, CastCompress, Compressor, Inductor, PowerSGD, ZeRO
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -27,6 +27,8 @@ from wholestep.runtime.verify.verification import Verification
 
 __all__ = [
     "DDP",
+    "FSDP",
+    "ZeRO",
     "Inductor",
     "CastCompress",
     "PowerSGD",

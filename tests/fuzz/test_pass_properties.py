@@ -71,7 +71,7 @@ def placed(step: RandomStep) -> tuple[Program, list[Any]]:
     batch = step.batch(0)
     found = captured(step.run, *batch)
     axis = MeshAxis(name="data", size=2, group=builders.world_group())
-    return place(found.program, DDP(), axis), [*found.binding.fill(list(batch))]
+    return place(found.program, DDP(), (axis,)), [*found.binding.fill(list(batch))]
 
 
 def results(program: Program, inputs: list[Any]) -> list[Any]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from wholestep.api.cache.records import CacheContext, CachedStep, CacheLookup, StepToSave
 from wholestep.api.cache.warm_start import StepCache
 from wholestep.api.call_stats import CallStats
@@ -21,7 +23,7 @@ from wholestep.capture.capture import capture
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.user_frame import naming
 from wholestep.capture.retrace_policy import RetracePolicy
-from wholestep.config import DDP, Strategy
+from wholestep.config import DDP, FSDP, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import Program, Stage
@@ -39,7 +41,9 @@ from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World, init
 from wholestep.runtime.executable import Executable, describe_state
-from wholestep.runtime.options import Options, data_axis
+from wholestep.runtime.options import Options, data_axes, data_axis
+from wholestep.runtime.sharding import shard_values
+from wholestep.runtime.sharding.shard_live import LiveSharding
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
 from wholestep.util.progress import report_stage
@@ -87,10 +91,12 @@ class Stages:
         compress = options.strategy.compress if isinstance(options.strategy, DDP) else None
         self.compression = CompressionState(compress) if compress is not None else None
         self._broadcast = StateBroadcast(self.name)
+        self._sharding = LiveSharding(step)
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
         world = init()
+        self._shard_live(args, kwargs, world)
         lookup = self._lookup(args, kwargs, self.rendezvous if is_first else None)
         if lookup.step is not None:
             with lookup.step.captured.undone_on_error():
@@ -108,7 +114,7 @@ class Stages:
         world, axis = init(), data_axis(init(), self.options.mesh)
         with self.rendezvous.abandoned_on_error(world):
             report_stage("planning")
-            placed = place(captured.program, self._strategy(world), axis)
+            placed = place(captured.program, self._strategy(world), data_axes(world, self.options.mesh))
             passes = self.passes(captured, self.compression, self._choose_cuts, self.backend.passes(placed))
             scheduled = run_passes(placed, passes)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
@@ -131,9 +137,12 @@ class Stages:
             compression = self.compression.buffers_for(scheduled) if self.compression is not None else None
             runner = compile_before(scheduled)
         plan = self._agree(scheduled, world)
-        binding = captured.binding if compression is None else captured.binding.with_tensors(compression.tensors)
+        binding = shard_values.with_rank(captured.binding, scheduled, self._mesh(world))
+        binding = binding if compression is None else binding.with_constants(compression.tensors)
         buffer_sync = self._broadcast_state(scheduled, binding, world)
         runner = runner or self.backend.lower(scheduled)
+        if (mesh := self._mesh(world)) is not None:
+            runner = shard_values.around(scheduled, runner, mesh)
         executable = Executable(scheduled, binding, runner, world, call=self.rendezvous.call, buffer_sync=buffer_sync)
         return Entry(
             captured=captured, programs=programs, executable=executable, plan=plan, compression=compression,
@@ -142,7 +151,8 @@ class Stages:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """One call as a functional graph, with as many numbers for inputs as its retraces have shown to vary."""
-        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving))
+        cut = self._sharding.cut_state
+        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving, cut_state=cut))
 
     def passes(
         self, captured: Captured, compression: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()
@@ -205,6 +215,16 @@ class Stages:
     def cost(self) -> CostModel:
         """The costs that all ranks plan with."""
         return agreed_costs(self.rendezvous, init())
+
+    def _mesh(self, world: World) -> DeviceMesh | None:
+        return world.mesh if self.options.mesh is None else self.options.mesh
+
+    def _shard_live(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> None:
+        """Shards what the strategy wants sharded of all that the step can reach."""
+        mesh, strategy = self._mesh(world), self._strategy(world)
+        if mesh is not None and mesh.size() > 1 and isinstance(strategy, (FSDP, ZeRO)):
+            nccl_connect.wait()
+            self._sharding(args, kwargs, strategy, mesh, data_axes(world, mesh))
 
     def _strategy(self, world: World) -> Strategy | None:
         return DDP() if self.options.strategy is None and world.size > 1 else self.options.strategy

@@ -46,6 +46,7 @@ from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach import unwrap_compiled
 from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators, refuse_hidden
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.capture.reach.train_state import CutState
 from wholestep.capture.scalars.varying_numbers import VaryingValue
 from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError
@@ -86,7 +87,12 @@ _Outcome = Captured | _Attributes | _Unsettled | Exception
 
 
 def capture(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], varying: Collection[VaryingValue] = ()
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    varying: Collection[VaryingValue] = (),
+    *,
+    cut_state: CutState | None = None,
 ) -> Captured:
     """Captures one call of `step`. Nothing of the user's is changed, whether it succeeds or not.
 
@@ -95,6 +101,7 @@ def capture(
         args, kwargs: of the call.
         varying: numbers and texts that are others in other calls. Numbers are inputs of the graph; texts it may not
             ask.
+        cut_state: of a strategy that shards the state of optimizers: what it does with state that a capture creates.
 
     Raises:
         CaptureError: with the user's file and line, for what cannot become one graph.
@@ -102,7 +109,7 @@ def capture(
         ConfigError: for modules that are wrapped in their own communication.
     """
     _refuse_anomaly_detection()
-    trace = partial(_trace_once, partial(StepContext, step, args, kwargs, varying=varying), step)
+    trace = partial(_trace_once, partial(StepContext, step, args, kwargs, varying=varying, cut_state=cut_state), step)
     observed: _Attributes = frozenset()
     setup: _Unsettled | None = None
     for number in range(1, MAX_TRACES + 1):

@@ -12,6 +12,7 @@ from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import axes_of, rank_inputs
 from wholestep.capture.tracing.tracer import Trace
 from wholestep.ir import graph_edit, node_meta
+from wholestep.ir.dtensor.shards import shard_spec
 from wholestep.ir.program import Input, InputKind, Output, OutputKind, Placement, Program, Stage
 
 _REPLICATED = (InputKind.PARAM, InputKind.BUFFER, InputKind.OPTIMIZER, InputKind.HYPER, InputKind.GRAD)
@@ -61,6 +62,7 @@ def _input_records(context: StepContext, trace: Trace) -> list[Input]:
         Input(
             kind=row.kind, name=row.name, shape=tuple(row.tensor.shape), dtype=row.tensor.dtype,
             placement=Placement.REPLICATE if row.kind in _REPLICATED else Placement.LOCAL,
+            shard=shard_spec(row.tensor),
             trainable=row.kind is InputKind.PARAM and row.tensor.requires_grad, freed=i in trace.storages.freed,
         )
         for i, row in enumerate(context.traced_inputs())

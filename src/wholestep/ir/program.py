@@ -66,19 +66,19 @@ class ShardSpec:
     whole_shape: tuple[int, ...]
 
     @property
-    def part_length(self) -> int:
+    def shard_length(self) -> int:
         """Length of a part along `dim`, padding included."""
         return -(-self.whole_shape[self.dim] // self.num_ranks)
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
+    def shard_shape(self) -> tuple[int, ...]:
         """Shape of a part, padding included."""
-        return (*self.whole_shape[: self.dim], self.part_length, *self.whole_shape[self.dim + 1 :])
+        return (*self.whole_shape[: self.dim], self.shard_length, *self.whole_shape[self.dim + 1 :])
 
     @property
     def padding(self) -> int:
         """How much longer all parts together are along `dim` than the whole tensor."""
-        return self.part_length * self.num_ranks - self.whole_shape[self.dim]
+        return self.shard_length * self.num_ranks - self.whole_shape[self.dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,8 @@ class Output:
     kind: OutputKind
     name: str
     target: int | None = None
+    shard: ShardSpec | None = None
+    """How a GRAD or a STATE is cut of which the graph gives this rank's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,16 @@ class MeshAxis:
     """Name of the process group, as functional collectives take it."""
     ranks: tuple[int, ...] | None = None
     """The ranks of the world in the group, where the axis does not divide the whole world into such groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementFallback:
+    """Calls of an operator outside of forward and backward that run on whole tensors, gathered for them."""
+
+    operator: str
+    count: int
+    num_bytes: int
+    """Of the parts that are gathered, on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +161,8 @@ class Program:
     mesh: tuple[MeshAxis, ...] = ()
     """First the axis of the strategy, once the program is placed; then those that the step itself communicates over."""
     history: tuple[PassRecord, ...] = ()
+    fallbacks: tuple[PlacementFallback, ...] = ()
+    """What placement found no rule for that keeps tensors in parts."""
 
     @property
     def graph(self) -> fx.Graph:

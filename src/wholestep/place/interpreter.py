@@ -29,8 +29,13 @@ class Strategy(Protocol):
     """What a strategy decides. The interpreter asks; the strategy emits nodes through it."""
 
     @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """The mesh axes that data is spread over."""
+        ...
+
+    @property
     def axis(self) -> MeshAxis:
-        """The mesh axis that data is spread over."""
+        """The first of them, over which state may be cut."""
         ...
 
     def begin(self, placer: Placer) -> None:
@@ -76,8 +81,8 @@ class Placer:
                 started = True
             self.values[node] = self._write(node)
         module = module_of(self.program.module, self.graph)
-        own = self.strategy.axis
-        mesh = (own, *(axis for axis in self.program.mesh if axis.group != own.group))
+        own = self.strategy.axes
+        mesh = (*own, *(axis for axis in self.program.mesh if axis.group not in {one.group for one in own}))
         placed = replace(self.program, module=module, stage=Stage.PLACED, mesh=mesh)
         return placed.with_notes(*self.notes) if self.notes else placed
 

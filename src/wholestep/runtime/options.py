@@ -56,6 +56,25 @@ def checked_options(
     )
 
 
+REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
+"""Names of the axes of a mesh of two, as `fully_shard` takes them: parts are equal over the first one."""
+
+
+def data_axes(world: World, mesh: DeviceMesh | None) -> tuple[MeshAxis, ...]:
+    """The mesh axes that data is spread over, as graphs see them: first the one that state is cut over."""
+    mesh = world.mesh if mesh is None else mesh
+    if mesh is None or mesh.ndim == 1:
+        axis = data_axis(world, mesh)
+        return () if axis is None else (axis,)
+    if mesh.mesh_dim_names != (REPLICATE_AXIS, SHARD_AXIS):
+        raise ConfigError(
+            f'wholestep.compile(mesh=...) wants one axis, or the axes ("{REPLICATE_AXIS}", "{SHARD_AXIS}"), got '
+            f"{mesh.mesh_dim_names or f'{mesh.ndim} axes without names'}."
+        )
+    names = (SHARD_AXIS, REPLICATE_AXIS)
+    return tuple(MeshAxis(name=n, size=mesh[n].size(), group=mesh.get_group(n).group_name) for n in names)
+
+
 def data_axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:
     """The mesh axis that data is spread over, as graphs see it."""
     mesh = world.mesh if mesh is None else mesh

@@ -53,7 +53,7 @@ def first_call(layers: int, bucket_bytes: int = 1 << 12) -> dict[str, int]:
     args, axis = (model, opt, *draw_tokens(size, 0)), MeshAxis(name="data", size=4, group="counted")
     cost, found = CostModel.default("cpu+gloo"), {}
     captured, found["capture"] = counted(lambda: capture(autocast_step, args, {}))
-    placed, found["place"] = counted(lambda: strategies.place(captured.program, DDP(), axis))
+    placed, found["place"] = counted(lambda: strategies.place(captured.program, DDP(), (axis,)))
     segments = partial(form_segments, compiles=segment_compiler.compiles, may_postpone=segment_compiler.may_follow)
     # Buckets of a size: the search for the best ones has a bound of its own on what it tries.
     passes = passes_of(cost=cost, bucket_bytes=bucket_bytes, lowering=[segments])

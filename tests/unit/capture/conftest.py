@@ -36,9 +36,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setenv("WHOLESTEP_CACHE", "0")
     counts: list[int] = []
 
-    def counted(step: Any, args: Any, kwargs: Any, varying: Any) -> Any:
+    def counted(step: Any, args: Any, kwargs: Any, varying: Any, **options: Any) -> Any:
         counts.append(len(varying))
-        return capture(step, args, kwargs, varying)
+        return capture(step, args, kwargs, varying, **options)
 
     monkeypatch.setattr("wholestep.api.stages.capture", counted)
     return counts

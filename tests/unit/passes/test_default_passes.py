@@ -71,7 +71,7 @@ def captured(*, clip: bool) -> tuple[Program, dict[str, int]]:
 
 def planned(captured: tuple[Program, dict[str, int]]) -> Plan:
     program, sizes = captured
-    placed = place(program, DDP(), MeshAxis(name="data", size=RANKS, group="0"))
+    placed = place(program, DDP(), (MeshAxis(name="data", size=RANKS, group="0"),))
     ordered = run_passes(placed, passes_of(cost=COST)[:-2])  # all but what runs in place
     found = tasks_of(ordered, COST)
     return Plan(placed, ordered, found, simulate(found.tasks, sharing=sharing(COST)), sizes)

@@ -40,8 +40,8 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(5, 6), torch.randint(3, (5,))
 
 
-def placed(step: Callable[..., Any], *args: Tensor, config: DDP | None = None, axis: MeshAxis | None = AXIS) -> Program:
-    return place(capture(step, args or data(), {}).program, config or DDP(), axis)
+def placed(step: Callable[..., Any], *args: Tensor, config: DDP | None = None, axis: MeshAxis = AXIS) -> Program:
+    return place(capture(step, args or data(), {}).program, config or DDP(), (axis,))
 
 
 def usual(module: nn.Module, opt: torch.optim.Optimizer | None = None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -114,7 +114,7 @@ def test_a_sum_is_not_scaled() -> None:
 def test_the_captured_program_is_left_alone() -> None:
     program = capture(usual(mlp()), data(), {}).program
     before = source(program)
-    place(program, DDP(), AXIS)
+    place(program, DDP(), (AXIS,))
     assert source(program) == before
     assert len(found(program, op_info.GRADIENT)) == 4
 
@@ -122,12 +122,12 @@ def test_the_captured_program_is_left_alone() -> None:
 @pytest.mark.parametrize("config", [None, DDP()])
 def test_one_process_has_no_communication(config: DDP | None) -> None:
     alone = MeshAxis(name="data", size=1, group="0")
-    program = place(capture(usual(mlp()), data(), {}).program, config, None if config is None else alone)
+    program = place(capture(usual(mlp()), data(), {}).program, config, () if config is None else (alone,))
     assert not any(op_info.is_collective(node) or node.target is op_info.GRADIENT for node in program.graph.nodes)
 
 
 def test_the_axis_is_not_used_without_a_strategy() -> None:
-    program = place(capture(usual(mlp()), data(), {}).program, None, AXIS)
+    program = place(capture(usual(mlp()), data(), {}).program, None, (AXIS,))
     assert not any(op_info.is_collective(node) for node in program.graph.nodes)
 
 
@@ -366,11 +366,11 @@ def test_counters_on_the_cpu_of_a_step_on_a_gpu_stay_where_they_are() -> None:
     """NCCL could not send them, and every rank counts for itself. Nothing else does, on the CPU or on the GPU."""
     program = capture(usual(norm_net()), data(), {}).program
     assert program.host_buffers == frozenset()
-    assert found(place(program, DDP(), AXIS), c10d.broadcast.default)
+    assert found(place(program, DDP(), (AXIS,)), c10d.broadcast.default)
     program = on_a_gpu(capture(usual(norm_net()), data(), {}).program)
     assert {program.inputs[index].kind for index in program.host_buffers} == {InputKind.BUFFER}
     assert len(program.host_buffers) == sum(record.kind is InputKind.BUFFER for record in program.inputs)
-    assert not found(place(program, DDP(), AXIS), c10d.broadcast.default)
+    assert not found(place(program, DDP(), (AXIS,)), c10d.broadcast.default)
 
 
 # ---- the text of the graph ---------------------------------------------------------------------------------------
@@ -411,10 +411,10 @@ def test_host_scalars_pass_through_untouched() -> None:
     module = mlp()
     program = capture(usual(module, torch.optim.AdamW(module.parameters(), lr=0.1)), data(), {}).program
     assert len(host(program)) > 4
-    assert host(place(program, DDP(), AXIS)) == host(program)
+    assert host(place(program, DDP(), (AXIS,))) == host(program)
     hypers = [record for record in program.inputs if record.kind is InputKind.HYPER]
     assert hypers
-    assert [record for record in place(program, DDP(), AXIS).inputs if record.kind is InputKind.HYPER] == hypers
+    assert [record for record in place(program, DDP(), (AXIS,)).inputs if record.kind is InputKind.HYPER] == hypers
 
 
 def test_origins_are_kept() -> None:

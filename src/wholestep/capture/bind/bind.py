@@ -29,6 +29,7 @@ from wholestep.capture.reach.traced_inputs import (
     StateSource,
 )
 from wholestep.capture.scalars.rank_symbols import ranks
+from wholestep.ir.dtensor.shards import is_dtensor, local_value
 from wholestep.ir.program import InputKind, Program
 
 
@@ -76,7 +77,8 @@ class _Live:
     def _input(self, source: InputSource) -> LiveInput:
         match source:
             case StateSource(slot):
-                return Constant(self._slots[slot].tensor)
+                tensor = self._slots[slot].tensor
+                return Constant(local_value(tensor) if is_dtensor(tensor) else tensor)
             case EntryGradSource(slot):
                 return EntryGrad(self._owner[id(self._slots[slot].tensor)])
             case HyperparameterSource(number):

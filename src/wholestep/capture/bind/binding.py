@@ -6,6 +6,7 @@ parameter groups and the gradients that were there when it began.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -62,8 +63,8 @@ class Binding:
     returned_grads: tuple[torch.Tensor, ...]
     """Parameters of which the step returns the gradient that they had when the call began."""
 
-    def with_tensors(self, more: list[torch.Tensor]) -> Binding:
-        """The same binding for a program with `more` inputs at the end, which live between calls."""
+    def with_constants(self, more: Sequence[torch.Tensor | int]) -> Binding:
+        """The same binding for a program with `more` inputs at the end, which are the same in every call."""
         return replace(self, inputs=(*self.inputs, *map(Constant, more)))
 
     def inputs_of(self, kind: type[Kind]) -> list[tuple[int, Kind]]:
@@ -130,5 +131,7 @@ class Binding:
         kinds, kept = (InputKind.PARAM, InputKind.BUFFER), program.host_buffers
         pairs = enumerate(zip(program.inputs, self.tensors, strict=True))
         return [
-            t for index, (one, t) in pairs if one.kind in kinds and index not in kept and isinstance(t, torch.Tensor)
+            t
+            for index, (one, t) in pairs
+            if one.kind in kinds and one.shard is None and index not in kept and isinstance(t, torch.Tensor)
         ]

@@ -31,6 +31,7 @@ from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.capture.scalars.host_scalars import running_tracer
 from wholestep.errors import CaptureError
 from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.dtensor.shards import is_dtensor
 
 _aten = torch.ops.aten
 _INTERNAL = ("torch/_subclasses/", "torch/fx/", "wholestep/capture/")
@@ -44,8 +45,9 @@ _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_",
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's storage; -1 where it has none of the ordinary kind."""
-    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else -1
+    """Bytes of the tensor's storage; -1 where it has none of the ordinary kind, and for one of which this rank has a
+    part, which lies elsewhere."""
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided and not is_dtensor(tensor) else -1
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.python.container_views import CellView, ClassView
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.python.tracing_thread import CAPTURING
+from wholestep.ir.dtensor.shards import SLOTS
 from wholestep.ir.ops.dispatch_guard import without_autocast
 
 __all__ = ["PARAMETER", "STATE", "VERSIONED", "WITHOUT_GRADIENT", "WITH_GRADIENT"]  # named here for the guards
@@ -59,7 +60,7 @@ def state_guard(
         return None
     try:
         things, held = zip(*containers, strict=True) if containers else ((), ())
-        made: StateGuard = module.StateGuard(tuple(tensors), bytes(wants), things, held)
+        made: StateGuard = module.StateGuard(tuple(tensors), bytes(wants), things, held, SLOTS)
     except TypeError:  # a tensor that is more than its TensorImpl says: sparse, a subclass with dispatch of its own
         return None
     return made

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 
+from wholestep.ir.dtensor.shards import is_dtensor
+
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Type, dtype, shape, strides, device, ``requires_grad``, ``is_conj`` and ``is_neg`` of a tensor."""
-    return (
+    """Type, dtype, shape, strides, device, ``requires_grad``, ``is_conj`` and ``is_neg`` of a tensor; of a sharded one
+    also how it is cut and the memory of its part."""
+    plain = (
         type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad,
-        tensor.is_conj(), tensor.is_neg(),
     )  # fmt: skip
+    if is_dtensor(tensor):
+        local = tensor.to_local().detach()
+        return (*plain, False, False, tensor.placements, tensor.device_mesh, tuple(local.shape), local.data_ptr())
+    return (*plain, tensor.is_conj(), tensor.is_neg())
 
 
 def difference(name: str, then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
@@ -26,10 +32,12 @@ def difference(name: str, then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
 
 def _spell(description: tuple[Any, ...]) -> str:
     kind, dtype, shape, stride, device, *flags = description
+    flags, cut = flags[:3], flags[3:]
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
     names = ("requires_grad", "lazily conjugate", "lazily negative")
     set_flags = "".join(f", {name}" for name, flag in zip(names, flags, strict=True) if flag)
-    return f"{text}, strides {list(stride)}, {kind.__name__}{set_flags}"
+    parts = f", {cut[0]} on {cut[1]}, of which {list(cut[2])} at {cut[3]:#x}" if cut else ""
+    return f"{text}, strides {list(stride)}, {kind.__name__}{set_flags}{parts}"
 
 
 def first_aliases(leaves: Sequence[Any], is_data: Sequence[bool]) -> list[int]:

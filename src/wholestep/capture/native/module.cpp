@@ -31,16 +31,24 @@ namespace {
 PyObject *state_guard_type, *signature_guard_type, *input_filler_type;  // made once, never freed
 
 PyObject* new_state_guard(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *tensors, *containers, *held;
+  static PyObject* no_slots = PyTuple_New(0);
+  PyObject *tensors, *containers, *held, *slots = no_slots;
   const char* wants;
   Py_ssize_t num_wants;
-  if (!PyArg_ParseTuple(args, "O!y#O!O!", &PyTuple_Type, &tensors, &wants, &num_wants, &PyTuple_Type, &containers, &PyTuple_Type, &held))
+  if (!PyArg_ParseTuple(args, "O!y#O!O!|O!", &PyTuple_Type, &tensors, &wants, &num_wants, &PyTuple_Type, &containers, &PyTuple_Type, &held,
+                        &PyTuple_Type, &slots))
     return nullptr;
   if (num_wants != PyTuple_GET_SIZE(tensors) || PyTuple_GET_SIZE(containers) != PyTuple_GET_SIZE(held)) {
     PyErr_SetString(PyExc_ValueError, "one want per tensor, and one held thing per container");
     return nullptr;
   }
-  return create<StateGuard>(type, args, [&] { return new StateGuard(tensors, wants, containers, held); });
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
+    if (!PyObject_TypeCheck(PyTuple_GET_ITEM(slots, i), &PyMemberDescr_Type)) {
+      PyErr_SetString(PyExc_TypeError, "a slot is the member descriptor of a class");
+      return nullptr;
+    }
+  }
+  return create<StateGuard>(type, args, [&] { return new StateGuard(tensors, wants, containers, held, slots); });
 }
 
 PyObject* new_signature_guard(PyTypeObject* type, PyObject* args, PyObject*) {

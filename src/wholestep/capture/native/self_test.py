@@ -54,6 +54,33 @@ _HOOK_CHANGES: dict[str, Change] = {
 }
 
 
+_WRAPPER_CHANGES: dict[str, Change] = {
+    "the part": lambda t: setattr(t, "local", torch.zeros(2, 3)),
+    "how it is cut": lambda t: setattr(t, "spec", object()),
+    "the shape of the part": lambda t: setattr(t.local, "data", torch.zeros(3, 2)),
+    "requires_grad": lambda t: t.requires_grad_(not t.requires_grad),
+    "a gradient": lambda t: setattr(t, "grad", torch.zeros(4, 3)),
+}
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor that stands for what it holds in slots, as a DTensor does."""
+
+    __slots__ = ("local", "spec")
+    local: torch.Tensor
+    spec: object
+
+    @staticmethod
+    def __new__(cls) -> _Wrapper:
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, (4, 3))
+        made.local, made.spec = torch.zeros(2, 3), object()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of a tensor that stands for another")
+
+
 _WARM = 100
 """Writes after which Python has put an instruction of its own in the place of the general one."""
 
@@ -93,6 +120,9 @@ def fault(module: ModuleType) -> str:
     for name, change in (_TENSOR_CHANGES | _PARAMETER_CHANGES).items():
         if not _seen(module, change, tensor=nn.Parameter(torch.zeros(2, 3)), want=WITHOUT_GRADIENT):
             return f"parameter: {name}"
+    for name, change in _WRAPPER_CHANGES.items():
+        if not _seen(module, change, tensor=_Wrapper(), want=WITHOUT_GRADIENT):
+            return f"sharded parameter: {name}"
     for name, change in _HOOK_CHANGES.items():
         parameter = nn.Parameter(torch.zeros(2, 3))
         parameter.register_hook(lambda grad: None)
@@ -110,7 +140,8 @@ def _seen(module: ModuleType, change: Change, *, container: Any = None, tensor: 
     things: tuple[Any, ...] = () if container is None else (container,)
     held = tuple(tuple(one) if isinstance(one, list) else getattr(one, "cell_contents", None) for one in things)
     tensors: tuple[Any, ...] = () if tensor is None else (tensor,)
-    guard = module.StateGuard(tensors, bytes([want] * len(tensors)), things, held)
+    slots = (_Wrapper.local, _Wrapper.spec)
+    guard = module.StateGuard(tensors, bytes([want] * len(tensors)), things, held, slots)
     quiet = not _changed(module, guard) and not _changed(module, guard)
     change(container if tensor is None else tensor)
     return quiet and _changed(module, guard) == ([0] if things else [module.TENSORS])

@@ -107,6 +107,14 @@ struct ListRecord {
   long number;
 };
 
+// What an object keeps in a slot of its class: a DTensor its part and how it is cut.
+struct SlotRecord {
+  PyObject* object;
+  Py_ssize_t offset;
+  PyObject* held;
+  PyObject* now() const { return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset); }
+};
+
 struct CellRecord {
   PyObject *cell, *held;
   long number;
@@ -120,8 +128,9 @@ inline PyObject* as_tuple(const std::vector<long>& numbers) {
 
 class StateGuard {
  public:
-  StateGuard(PyObject* tensors, const char* wants, PyObject* containers, PyObject* held)
-      : tensors_(tensors), wants_(wants, wants + PyTuple_GET_SIZE(tensors)) {
+  // `slots`: descriptors of the slots in which tensors of their class hold what they stand for, a tensor among it.
+  StateGuard(PyObject* tensors, const char* wants, PyObject* containers, PyObject* held, PyObject* slots)
+      : tensors_(tensors), slots_(slots), wants_(wants, wants + PyTuple_GET_SIZE(tensors)) {
     take_tensors();
     take_containers(containers, held);
   }
@@ -130,7 +139,7 @@ class StateGuard {
   const std::vector<long>& changed() {
     changed_.clear();
     modes_changed_ = !modes_hold();
-    tensors_changed_ = !taken_ || !others_hold() || !parameters_hold();
+    tensors_changed_ = !taken_ || !slots_hold() || !others_hold() || !parameters_hold();
     if (modes_changed_) changed_.push_back(MODES);
     if (tensors_changed_) changed_.push_back(TENSORS);
     dicts_.collect_written(changed_);
@@ -151,12 +160,13 @@ class StateGuard {
   }
 
  private:
-  PyObject* tensors_;
+  PyObject *tensors_, *slots_;
   std::vector<char> wants_;
   std::vector<Kind> kinds_;
   std::vector<THPObjectPtr> owned_;
   std::vector<ParameterRecord> parameters_;
   std::vector<TensorRecord> others_;
+  std::vector<SlotRecord> in_slots_;
   std::vector<Hooks> hooks_;
   DictVersions hook_dicts_;  // those in `hooks_`, which only the tensors own
   std::vector<Gradient> gradients_;
@@ -171,12 +181,13 @@ class StateGuard {
   void take_tensors() {
     taken_ = false;
     parameters_.clear(), others_.clear(), hooks_.clear(), gradients_.clear(), kinds_.clear(), owned_.clear();
-    hook_dicts_.clear();
+    hook_dicts_.clear(), in_slots_.clear();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors_); ++i) {
       PyObject* object = PyTuple_GET_ITEM(tensors_, i);
       if (!THPVariable_Check(object)) throw std::invalid_argument("not a tensor");
       c10::TensorImpl* impl = impl_of(object);
-      if (!is_plain(*impl)) throw std::invalid_argument("a tensor whose shape or device is answered elsewhere");
+      if (!is_plain(*impl) && !take_slots(object))
+        throw std::invalid_argument("a tensor whose shape or device is answered elsewhere");
       const auto want = static_cast<Want>(wants_[i]);
       const TensorRecord record(object, kind_number(object, *impl, want, want != STATE && take_hooks(object)), impl);
       if (want == STATE) {
@@ -187,6 +198,31 @@ class StateGuard {
       }
     }
     taken_ = true;
+  }
+
+  // What a tensor of the class of the slots stands for; false for one of another class.
+  bool take_slots(PyObject* object) {
+    bool taken = false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots_); ++i) {
+      const auto* slot = reinterpret_cast<PyMemberDescrObject*>(PyTuple_GET_ITEM(slots_, i));
+      if (Py_TYPE(object) != slot->d_common.d_type) return false;
+      const SlotRecord record{object, slot->d_member->offset, nullptr};
+      PyObject* held = record.now();
+      if (held == nullptr) throw std::invalid_argument("a tensor with an empty slot");
+      owned_.emplace_back(Py_NewRef(held));
+      in_slots_.push_back({object, record.offset, held});
+      if (THPVariable_Check(held)) {
+        c10::TensorImpl* impl = impl_of(held);
+        if (!is_plain(*impl)) throw std::invalid_argument("a part whose shape or device is answered elsewhere");
+        others_.push_back(TensorRecord(held, kind_number(held, *impl, STATE, false), impl));
+      }
+      taken = true;
+    }
+    return taken;
+  }
+
+  bool slots_hold() const {
+    return std::all_of(in_slots_.begin(), in_slots_.end(), [](const SlotRecord& slot) { return slot.now() == slot.held; });
   }
 
   // A type that were freed could leave its address to another one.

@@ -14,7 +14,7 @@ from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
 from wholestep.capture.reach.traced_inputs import TracedInput, traced_inputs
-from wholestep.capture.reach.train_state import LazyState, TrainState
+from wholestep.capture.reach.train_state import CutState, LazyState, TrainState
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
 from wholestep.ir.program import InputKind
@@ -34,12 +34,14 @@ class StepContext:
         varying: Collection[VaryingValue] = (),
         *,
         observed: Collection[str | type] = (),
+        cut_state: CutState | None = None,
     ) -> None:
         """Finds everything and creates the optimizer state that is missing.
 
         Args:
             varying: numbers and texts that change between calls; one that is not found in this call is left out.
             observed: attributes that a trace has used, as `reachability.Walker` takes them.
+            cut_state: of a strategy that shards the state of optimizers.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
         """
@@ -47,7 +49,7 @@ class StepContext:
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self.reachable = reachability.find_reachable(step, args, kwargs, observed)
         self.attributes = AttributeAccess(self.reachable.objects)
-        self.lazy = LazyState(list(self.reachable.optimizers.values()))
+        self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
             self.state: TrainState = stating.collect(self.reachable)
             self.outside = self._places_of(varying)

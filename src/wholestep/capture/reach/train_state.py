@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.errors import CaptureError, ConfigError, HyperparameterError
+from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 
 
@@ -145,11 +147,7 @@ def _named(entry: tuple[str, Optimizer]) -> tuple[str, Optimizer]:
 def _refuse_wrappers(root: str, module: nn.Module) -> None:
     for fqn, child in module.named_modules():
         kind = type(child).__name__
-        if (
-            isinstance(child, nn.parallel.DistributedDataParallel)
-            or kind in ("FullyShardedDataParallel",)
-            or kind.startswith("FSDP")
-        ):
+        if isinstance(child, nn.parallel.DistributedDataParallel) or kind == "FullyShardedDataParallel":
             raise ConfigError(
                 f"{root}{'.' + fqn if fqn else ''} is wrapped in {kind}, which communicates in hooks of its own. "
                 f"Pass the plain module and give the strategy to wholestep.compile(strategy=...)."
@@ -175,6 +173,10 @@ def states(opt: Optimizer) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
     return [(key, held) for key, held in opt.state.items() if isinstance(key, torch.Tensor) and isinstance(held, dict)]
 
 
+CutState = Callable[[torch.Tensor, dict[Any, Any]], None]
+"""Cuts the optimizer state of a parameter, in place, where a strategy shards it and not the parameter."""
+
+
 class LazyState:
     """Creates the optimizer state that a first ``step()`` would create, without taking one.
 
@@ -183,8 +185,10 @@ class LazyState:
     training would have left. Optimizers without it create their state in the graph.
     """
 
-    def __init__(self, optimizers: list[tuple[str, Optimizer]]) -> None:
+    def __init__(self, optimizers: list[tuple[str, Optimizer]], cut: CutState | None = None) -> None:
+        """`cut` is called with each parameter and its new state: never is all of it there at once."""
         self.created: list[tuple[Optimizer, torch.Tensor]] = []
+        self._cut = cut
         for name, opt in optimizers:
             _refuse_optimizer(name, opt)
             if hasattr(opt, "_init_group"):
@@ -199,12 +203,9 @@ class LazyState:
             param.grad = None  # so that _init_group touches only the fresh ones
         try:
             for param in fresh:
-                param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+                param.grad = _zeros_without_memory(param)
             for group in opt.param_groups:
-                count = len(inspect.signature(opt._init_group).parameters) - 1  # type: ignore[attr-defined]
-                opt._init_group(group, *([] for _ in range(count)))  # type: ignore[attr-defined]
-                if isinstance(opt, SGD):
-                    self._create_momentum(opt, group, fresh)
+                self._create_group(opt, group, fresh)
         finally:
             for param, grad in [*saved, *others]:
                 param.grad = grad
@@ -213,6 +214,17 @@ class LazyState:
                 self.created.append((opt, param))
             else:
                 opt.state.pop(param, None)
+
+    def _create_group(self, opt: Optimizer, group: dict[str, Any], fresh: list[torch.Tensor]) -> None:
+        count = len(inspect.signature(opt._init_group).parameters) - 1  # type: ignore[attr-defined]
+        known = {id(one) for one in fresh}
+        for few in [group] if self._cut is None else [{**group, "params": [one]} for one in group["params"]]:
+            opt._init_group(few, *([] for _ in range(count)))  # type: ignore[attr-defined]
+            if isinstance(opt, SGD):
+                self._create_momentum(opt, few, fresh)
+            for param in few["params"]:
+                if self._cut is not None and id(param) in known and opt.state.get(param):
+                    self._cut(param, opt.state[param])
 
     @staticmethod
     def _create_momentum(opt: Optimizer, group: dict[str, Any], fresh: list[torch.Tensor]) -> None:
@@ -230,6 +242,16 @@ class LazyState:
         for opt, param in self.created:
             if used.isdisjoint([id(param), *map(id, opt.state.get(param, {}).values())]):
                 opt.state.pop(param, None)
+
+
+def _zeros_without_memory(param: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros((), dtype=param.dtype, device=param.device)
+    if not is_dtensor(param):
+        return zero.expand(param.shape)
+    local = zero.expand(param.to_local().shape)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _refuse_optimizer(name: str, opt: Optimizer) -> None:

@@ -37,6 +37,7 @@ from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
 from wholestep.errors import CaptureError
+from wholestep.ir.dtensor.fully_shard_hooks import silent_hooks
 from wholestep.ir.ops.rng_state import traced_generator
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
@@ -120,6 +121,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield recorders.origins.recording()
     yield traced_generator()
     yield unrolled_rnns()
+    yield silent_hooks()
     yield module_to_is_identity()
     yield compile_unwrapped()
     yield symbolic_math()

@@ -32,6 +32,8 @@ from wholestep.capture.tracing.call_watch import calls_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
 from wholestep.errors import CaptureError
+from wholestep.ir.dtensor.shards import is_dtensor
+from wholestep.ir.dtensor.whole_fake import whole_fake
 from wholestep.ir.lazy_graph_module import unwritten
 from wholestep.ir.program import InputKind
 
@@ -148,7 +150,8 @@ class Tracer:
         try:
             fakes: list[torch.Tensor] = []
             for real in self._reals:
-                fake = self._recorders.mode.from_tensor(real, static_shapes=True)
+                mode = self._recorders.mode
+                fake = whole_fake(mode, real) if is_dtensor(real) else mode.from_tensor(real, static_shapes=True)
                 fakes.append(fake)
             by_id = {id(real): fake for real, fake in zip(self._reals, fakes, strict=True)}
             for slot in self._state.params:  # the fake of a parameter has made a fake of its gradient already

@@ -203,7 +203,7 @@ class _VirtualRanks:
                 return plan
         args, kwargs = tree_util.unflatten(leaves, spec)
         captured = subject.capture(args, kwargs)
-        placed = place(captured.program, subject.strategy, subject.axis)
+        placed = place(captured.program, subject.strategy, (subject.axis,))
         plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_locally)), compresses)
         hypers = [one.hyper for _, one in captured.binding.inputs_of(GroupNumber)]
         self._hypers |= {(id(one.group), one.key, one.position): one for one in hypers}

@@ -57,7 +57,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def placed(axis: MeshAxis, model: nn.Module) -> Program:
     opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    return place(program_of(train, model, opt, torch.randn(3, 4)), DDP(bucket_bytes=CAP_BYTES), axis)
+    return place(program_of(train, model, opt, torch.randn(3, 4)), DDP(bucket_bytes=CAP_BYTES), (axis,))
 
 
 @pytest.fixture(scope="module")

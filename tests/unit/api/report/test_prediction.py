@@ -46,7 +46,7 @@ def test_the_predicted_peak_is_what_a_run_keeps_alive(ranks: int, rows: int, opt
     x = torch.randn(rows, 32)
     opt = OPTIMIZERS[optimizer](model.parameters())
     trace = captured(train, model, opt, x)
-    program = _scheduled(place(trace.program, DDP(bucket_bytes=20_000), axis if ranks > 1 else None))
+    program = _scheduled(place(trace.program, DDP(bucket_bytes=20_000), (axis,) if ranks > 1 else ()))
     peak = predict(program, COST).peak
     inputs = trace.binding.fill([model, opt, x])
     input_bytes = sum(map(node_meta.num_bytes, program.placeholders))
@@ -66,7 +66,7 @@ def test_gradients_and_buckets_are_told_apart(axis: MeshAxis) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     program = run_passes(
-        place(captured(train, model, opt, torch.randn(2, 64)).program, DDP(), axis),
+        place(captured(train, model, opt, torch.randn(2, 64)).program, DDP(), (axis,)),
         passes_of(cost=COST, bucket_bytes=1 << 30),
     )
     peak = predict(program, COST).peak
@@ -80,7 +80,7 @@ def test_gradients_and_buckets_are_told_apart(axis: MeshAxis) -> None:
 def test_on_one_rank_what_updates_read_are_gradients() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    program = _scheduled(place(captured(train, model, opt, torch.randn(2, 64)).program, None, None))
+    program = _scheduled(place(captured(train, model, opt, torch.randn(2, 64)).program, None, ()))
     by_category = predict(program, COST).peak.by_category
     assert by_category["buckets"] == 0
     assert by_category["gradients"] == 4 * 4 * 64 * 64

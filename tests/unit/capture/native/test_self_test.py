@@ -32,9 +32,9 @@ class BlindFor:
         self._module, self._things = module, things
         self.TENSORS, self.MODES = fast_guards.TENSORS, fast_guards.MODES
 
-    def StateGuard(self, tensors: Any, wants: Any, containers: Any, held: Any) -> Any:
+    def StateGuard(self, tensors: Any, wants: Any, containers: Any, held: Any, slots: Any) -> Any:
         made = Blind.StateGuard if self._things(tensors, containers) else self._module.StateGuard
-        return made(tensors, wants, containers, held)
+        return made(tensors, wants, containers, held, slots)
 
 
 BLIND_FOR: dict[str, Callable[[Any, Any], bool]] = {

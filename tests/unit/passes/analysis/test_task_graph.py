@@ -43,7 +43,7 @@ def training(*, foreach: bool, clip: bool) -> Program:
         return finish(model, opt, model(x).square().mean(), clip=clip)
 
     axis = MeshAxis(name="data", size=2, group=builders.world_group())
-    return place(program_of(train, torch.ones(16, 256)), DDP(), axis)
+    return place(program_of(train, torch.ones(16, 256)), DDP(), (axis,))
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def training(monkeypatch) -> tuple[Any, ...]:
 
 
 def planned(training: tuple[Any, ...], *lowering: Pass, until: int = 0, **options: Any) -> Program:
-    placed = place(captured(step, *training).program, DDP(), AXIS)
+    placed = place(captured(step, *training).program, DDP(), (AXIS,))
     options = {"cost": COST, "bucket_bytes": 1 << 20, "choose_wire_format": choose_wire_format} | options
     passes = passes_of(lowering=lowering, **options)
     return run_passes(placed, passes[: len(passes) - until])
@@ -147,7 +147,7 @@ def test_other_buckets_stay_in_float32(training, change: str):
 
 def test_a_gradient_that_somebody_reads_is_of_no_type(training):
     """Before it is reduced, that is: behind, it is in float32 like all."""
-    placed = place(captured(step, *training).program, DDP(), AXIS)
+    placed = place(captured(step, *training).program, DDP(), (AXIS,))
     starts = calls(placed, op_info.c10d.all_reduce.default)
     types = [narrow_dtype(start.args[0].args[0], supports=yes) for start in starts]
     assert sorted(map(str, types)) == ["None"] * 5 + ["torch.bfloat16"] * 2
@@ -160,7 +160,7 @@ def test_a_gradient_that_somebody_reads_is_of_no_type(training):
 def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
     monkeypatch.setattr("wholestep.lower.kernels.copy_all_reduce.why_not", lambda group, device: "")
     monkeypatch.setattr("wholestep.lower.inductor.segment_compiler.widens", yes)
-    placed = place(captured(step, *training).program, DDP(), AXIS)
+    placed = place(captured(step, *training).program, DDP(), (AXIS,))
     grads = [start.args[0].args[0] for start in calls(placed, op_info.c10d.all_reduce.default)]
 
     def types(backend: Any, group: str = "0") -> list[torch.dtype]:
@@ -184,7 +184,7 @@ def test_backends_say_the_type_where_copies_reduce(training, monkeypatch):
 
 def test_the_step_without_communication_makes_its_gradients_in_float32(training):
     silent = _Silent(InductorOptions(), torch.device("cpu"))
-    placed = place(captured(step, *training).program, DDP(), AXIS)
+    placed = place(captured(step, *training).program, DDP(), (AXIS,))
     names = [pass_name(one) for one in silent.passes(placed)]
     assert narrow_wire_dtype.__name__ not in names
     assert len(names) == len(InductorBackend(InductorOptions(), torch.device("cpu")).passes(placed)) - 1

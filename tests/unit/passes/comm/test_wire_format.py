@@ -82,7 +82,7 @@ def all_by_copies(monkeypatch):
 
 
 def placed(*training: Any) -> Program:
-    return run_passes(place(captured(step, *training).program, DDP(), AXIS), [eliminate_dead_code])
+    return run_passes(place(captured(step, *training).program, DDP(), (AXIS,)), [eliminate_dead_code])
 
 
 def planned(*training: Any, lowering: tuple[Pass, ...] = (AVERAGE, COPIES), until: int = 0, **options: Any) -> Program:

@@ -69,7 +69,7 @@ def placed(model: nn.Module, x: Tensor, *, size: int = 2) -> Program:
     """The step of the model on `size` ranks, of which this process runs one."""
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     axis = MeshAxis(name="data", size=size, group=builders.world_group())
-    return place(capture(train, (model, opt, x), {}).program, DDP(), axis)
+    return place(capture(train, (model, opt, x), {}).program, DDP(), (axis,))
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def test_what_was_kept_on_purpose_stays():
         opt.zero_grad()
 
     axis = MeshAxis(name="data", size=2, group=builders.world_group())
-    program = place(capture(step, (ROWS,), {}).program, DDP(), axis)
+    program = place(capture(step, (ROWS,), {}).program, DDP(), (axis,))
     plain, tight = planned(program, None), planned(program, 0.05)
     names = [str(node_meta.repeats(node)) for node in again(tight)]
     assert any(name.startswith("gelu") for name in names)
@@ -312,7 +312,7 @@ def test_two_batches_whose_gradients_are_added():
         opt.zero_grad()
 
     program = place(
-        capture(step, (ROWS,), {}).program, DDP(), MeshAxis(name="data", size=2, group=builders.world_group())
+        capture(step, (ROWS,), {}).program, DDP(), (MeshAxis(name="data", size=2, group=builders.world_group()),)
     )
     plain, tight = planned(program, None), planned(program, 0.6)
     copies = [node_meta.origin(node).region for node in tight.graph.nodes if node.op == "call_function"]

@@ -178,7 +178,7 @@ def test_a_language_model_has_no_activations_left_and_the_same_bits(trained):
 
 def planned(program: Program, *lowering: Pass) -> Program:
     """The plan for two ranks, with segments as a GPU has them."""
-    placed = place(program, DDP(), MeshAxis(name="data", size=2, group="0"))
+    placed = place(program, DDP(), (MeshAxis(name="data", size=2, group="0"),))
     passes = [
         *lowering,
         partial(fold_mean, averages=lambda group, device: True),

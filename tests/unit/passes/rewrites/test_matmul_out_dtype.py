@@ -62,7 +62,7 @@ def training() -> tuple[Any, ...]:
 
 
 def planned(training: tuple[Any, ...], *lowering: Pass, bucket_bytes: int = 1 << 20, until: int = 0) -> Program:
-    placed = place(captured(step, *training).program, DDP(), AXIS)
+    placed = place(captured(step, *training).program, DDP(), (AXIS,))
     passes = passes_of(cost=COST, bucket_bytes=bucket_bytes, lowering=lowering)
     return run_passes(placed, passes[: len(passes) - until])
 

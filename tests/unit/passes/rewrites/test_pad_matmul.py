@@ -538,7 +538,7 @@ def planned(*first: Pass) -> Program:
         partial(widen_matmul_out_dtype, widens=lambda product: True),
         partial(form_segments, compiles=segment_compiler.compiles, may_postpone=segment_compiler.may_follow),
     ]
-    placed = place(found.program, DDP(), MeshAxis(name="data", size=2, group="0"))
+    placed = place(found.program, DDP(), (MeshAxis(name="data", size=2, group="0"),))
     return run_passes(placed, passes_of(cost=COST, bucket_bytes=1 << 20, lowering=lowering))
 
 

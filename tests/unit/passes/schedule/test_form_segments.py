@@ -136,7 +136,7 @@ def training(make: Callable[[Any], torch.optim.Optimizer], *, ranks: int = 2) ->
     step(*batch)  # the state of the optimizer is there
     found = captured(step, *batch)
     axis = MeshAxis(name="data", size=ranks, group=builders.world_group())
-    program = place(found.program, DDP(), axis)
+    program = place(found.program, DDP(), (axis,))
     planned = run_passes(program, passes_of(cost=COST, bucket_bytes=100)[:-2])
     return planned, [*found.binding.fill(list(batch))]
 

@@ -49,7 +49,7 @@ def test_updates_do_not_wait_for_the_buckets_of_others():
         return loss.detach()
 
     axis = MeshAxis(name="data", size=2, group="0")
-    placed = place(captured(step, torch.randn(4, 8)).program, DDP(), axis)
+    placed = place(captured(step, torch.randn(4, 8)).program, DDP(), (axis,))
     passes = passes_of(cost=COST, bucket_bytes=600)[:-2]
     early = run_passes(placed, passes)
     late = run_passes(placed, [*passes, sink_waits])

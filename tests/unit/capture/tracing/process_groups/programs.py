@@ -25,7 +25,7 @@ def captured(step: Callable[..., Any], *args: Tensor) -> Program:
 
 
 def scheduled(step: Callable[..., Any], *args: Tensor) -> Program:
-    return run_passes(place(captured(step, *args), None, None), passes_of(cost=CostModel.default("cpu+gloo")))
+    return run_passes(place(captured(step, *args), None, ()), passes_of(cost=CostModel.default("cpu+gloo")))
 
 
 def plan(step: Callable[..., Any]) -> list[str]:

@@ -50,7 +50,7 @@ def test_a_collective_of_a_group_of_others_does_nothing(groups: Groups) -> None:
 
 
 def test_axes_of_the_step_come_after_those_of_the_strategy(groups: Groups) -> None:
-    placed = place(captured(over(groups["odd"])), None, None)
+    placed = place(captured(over(groups["odd"])), None, ())
     assert [axis.size for axis in placed.mesh] == [1, 3]
 
 

@@ -1,0 +1,62 @@
+"""The hooks of ``fully_shard``: silent while a step is traced, since the graph has gathers and reductions of its own.
+
+Hooks stay registered. What they call does nothing but cast, where the module has a mixed precision policy: casts of
+parameters are then part of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on this very module."""
+    return isinstance(module, FSDPModule)
+
+
+@contextmanager
+def silent_hooks() -> Iterator[None]:
+    """While open, a forward and a backward of a module of ``fully_shard`` communicate nothing and move no parameter."""
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (FSDPState, "_root_pre_forward", lambda state, module, args, kwargs: (args, kwargs)),
+            (FSDPState, "_register_pre_backward_hook", lambda state, output: output),
+            (FSDPParamGroup, "pre_forward", _cast_parameters),
+            (FSDPParamGroup, "post_forward", _put_parameters_back),
+            (FSDPParamGroup, "_prefetch_unshard", staticmethod(lambda *_: None)),
+        ):
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield
+
+
+def _cast_parameters(group: FSDPParamGroup, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dtype = group.mp_policy.param_dtype
+    if dtype is not None:
+        for one in group.fsdp_params:
+            if one.sharded_param.is_floating_point():
+                _put(one, one.sharded_param.to(dtype))
+    return args, kwargs
+
+
+def _put_parameters_back(group: FSDPParamGroup, module: Any, args: Any, output: Any) -> Any:
+    if group.mp_policy.param_dtype is not None:
+        for one in group.fsdp_params:
+            _put(one, one.sharded_param)
+    return output
+
+
+def _put(one: Any, value: torch.Tensor) -> None:
+    """Has every module that shares a parameter read `value` in its place."""
+    info = one._module_info
+    info.module._parameters[info.param_name] = value
+    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        module._parameters[name] = value

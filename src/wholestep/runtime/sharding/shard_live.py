@@ -1,0 +1,130 @@
+"""Shards the live objects of a step, in place, before it is captured.
+
+Parameters become those of torch's own ``fully_shard``, so evaluation, ``state_dict`` and checkpoints between calls are
+torch's code. A plain parameter object cannot become a DTensor: a new object takes its place in modules and wherever
+else it is held (`wholestep.runtime.sharding.replace_references`). Modules and optimizers stay the objects that they
+are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from wholestep.capture.reach.reachability import find_reachable
+from wholestep.capture.reach.reachable import Reachable
+from wholestep.capture.reach.train_state import CutState, states
+from wholestep.config import FSDP, ZeRO
+from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
+from wholestep.ir.program import MeshAxis
+from wholestep.runtime.buffer_sync import broadcast_tensors
+from wholestep.runtime.sharding.replace_references import cut_state, replace_everywhere
+from wholestep.runtime.sharding.units import units_of
+
+log = logging.getLogger("wholestep")
+
+
+class LiveSharding:
+    """Shards what a step can reach before a trace of it, each thing once."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self.cut_state: CutState | None = None
+        """What a strategy that shards the state of optimizers alone does with new state."""
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: FSDP | ZeRO, mesh: DeviceMesh,
+        axes: tuple[MeshAxis, ...],
+    ) -> None:  # fmt: skip
+        """See `shard_parameters` and `shard_state`."""
+        found = find_reachable(self._step, args, kwargs)
+        if isinstance(config, FSDP):
+            shard_parameters(found, config, mesh, axes)
+            return
+        ignored = {
+            id(param)
+            for name, root in found.modules.values()
+            for fqn, param in root.named_parameters()
+            if {fqn, f"{name}.{fqn}"} & set(config.ignore)
+        }
+        self.cut_state = partial(_cut_like_parameter, mesh, axes[0].size, ignored)
+        for _, opt in found.optimizers.values():
+            for param, held in states(opt):
+                self.cut_state(param, held)
+
+
+def shard_parameters(found: Reachable, config: FSDP, mesh: DeviceMesh, axes: tuple[MeshAxis, ...]) -> None:
+    """Shards every module that the step can reach and that is not sharded yet, and moves optimizers over.
+
+    Args:
+        mesh: of one axis, or of two, over the last of which parameters are cut.
+        axes: those of the mesh, as graphs see them: state is made equal over all of them.
+
+    Raises:
+        PlacementError: for units that share parameters with others.
+    """
+    for name, root in found.modules.values():
+        if all(map(is_sharded, _cut_parameters(root, config, name))):
+            continue
+        if config.sync_at_start:
+            tensors = [*root.parameters(), *root.buffers()]
+            for axis in axes:
+                broadcast_tensors([one for one in tensors if not is_sharded(one)], axis)
+        for unit in units_of(root, config.units):
+            replace_everywhere(_shard_unit(root, unit, config, mesh, name))
+        log.info("%s is sharded over %d ranks", name, axes[0].size)
+
+
+def _cut_like_parameter(
+    mesh: DeviceMesh, num_ranks: int, ignored: set[int], param: torch.Tensor, held: dict[Any, Any]
+) -> None:
+    if param.dim() > 0 and id(param) not in ignored:
+        cut_state(param, held, mesh, replicated_and(default_dim(tuple(param.shape), num_ranks), mesh))
+
+
+def _cut_parameters(root: nn.Module, config: FSDP, name: str) -> list[torch.Tensor]:
+    """Those that the strategy cuts: not the ignored ones, and not what `fully_shard` refuses: single numbers, and those
+    that lie in another order than their dims."""
+    named = [(fqn, one) for fqn, one in root.named_parameters() if one.dim() > 0 and one.is_contiguous()]
+    return [one for fqn, one in named if not {fqn, f"{name}.{fqn}"} & set(config.ignore)]
+
+
+def _shard_unit(
+    root: nn.Module, unit: nn.Module, config: FSDP, mesh: DeviceMesh, name: str
+) -> list[tuple[torch.Tensor, DTensor]]:
+    before = {fqn: one for fqn, one in root.named_parameters(remove_duplicate=False) if not is_sharded(one)}
+    kept = {id(one) for one in _cut_parameters(root, config, name)}
+    ignored = {one for one in before.values() if id(one) not in kept}
+    # A root that stayed gathered behind a forward without a backward would be stale behind the next compiled call.
+    num_ranks = mesh.size(mesh.ndim - 1)
+    fully_shard(
+        unit, mesh=mesh, reshard_after_forward=True,
+        shard_placement_fn=config.shard_placement_fn or (lambda one: Shard(default_dim(tuple(one.shape), num_ranks))),
+        mp_policy=config.mp_policy or MixedPrecisionPolicy(), ignored_params=ignored or None,
+    )  # fmt: skip
+    pairs: dict[int, tuple[torch.Tensor, DTensor]] = {}
+    for fqn, new in root.named_parameters(remove_duplicate=False):
+        old = before.get(fqn)
+        if old is not None and is_sharded(new):
+            pairs[id(old)] = (old, new)
+    for leaving, sharded in pairs.values():
+        vars(sharded).update(vars(leaving))
+        _take_hooks(leaving, sharded)
+        if leaving.grad is not None:
+            sharded.grad = cut(leaving.grad, sharded.device_mesh, sharded.placements)
+    return list(pairs.values())
+
+
+def _take_hooks(leaving: torch.Tensor, sharded: DTensor) -> None:
+    """Compiled steps call the hooks of a parameter with whole gradients, as they do without a strategy."""
+    sharded._backward_hooks = leaving._backward_hooks
+    if leaving._post_accumulate_grad_hooks:
+        sharded._post_accumulate_grad_hooks = leaving._post_accumulate_grad_hooks

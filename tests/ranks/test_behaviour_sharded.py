@@ -1,0 +1,42 @@
+"""The cases of tests/behaviour on two ranks under sharded strategies, against eager DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import wholestep as ws
+from tests.behaviour.cases import OPTIM_CASES, STEP_CASES
+from tests.behaviour.harness import EagerDDP, check
+from wholestep.config import Strategy
+
+CASES = {**STEP_CASES, **OPTIM_CASES}
+STRATEGIES: dict[str, Strategy] = {
+    "fsdp_keep": ws.FSDP(reshard_after_forward=False),
+    "fsdp_again": ws.FSDP(reshard_after_forward=True),
+    "zero1": ws.ZeRO(),
+    "zero2": ws.ZeRO(stage=2),
+}
+
+APART = {"gradient_edited_by_hand"}
+"""Cases in which each rank adds random numbers of its own to reduced gradients: under DistributedDataParallel the
+parameters drift apart, and sharded ones cannot."""
+
+pytestmark = pytest.mark.ranks
+
+
+def complaints(name: str, strategy: str) -> list[str]:
+    """Runs on every rank. An error of wholestep is told in words, so that the ranks stay usable."""
+    try:
+        return check(CASES[name], EagerDDP(), STRATEGIES[strategy])
+    except ws.WholestepError as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks and not case.live and name not in APART])
+def test_equals_eager_ddp(pool2: Any, name: str, strategy: str) -> None:
+    found = pool2.run(complaints, name, strategy)
+    told = [f"rank {rank}: {one}" for rank, ones in enumerate(found) for one in ones]
+    assert not told, "\n".join(told)
