@@ -35,7 +35,7 @@ from wholestep.ir.program import MeshAxis, Program, Stage
 from wholestep.live.live_step import LiveStep
 from wholestep.live.recording.handle import CURRENT
 from wholestep.runtime.distributed.world import init
-from wholestep.runtime.options import Options, data_axis
+from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.verify.verification import Verification
 from wholestep.runtime.verify.verify import Subject, Trial, verify
 
@@ -158,7 +158,7 @@ class CompiledStep:
         if self._live is not None:
             return explain_live(self._live, str(self._options.backend))
         entry, stages = self._last(), self._stages
-        strategy = "DDP" if entry.programs[Stage.PLACED].mesh[0].size > 1 else "no communication"
+        strategy = stages.strategy_name(entry)
         mode = stages.backend.execution_mode(entry.executable.runner)
         return explain(
             self.program(), step=stages.name, strategy=strategy, backend=mode.description,
@@ -215,9 +215,8 @@ class CompiledStep:
         Nothing of the user's is changed. Raises what a first call raises, and ConfigError for a batch that does not
         divide; a difference is no error here: ask the record, or let its `raise_if_failed` raise.
         """
-        axis = data_axis(init(), self._options.mesh)
-        if axis is None or axis.size != ranks:
-            axis = MeshAxis(name="data", size=ranks, group="virtual")
+        axes = data_axes(init(), self._options.mesh)
+        axis = axes[0] if axes and axes[0].size == ranks else MeshAxis(name="data", size=ranks, group="virtual")
         stages = self._stages
         subject = Subject(
             name=stages.name, step=self._step, capture=stages.capture, passes=stages.passes,

@@ -41,7 +41,7 @@ from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import World, init
 from wholestep.runtime.executable import Executable, describe_state
-from wholestep.runtime.options import Options, data_axes, data_axis
+from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.sharding import shard_values
 from wholestep.runtime.sharding.shard_live import LiveSharding
 from wholestep.runtime.shared_costs import agreed_costs
@@ -111,14 +111,14 @@ class Stages:
 
     def plan(self, captured: Captured, lookup: CacheLookup) -> Entry:
         """Every stage after capture, in order."""
-        world, axis = init(), data_axis(init(), self.options.mesh)
+        world, axes = init(), data_axes(init(), self.options.mesh)
         with self.rendezvous.abandoned_on_error(world):
             report_stage("planning")
-            placed = place(captured.program, self._strategy(world), data_axes(world, self.options.mesh))
+            placed = place(captured.program, self._strategy(world), axes)
             passes = self.passes(captured, self.compression, self._choose_cuts, self.backend.passes(placed))
             scheduled = run_passes(placed, passes)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}
-        nccl_connect.begin(axis, world.device)  # ranks connect while kernels are compiled
+        nccl_connect.begin(axes, world.device)  # ranks connect while kernels are compiled
         return self._lower(captured, programs, lookup, self.compile_and_share)
 
     def _lower(
@@ -179,24 +179,24 @@ class Stages:
 
     def _broadcast_state(self, program: Program, binding: Binding, world: World) -> BufferSync | None:
         """Makes parameters and buffers equal on all ranks; returns what keeps the buffers so, if anything has to."""
-        axis, strategy = data_axis(world, self.options.mesh), self._strategy(world)
-        if strategy is None or axis is None or axis.size == 1:
+        axes, strategy = data_axes(world, self.options.mesh), self._strategy(world)
+        if strategy is None or all(axis.size == 1 for axis in axes):
             return None
         nccl_connect.wait()
         if strategy.sync_at_start:
-            self._broadcast(binding.synced(program), axis, world)
-        return BufferSync(program, binding.tensors, axis) if strategy.broadcast_buffers else None
+            self._broadcast(binding.synced(program), axes, world)
+        return BufferSync(program, binding.tensors, axes) if strategy.broadcast_buffers else None
 
     def peers(self) -> Peers | None:
         """What the strategy does in a step that is live; all ranks have agreed that it is. None for a single rank.
 
         Raises CaptureError for a strategy that needs a single graph, RankMissingError where other ranks do not come.
         """
-        world, axis = init(), data_axis(init(), self.options.mesh)
+        world, axes = init(), data_axes(init(), self.options.mesh)
         strategy = self._strategy(world)
-        if strategy is None or axis is None or axis.size == 1:
+        if strategy is None or all(axis.size == 1 for axis in axes):
             return None
-        peers = Peers(self.step, strategy, axis, world)
+        peers = Peers(self.step, strategy, axes[0], world)
         self.rendezvous.agree(f"{self.name} is live", lambda: "", world)
         nccl_connect.wait()
         return peers
@@ -215,6 +215,11 @@ class Stages:
     def cost(self) -> CostModel:
         """The costs that all ranks plan with."""
         return agreed_costs(self.rendezvous, init())
+
+    def strategy_name(self, entry: Entry) -> str:
+        """What reports call the strategy of an entry."""
+        is_alone = all(axis.size == 1 for axis in entry.programs[Stage.PLACED].mesh[:1])
+        return "no communication" if is_alone else type(self._strategy(init()) or DDP()).__name__
 
     def _mesh(self, world: World) -> DeviceMesh | None:
         return world.mesh if self.options.mesh is None else self.options.mesh
@@ -251,7 +256,7 @@ class Stages:
         """Makes an entry of a saved step, without capture, placement and passes."""
         world, scheduled = init(), cached.programs[Stage.SCHEDULED]
         self.rendezvous.recall(cached.choices)
-        nccl_connect.begin(data_axis(world, self.options.mesh), world.device)
+        nccl_connect.begin(data_axes(world, self.options.mesh), world.device)
         self.backend.load_kernels(scheduled, cached.kernels)
         log.info("%s is not captured: it was loaded from %s", self.name, cached.path)
         return self._lower(cached.captured, cached.programs, lookup.without_kernels(), self.backend.lower)

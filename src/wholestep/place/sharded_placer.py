@@ -65,6 +65,7 @@ class ShardedPlacer(Placer):
         self._whole: dict[tuple[Any, str], fx.Node] = {}
         self._own: dict[tuple[fx.Node, ShardSpec], fx.Node] = {}
         self._rank: fx.Node | None = None
+        self._has_begun = False
         self._labels: dict[fx.Node, str] = {}
         """Names of parameters and state, also of casts of them."""
         self._gathered: Counter[str] = Counter()
@@ -143,7 +144,8 @@ class ShardedPlacer(Placer):
         """The placed program."""
         placed = super().run()
         inputs = [self._input(record) for record in self.program.inputs]
-        inputs.append(Input(kind=InputKind.RANK, name=self._rank_name, shape=(), dtype=torch.int64))
+        if self._rank is not None:
+            inputs.append(Input(kind=InputKind.RANK, name=self._rank_name, shape=(), dtype=torch.int64))
         fallbacks = tuple(
             PlacementFallback(operator=name, count=count, num_bytes=self._gathered_bytes[name])
             for name, count in sorted(self._gathered.items())
@@ -166,7 +168,8 @@ class ShardedPlacer(Placer):
     def _write(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return self._write_input(node)
-        if self._rank is None:
+        if not self._has_begun:
+            self._has_begun = True
             self._rank = self._write_rank(node.graph)
             self.strategy.begin(self)
         if node.op == "output":
@@ -218,6 +221,9 @@ class ShardedPlacer(Placer):
             for output, old in zip(self.program.outputs, self.program.results, strict=True):
                 self._results.append(self._result(output, old) if isinstance(old, fx.Node) else old)
         made: fx.Node = self.graph.output(tuple(self._results))
+        if self._rank is not None and not self._rank.users:  # a program without it can be saved for other processes
+            self.graph.erase_node(self._rank)
+            self._rank = None
         return made
 
     def _result(self, output: Output, old: fx.Node) -> Any:

@@ -26,10 +26,10 @@ class StateBroadcast:
         self._name = name
         self._equal: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
-    def __call__(self, tensors: Iterable[torch.Tensor], axis: MeshAxis, world: World) -> None:
+    def __call__(self, tensors: Iterable[torch.Tensor], axes: tuple[MeshAxis, ...], world: World) -> None:
         fresh = [tensor for tensor in tensors if id(tensor) not in self._equal and not is_freed(tensor)]
         with named_failures(world, lambda: f"the first broadcast of {self._name}"):
-            broadcast_tensors(fresh, axis)
+            broadcast_over(fresh, axes)
         self._equal.update({id(tensor): tensor for tensor in fresh})
 
 
@@ -41,7 +41,7 @@ class BufferSync:
     evaluation steps in a row the first one does it. Ranks decide alike, as they run the same plans.
     """
 
-    def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axis: MeshAxis) -> None:
+    def __init__(self, program: Program, tensors: list[torch.Tensor | int | None], axes: tuple[MeshAxis, ...]) -> None:
         targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         kept = program.host_buffers
         found = [
@@ -51,15 +51,21 @@ class BufferSync:
         ]
         self._written = [tensor for is_written, tensor in found if is_written]
         self._read = [tensor for is_written, tensor in found if not is_written]
-        self._axis = axis
+        self._axes = axes
 
     def before_call(self) -> None:
         """Broadcasts what this step reads and another has written; notes what this step is about to write."""
         stale = [tensor for tensor in self._read if id(tensor) in _may_differ] if _may_differ else []
         if stale:
-            broadcast_tensors(stale, self._axis)
+            broadcast_over(stale, self._axes)
         for tensor in self._written:
             _may_differ[id(tensor)] = tensor
+
+
+def broadcast_over(tensors: list[torch.Tensor], axes: tuple[MeshAxis, ...]) -> None:
+    """Gives `tensors` the values of the rank that is the first one on all axes."""
+    for axis in axes:
+        broadcast_tensors(tensors, axis)
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], axis: MeshAxis) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from wholestep.config import Inductor, Strategy
+from wholestep.config import FSDP, Inductor, Strategy, ZeRO
 from wholestep.errors import ConfigError
 from wholestep.ir.program import MeshAxis
 from wholestep.passes.default_passes import DefaultPasses, as_passes
@@ -42,8 +42,7 @@ def checked_options(
         raise ConfigError(
             f'wholestep.compile(backend=...) wants "auto", "eager", "inductor" or ws.Inductor(...), got {backend!r}.'
         )
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
+    _check_mesh(mesh, strategy)
     if not isinstance(passes, DefaultPasses):
         extra = () if passes is None else as_passes(passes, "wholestep.compile(passes=...)")
         passes = DefaultPasses(extra=extra)
@@ -61,26 +60,28 @@ REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
 
 
 def data_axes(world: World, mesh: DeviceMesh | None) -> tuple[MeshAxis, ...]:
-    """The mesh axes that data is spread over, as graphs see them: first the one that state is cut over."""
+    """The mesh axes that data is spread over, as graphs see them: first the one over which state may be cut."""
     mesh = world.mesh if mesh is None else mesh
-    if mesh is None or mesh.ndim == 1:
-        axis = data_axis(world, mesh)
-        return () if axis is None else (axis,)
+    if mesh is None:
+        return ()
+    if mesh.ndim == 1:
+        name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
+        return (MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name),)
+    names = (SHARD_AXIS, REPLICATE_AXIS)
+    return tuple(MeshAxis(name=n, size=mesh[n].size(), group=mesh.get_group(n).group_name) for n in names)
+
+
+def _check_mesh(mesh: Any, strategy: Strategy | None) -> None:
+    if mesh is None:
+        return
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"wholestep.compile(mesh=...) wants a torch.distributed.DeviceMesh, got {mesh!r}.")
+    if mesh.ndim == 1:
+        return
+    if not isinstance(strategy, (FSDP, ZeRO)):
+        raise ConfigError(f"wholestep.compile(mesh=...) wants one axis for DDP, got the axes {mesh.mesh_dim_names}.")
     if mesh.mesh_dim_names != (REPLICATE_AXIS, SHARD_AXIS):
         raise ConfigError(
             f'wholestep.compile(mesh=...) wants one axis, or the axes ("{REPLICATE_AXIS}", "{SHARD_AXIS}"), got '
             f"{mesh.mesh_dim_names or f'{mesh.ndim} axes without names'}."
         )
-    names = (SHARD_AXIS, REPLICATE_AXIS)
-    return tuple(MeshAxis(name=n, size=mesh[n].size(), group=mesh.get_group(n).group_name) for n in names)
-
-
-def data_axis(world: World, mesh: DeviceMesh | None) -> MeshAxis | None:
-    """The mesh axis that data is spread over, as graphs see it."""
-    mesh = world.mesh if mesh is None else mesh
-    if mesh is None:
-        return None
-    if mesh.ndim != 1:
-        raise ConfigError(f"wholestep.compile(mesh=...) wants one axis for DDP, got the axes {mesh.mesh_dim_names}.")
-    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
-    return MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name)

@@ -17,7 +17,7 @@ from wholestep.capture.guards.environment import Environment, source_digest, tor
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.cost.calibration import calibrate
 from wholestep.runtime.distributed.world import World
-from wholestep.runtime.options import data_axis
+from wholestep.runtime.options import data_axes
 from wholestep.runtime.shared_costs import COSTS, host_fingerprint
 
 
@@ -25,8 +25,8 @@ def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerp
     """The facts a compiled step depends on that are known before a trace. Raises NotComparable."""
     options, world, compression = cache_context.options, cache_context.world, cache_context.compression
     chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
-    axis = data_axis(world, options.mesh)
-    mesh = [("the axis", str(axis)), ("the number of ranks", str(world.size)), ("the rank", str(world.rank))]
+    axes = data_axes(world, options.mesh)
+    mesh = [("the axes", str(axes)), ("the number of ranks", str(world.size)), ("the rank", str(world.rank))]
     state = (
         [("what compression does next", f"{compression}, {'on' if compression.started else 'not yet'}")]
         if compression is not None

@@ -156,12 +156,14 @@ class Tracer:
             by_id = {id(real): fake for real, fake in zip(self._reals, fakes, strict=True)}
             for slot in self._state.params:  # the fake of a parameter has made a fake of its gradient already
                 grad = slot.tensor.grad
-                if grad is not None:
+                if grad is not None and not is_dtensor(grad):
                     position = self._state.index[id(grad)]
                     inner = by_id[id(slot.tensor)].grad
                     if inner is not None:
                         fakes[position] = inner
                         by_id[id(slot.tensor)].grad = None
+                elif grad is not None:
+                    by_id[id(slot.tensor)].grad = None
             for real in self._context.user:
                 by_id[id(real)].grad = None  # an argument's gradient is no input
         finally:

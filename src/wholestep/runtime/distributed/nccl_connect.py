@@ -18,14 +18,18 @@ from wholestep.util import background
 _connecting: list[threading.Thread] = []
 
 
-def begin(axis: MeshAxis | None, device: torch.device) -> None:
-    """Connects the ranks of an axis in a thread, if they are GPUs that nothing has connected yet.
+def begin(axes: tuple[MeshAxis, ...], device: torch.device) -> None:
+    """Connects the ranks of each axis in a thread, if they are GPUs that nothing has connected yet.
 
     To be called by all ranks or none, where no rank is likely to fail before `wait`, in front of which nobody may
     communicate within the group.
     """
-    if axis is None or axis.size == 1 or device.type != "cuda":
-        return
+    for axis in axes:
+        if axis.size > 1 and device.type == "cuda":
+            _begin(axis, device)
+
+
+def _begin(axis: MeshAxis, device: torch.device) -> None:
     backend = group_named(axis.group)._get_backend(device)
     # Private methods of torch (2.11 to 2.13): without them the first collective connects.
     connects = getattr(backend, "eager_connect_single_device", None)

@@ -25,7 +25,7 @@ from wholestep.capture.reach.train_state import CutState, states
 from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
 from wholestep.ir.program import MeshAxis
-from wholestep.runtime.buffer_sync import broadcast_tensors
+from wholestep.runtime.buffer_sync import broadcast_over
 from wholestep.runtime.sharding.replace_references import cut_state, replace_everywhere
 from wholestep.runtime.sharding.units import units_of
 
@@ -76,8 +76,7 @@ def shard_parameters(found: Reachable, config: FSDP, mesh: DeviceMesh, axes: tup
             continue
         if config.sync_at_start:
             tensors = [*root.parameters(), *root.buffers()]
-            for axis in axes:
-                broadcast_tensors([one for one in tensors if not is_sharded(one)], axis)
+            broadcast_over([one for one in tensors if not is_sharded(one)], axes)
         for unit in units_of(root, config.units):
             replace_everywhere(_shard_unit(root, unit, config, mesh, name))
         log.info("%s is sharded over %d ranks", name, axes[0].size)

@@ -63,7 +63,7 @@ def of(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
 
 
 def test_it_connects_beside_other_work(nccl: Nccl) -> None:
-    nccl_connect.begin(AXIS, GPU)
+    nccl_connect.begin((AXIS,), GPU)
     assert not nccl.connected, "nobody has waited"
     threading.Timer(0.05, nccl.may_end.set).start()
     nccl_connect.wait()
@@ -74,7 +74,7 @@ def test_it_connects_beside_other_work(nccl: Nccl) -> None:
 def test_what_is_connected_is_left_alone(nccl: Nccl) -> None:
     nccl.may_end.set()
     for _ in range(2):
-        nccl_connect.begin(AXIS, GPU)
+        nccl_connect.begin((AXIS,), GPU)
         nccl_connect.wait()
     assert len(nccl.asked) == 1
 
@@ -86,7 +86,7 @@ def test_what_is_connected_is_left_alone(nccl: Nccl) -> None:
 )
 def test_where_nothing_is_to_be_connected(nccl: Nccl, axis: MeshAxis | None, device: torch.device) -> None:
     nccl.may_end.set()
-    nccl_connect.begin(axis, device)
+    nccl_connect.begin(() if axis is None else (axis,), device)
     nccl_connect.wait()
     assert nccl.asked == []
 
@@ -97,7 +97,7 @@ def test_others_connect_as_they_do(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) 
     methods = {"_is_initialized": nccl._is_initialized, "eager_connect_single_device": nccl.eager_connect_single_device}
     for backend in (other, *(SimpleNamespace(name=nccl.name, **{one: held}) for one, held in methods.items())):
         of(monkeypatch, backend)
-        nccl_connect.begin(AXIS, GPU)
+        nccl_connect.begin((AXIS,), GPU)
         assert nccl_connect._connecting == []
     assert nccl.asked == other.asked == []
 
@@ -110,6 +110,6 @@ def test_what_fails_is_left_to_the_first_collective(nccl: Nccl, monkeypatch: pyt
         raise RuntimeError("no wire")
 
     monkeypatch.setattr(nccl, "eager_connect_single_device", fail)
-    nccl_connect.begin(AXIS, GPU)
+    nccl_connect.begin((AXIS,), GPU)
     nccl_connect.wait()
     assert tried == [GPU]

@@ -1,0 +1,224 @@
+"""Sharded strategies on real ranks: what lives between calls, what travels, and what eager code sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import wholestep as ws
+from wholestep.capture.capture import capture
+from wholestep.cli.suite.workloads import draw_tokens
+from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
+from wholestep.config import Strategy
+from wholestep.ir import op_info
+from wholestep.runtime.options import data_axes
+from wholestep.runtime.sharding.replace_references import ReplacedParameter
+from wholestep.runtime.sharding.shard_live import LiveSharding
+
+pytestmark = pytest.mark.ranks
+
+EVEN = LanguageModelSize(num_layers=2, width=32, num_heads=2, vocabulary=64, length=8, rows=2)
+UNEVEN = LanguageModelSize(num_layers=2, width=33, num_heads=1, vocabulary=65, length=7, rows=2)
+SIZES = {"even": EVEN, "uneven": UNEVEN}
+NUM_PARAMETERS = 29
+"""Of the model of two layers."""
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+}
+
+
+def train_step(model: Any, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = model(x, y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def training(size: LanguageModelSize, optimizer: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = build(size, torch.device("cpu"))
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def batch(size: LanguageModelSize, call: int) -> tuple[Tensor, Tensor]:
+    return draw_tokens(size, 10 * call + dist.get_rank())
+
+
+def collectives(step: ws.CompiledStep) -> dict[str, int]:
+    nodes = [node for node in step.program().graph.nodes if op_info.is_collective(node)]
+    return dict(Counter(str(node.target).split(".")[1].rstrip("_") for node in nodes))
+
+
+def close(want: Tensor, came: Tensor) -> bool:
+    """Sums over ranks have another order, and AdamW divides by roots of small numbers."""
+    eps = 2**5 * torch.finfo(want.dtype).eps
+    return torch.allclose(want, came, rtol=eps, atol=eps)
+
+
+def against_ddp(size: str, optimizer: str, strategy: Strategy, mesh: bool) -> tuple[list[str], dict[str, int]]:
+    """Five steps; what differs from eager DistributedDataParallel, and the collectives of the graph."""
+    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if mesh else None
+    model, opt = training(SIZES[size], optimizer)
+    step = ws.compile(train_step, strategy=strategy, mesh=over, backend="eager", fullgraph=True)
+    reference, reference_opt = training(SIZES[size], optimizer)
+    wrapped = DistributedDataParallel(reference)
+    faults = []
+    for call in range(5):
+        given = batch(SIZES[size], call)
+        if not close(train_step(wrapped, reference_opt, *given), step(model, opt, *given)):
+            faults.append(f"loss of call {call}")
+    for (name, want), came in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if not close(want.detach(), whole(came)):
+            faults.append(name)
+        for key, held in reference_opt.state[want].items():
+            if not close(held, whole(opt.state[came][key])):
+                faults.append(f"{key} of {name}")
+    if step.cache_info().traces != 1:
+        faults.append(f"{step.cache_info().traces} traces")
+    return faults + [str(one) for one in step.program().fallbacks], collectives(step)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", [ws.FSDP(reshard_after_forward=True), ws.FSDP(), ws.ZeRO()], ids=repr)
+def test_equals_eager_ddp_on_two_ranks(pool2: Any, size: str, optimizer: str, strategy: Strategy) -> None:
+    for faults, _ in pool2.run(against_ddp, size, optimizer, strategy, False):
+        assert faults == []
+
+
+@pytest.mark.parametrize("strategy", [ws.FSDP(), ws.ZeRO(stage=2)], ids=repr)
+def test_parts_are_equal_over_the_first_axis_of_two(pool4: Any, strategy: Strategy) -> None:
+    for faults, found in pool4.run(against_ddp, "uneven", "fused", strategy, True):
+        assert faults == []
+        assert found["all_reduce"] >= 2  # of gradients over the replicas, and of the norm
+
+
+def held_between_calls(strategy: Strategy) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+    """Types of the parameters and of the optimizer's state, and shapes of what this rank holds of the latter."""
+    model, opt = training(UNEVEN, "foreach")
+    step = ws.compile(train_step, strategy=strategy, backend="eager", fullgraph=True)
+    step(model, opt, *batch(UNEVEN, 0))
+    held = [opt.state[param]["exp_avg"] for param in model.parameters()]
+    assert all(a is b for a, b in zip(model.parameters(), opt.param_groups[0]["params"], strict=True))
+    local = [tuple(one.to_local().shape) for one in held if isinstance(one, DTensor)]
+    return [type(one).__name__ for one in model.parameters()], [type(one).__name__ for one in held], local
+
+
+def test_what_each_strategy_cuts(pool2: Any) -> None:
+    for params, state, _ in pool2.run(held_between_calls, ws.FSDP()):
+        assert set(params) == set(state) == {"DTensor"}
+    for rank, (params, state, local) in enumerate(pool2.run(held_between_calls, ws.ZeRO())):
+        assert set(params) == {"Parameter"}
+        assert set(state) == {"DTensor"}
+        assert local[0] == ((33, 33), (32, 33))[rank]  # of 65 rows
+
+
+def texts_and_guards() -> tuple[bool, bool]:
+    """Whether a sharded model is captured as the plain one, and whether its state has a native guard."""
+    world, given = ws.init(), batch(EVEN, 0)
+    model, opt = training(EVEN, "foreach")
+    plain = capture(train_step, (model, opt, *given), {})
+    LiveSharding(train_step)((model, opt, *given), {}, ws.FSDP(), world.mesh, data_axes(world, None))  # type: ignore[arg-type]
+    sharded = capture(train_step, (model, opt, *given), {})
+    native = [one.guards.fast.state is not None for one in (plain, sharded)]
+    return plain.program.module.code == sharded.program.module.code, native[0] == native[1]
+
+
+def test_a_sharded_model_has_the_text_of_the_plain_one(pool2: Any) -> None:
+    assert pool2.run(texts_and_guards) == [(True, True)] * 2
+
+
+def by_turns(size: str) -> tuple[float, int]:
+    """Compiled and eager steps, evaluation and checkpoints by turns, beside eager fully_shard: the largest difference."""
+    model, opt = training(SIZES[size], "foreach")
+    other, _ = training(SIZES[size], "foreach")
+    for unit in (*other.blocks, other):  # type: ignore[union-attr]
+        fully_shard(unit, mesh=ws.init().mesh, reshard_after_forward=True)
+    other_opt = OPTIMIZERS["foreach"](other.parameters())
+    step = ws.compile(train_step, strategy=ws.FSDP(), backend="eager", fullgraph=True)
+    differences = []
+    for call in range(6):
+        given = batch(SIZES[size], call)
+        chosen = train_step if call % 3 == 1 else step
+        differences.append(chosen(model, opt, *given) - train_step(other, other_opt, *given))
+        with torch.no_grad():
+            differences.append(model(*given) - other(*given))
+        mine, theirs = get_state_dict(model, opt), get_state_dict(other, other_opt)
+        differences += [whole(a) - whole(theirs[0][name]) for name, a in mine[0].items()]
+    return max(float(one.abs().max()) for one in differences), step.cache_info().traces
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_eager_steps_evaluation_and_checkpoints_between_calls(pool2: Any, size: str) -> None:
+    assert pool2.run(by_turns, size) == [(0.0, 1)] * 2  # eager fully_shard has the same arithmetic
+
+
+def references() -> tuple[bool, bool, str]:
+    """What holds parameters besides the model, behind the first call."""
+    model, opt = training(EVEN, "foreach")
+    listed = list(model.parameters())
+    kept = (listed[0],)  # no one can put something else into a tuple
+    outside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in listed:
+        outside.state[param]["momentum_buffer"] = torch.zeros_like(param)
+    ids = id(opt), id(opt.param_groups), id(listed)
+    step = ws.compile(train_step, strategy=ws.FSDP(), backend="eager", fullgraph=True)
+    step(model, opt, *batch(EVEN, 0))
+    new = list(model.parameters())
+    moved = all(a is b for a, b in zip(listed, new, strict=True)) and list(outside.state) == new
+    cut = all(isinstance(outside.state[one]["momentum_buffer"], DTensor) for one in new)
+    assert ids == (id(opt), id(opt.param_groups), id(listed))
+    assert isinstance(model, FSDPModule)
+    assert isinstance(kept[0], ReplacedParameter)
+    try:
+        kept[0].sum()
+    except ws.PlacementError as error:
+        return moved, cut, str(error)
+    return moved, cut, ""
+
+
+def test_whoever_holds_a_parameter_holds_the_sharded_one(pool2: Any) -> None:
+    for moved, cut, error in pool2.run(references):
+        assert moved
+        assert cut
+        assert "was replaced when its model was sharded" in error
+
+
+def counted(strategy: Strategy) -> dict[str, int]:
+    model, opt = training(EVEN, "foreach")
+    step = ws.compile(train_step, strategy=strategy, backend="eager", fullgraph=True)
+    step(model, opt, *batch(EVEN, 0))
+    return collectives(step)
+
+
+def test_ranks_have_one_plan_and_no_rank_number(pool2: Any) -> None:
+    plans = pool2.run(plan_of, ws.ZeRO())
+    assert plans[0] == plans[1]
+
+
+def plan_of(strategy: Strategy) -> str:
+    model, opt = training(UNEVEN, "foreach")
+    step = ws.compile(train_step, strategy=strategy, backend="eager", fullgraph=True)
+    step(model, opt, *batch(UNEVEN, 0))
+    return step.plan
