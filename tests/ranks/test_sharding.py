@@ -150,7 +150,7 @@ def test_a_sharded_model_has_the_text_of_the_plain_one(pool2: Any) -> None:
 
 
 def by_turns(size: str) -> tuple[float, int]:
-    """Compiled and eager steps, evaluation and checkpoints by turns, beside eager fully_shard: the largest difference."""
+    """Compiled and eager steps, evaluation and checkpoints by turns, beside eager fully_shard. What differs most."""
     model, opt = training(SIZES[size], "foreach")
     other, _ = training(SIZES[size], "foreach")
     for unit in (*other.blocks, other):  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from typing import Any
 from wholestep.cost.cost_model import CostModel
 from wholestep.errors import ConfigError
 from wholestep.passes.comm.bucketing import Choose, bucket_gradients, choose_locally
+from wholestep.passes.comm.gather_buckets import bucket_gathers
 from wholestep.passes.comm.grads_as_bucket_views import grads_as_bucket_views
 from wholestep.passes.comm.split_optimizer import split_optimizer
 from wholestep.passes.comm.wire_format import ChooseWireFormat, unchanged
@@ -115,6 +116,8 @@ def passes_of(
             bucket_gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose, choose_wire_format=wire_format,
             aligned=compress is None,
         ),
+        # Beside the buckets of gradients, for the same reasons.
+        partial(bucket_gathers, cost=cost, bucket_bytes=bucket_bytes, choose=choose),
         # After bucketing: it is buckets that are compressed. Before scheduling, which has to know what is really sent.
         *([compress] if compress is not None else []),
         # After bucketing: one optimizer call on all parameters becomes one per bucket. Before scheduling, which starts

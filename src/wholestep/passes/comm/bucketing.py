@@ -26,6 +26,7 @@ from wholestep.ir.program import Program
 from wholestep.passes.analysis.foreach_items import follow, joined
 from wholestep.passes.analysis.task_graph import sharing
 from wholestep.passes.comm import wire_format
+from wholestep.passes.comm.bucket_layouts import coalesce, flatten, memory_order, unflatten
 from wholestep.passes.comm.bucket_planner import Costs, Cuts, Group, fixed_cuts, pack, planned_cuts
 from wholestep.passes.comm.wire_format import ChooseWireFormat, WireFormat, unchanged
 
@@ -82,17 +83,27 @@ def bucket_gradients(
 
     Only reductions that placement has marked, and that are in no bucket yet, take part. Random operators stay in order.
     """
-    if not any(_reductions(program)):
-        return program
-    gradients = _describe(program, choose=choose, choose_wire_format=choose_wire_format)
-    groups = _plan(program, gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
-    notes = [
-        _merge(program.graph, gradients, group, index, aligned=aligned)
-        for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1]))
-    ]
+    notes: list[str] = []
+    reductions = list(_reductions(program))
+    if reductions:
+        gradients = _describe(program, reductions, choose=choose, choose_wire_format=choose_wire_format)
+        groups = _plan(program, gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
+        for index, group in enumerate(sorted(groups, key=lambda group: group.items[-1])):
+            notes.append(_merge(program.graph, gradients, group, index, aligned=aligned))
+        _settle(program)
+    scattered = list(_scattered(program))
+    if scattered:
+        gradients = _describe(program, scattered, choose=choose, choose_wire_format=unchanged)
+        groups = _plan(program, gradients, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
+        for group in sorted(groups, key=lambda group: group.items[-1]):
+            notes.append(_coalesce(program.graph, gradients, group, len(notes)))
+        _settle(program)
+    return program.with_notes(*notes) if notes else program
+
+
+def _settle(program: Program) -> None:
     graph_edit.sort_topologically(program.graph)
     graph_edit.remove_dead_code(program.graph)
-    return program.with_notes(*notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +122,9 @@ class _Gradients:
     """Those that travel as rows, each with the reason."""
 
 
-def _describe(program: Program, *, choose: Choose, choose_wire_format: ChooseWireFormat) -> _Gradients:
-    reductions = list(_reductions(program))
+def _describe(
+    program: Program, reductions: Sequence[_Reduction], *, choose: Choose, choose_wire_format: ChooseWireFormat
+) -> _Gradients:
     formats = [choose_wire_format(one.grad, str(one.start.args[-1])) for one in reductions]
     row_reasons = _row_reasons(reductions, formats, choose)
     ranks = {axis.group: axis.size for axis in program.mesh}
@@ -207,7 +219,9 @@ def _costs(program: Program, gradients: _Gradients, cost: CostModel) -> Costs:
         ready_us=ready_us,
         update_us=[update_us * size / total_bytes for size in gradients.sizes_bytes],
         end_us=end_us,
-        comm_us=lambda num_bytes: cost.collective_us("all_reduce", int(num_bytes), ranks[str(one.args[-1])]),
+        comm_us=lambda num_bytes: cost.collective_us(
+            _COLLECTIVES[one.target], int(num_bytes), ranks[str(one.args[-1])]
+        ),
         shares=gradients.shares,
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
         calls_us=num_calls * cost.call_us,
@@ -215,6 +229,12 @@ def _costs(program: Program, gradients: _Gradients, cost: CostModel) -> Costs:
         sharing=sharing(cost),
         barrier=barrier,
     )
+
+
+def _comm_us(cost: CostModel, start: fx.Node, num_ranks: int, num_bytes: float) -> float:
+    """Time of a reduction as `start` is one, of so many bytes."""
+    is_scatter = start.target is op_info.c10d.reduce_scatter_tensor.default
+    return cost.collective_us("reduce_scatter" if is_scatter else "all_reduce", int(num_bytes), num_ranks)
 
 
 def _reductions(program: Program) -> Iterator[_Reduction]:
@@ -232,6 +252,17 @@ def _reductions(program: Program) -> Iterator[_Reduction]:
         yield _Reduction(start=node, waits=waits, grad=grad, scale=scale)
 
 
+def _scattered(program: Program) -> Iterator[_Reduction]:
+    """The marked reductions of which each rank gets its shard, in the order in which they start."""
+    for node in program.graph.find_nodes(op="call_function", target=op_info.c10d.reduce_scatter_tensor.default):
+        record = node_meta.bucket(node)
+        if record is not None and record.reason == node_meta.UNBUCKETED:
+            waits = tuple(user for user in node.users if user.target is op_info.WAIT)
+            message = node.args[0]
+            assert isinstance(message, fx.Node)
+            yield _Reduction(start=node, waits=waits, grad=message, scale=None)
+
+
 def _bucket_of(reduction: _Reduction) -> node_meta.Bucket:
     record = node_meta.bucket(reduction.start)
     assert record is not None  # `_reductions` has looked
@@ -240,7 +271,7 @@ def _bucket_of(reduction: _Reduction) -> node_meta.Bucket:
 
 def _orders(reduction: _Reduction) -> tuple[tuple[int, ...] | None, ...]:
     """How the gradients of a reduction lie in the bucket that it joins."""
-    order = _memory_order(node_meta.tensor(reduction.grad))
+    order = memory_order(node_meta.tensor(reduction.grad))
     return _bucket_of(reduction).orders or (None if order is None else tuple(order),)
 
 
@@ -314,6 +345,19 @@ def _merge(graph: fx.Graph, gradients: _Gradients, group: Group, index: int, *, 
     return f"bucket {index}: {len(names)} gradients, {printer.bytes_text(group.num_bytes)}; {reason}"
 
 
+def _coalesce(graph: fx.Graph, gradients: _Gradients, group: Group, index: int) -> str:
+    """Makes one call of the reductions of a group: their messages travel side by side, and nothing is copied."""
+    members = [gradients.reductions[item] for item in group.items]
+    names = tuple(name for one in members for name in _bucket_of(one).members)
+    record = node_meta.Bucket(index, names, group.num_bytes, group.reason, kind=node_meta.BucketKind.SCATTER)
+    last = members[-1].start
+    waits = coalesce(graph, [one.start for one in members], record, at=last)
+    reader = _first_reader(graph, members, after=last)
+    for wait in waits:
+        reader.prepend(wait)
+    return f"bucket {index}: shards of {len(names)} gradients, {printer.bytes_text(group.num_bytes)}; {group.reason}"
+
+
 def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Bucket, *, last: fx.Node) -> None:
     """Makes one reduction of `members`, in this order, at the place of the last to start."""
     if len(members) == 1 and node_meta.tensor(members[0].grad).is_contiguous():
@@ -321,7 +365,7 @@ def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Buck
         _delay_waits(graph, members[0])
         return
     with graph.inserting_before(last):
-        flats = [_flatten(graph, one.grad) for one in members]
+        flats = [flatten(graph, one.grad) for one in members]
         flat = flats[0] if len(flats) == 1 else graph_edit.emit(graph, _aten.cat.default, flats, like=last)
         scale = members[0].scale
         if scale is not None:
@@ -335,7 +379,7 @@ def _join(graph: fx.Graph, members: Sequence[_Reduction], record: node_meta.Buck
         if len(members) > 1:
             split = graph_edit.emit(graph, _aten.split_with_sizes.default, waited, sizes, like=last)
             parts = [graph_edit.emit(graph, operator.getitem, split, index, like=last) for index in range(len(sizes))]
-        views = [_unflatten(graph, part, one.grad) for part, one in zip(parts, members, strict=True)]
+        views = [unflatten(graph, part, one.grad) for part, one in zip(parts, members, strict=True)]
     graph_edit.replace_nodes({wait: view for one, view in zip(members, views, strict=True) for wait in one.waits})
     for one in members:
         graph.erase_node(one.start)
@@ -360,29 +404,3 @@ def _first_reader(graph: fx.Graph, members: Sequence[_Reduction], *, after: fx.N
 
 def _before(a: fx.Node, b: fx.Node) -> bool:
     return bool(a < b)
-
-
-def _flatten(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    """The gradient as one dimension in the order of its memory: no copy where it is dense."""
-    # ``reshape`` and not ``view``: should a kernel give other strides than its fake one, a copy is made.
-    order = _memory_order(node_meta.tensor(grad))
-    if order is not None:
-        grad = graph_edit.emit(graph, _aten.permute.default, grad, order, like=grad)
-    return graph_edit.emit(graph, _aten.reshape.default, grad, [-1], like=grad)
-
-
-def _unflatten(graph: fx.Graph, flat: fx.Node, grad: fx.Node) -> fx.Node:
-    """Undoes `_flatten`: the part of the bucket with the shape and the strides of the gradient."""
-    tensor, order = node_meta.tensor(grad), _memory_order(node_meta.tensor(grad))
-    if order is None:
-        return graph_edit.emit(graph, _aten.view.default, flat, list(tensor.shape), like=grad)
-    view = graph_edit.emit(graph, _aten.view.default, flat, [tensor.shape[dim] for dim in order], like=grad)
-    back = [order.index(dim) for dim in range(len(order))]
-    return graph_edit.emit(graph, _aten.permute.default, view, back, like=grad)
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """The order of dimensions in which a tensor is contiguous; None if it is already, or never."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else None

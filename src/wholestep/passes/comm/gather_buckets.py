@@ -1,0 +1,127 @@
+"""Merges gathers of shards into buckets: fewer calls, each in front of the first use of what it brings.
+
+This is the planning of gradient buckets (`wholestep.passes.comm.bucket_planner`) with time running backwards: a gather
+has to be over before its value is used, as a reduction cannot start before its value is there. Looked at from the end,
+the computation between two uses is what can hide the gather of the earlier one. Gathers at the end of a step, of
+parameters that were updated in shards, have no use in it: they start when they are ready, as reductions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.node_meta import Bucket, BucketKind, Region
+from wholestep.ir.program import Program
+from wholestep.passes.analysis.task_graph import sharing
+from wholestep.passes.comm.bucket_layouts import coalesce
+from wholestep.passes.comm.bucket_planner import Costs, Cuts, Group, fixed_cuts, pack, planned_cuts
+from wholestep.passes.comm.bucketing import DDP_LIMITS_BYTES, MEMORY_SHARE, Choose, choose_locally
+
+_HAVE_USES = frozenset({Region.FORWARD.value, Region.BACKWARD.value})
+"""Phases whose gathers are read by the computation of the phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathers:
+    """The gathers of a step that may share buckets, in the order of planning: see the note above."""
+
+    starts: Sequence[fx.Node]
+    sizes_bytes: Sequence[int]
+    keys: Sequence[Hashable]
+    at_us: Sequence[float]
+    """When each is ready, in rising order; of those with uses, how long before the end of the phase it is used."""
+    end_us: float
+    has_uses: bool
+
+
+def bucket_gathers(
+    program: Program, *, cost: CostModel, bucket_bytes: int | None = None, choose: Choose = choose_locally
+) -> Program:
+    """The program with its gathers in buckets. Arguments as `bucketing.bucket_gradients` takes them."""
+    times_us = cost.times_us(list(program.graph.nodes))
+    notes: list[str] = []
+    for phase, starts in _by_phase(program).items():
+        gathers = _in_order(program, phase, starts, times_us)
+        groups = _plan(program, gathers, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
+        for group in sorted(groups, key=lambda group: group.items[0], reverse=gathers.has_uses):
+            notes.append(_merge(program.graph, gathers, group, phase, len(notes)))
+        graph_edit.sort_topologically(program.graph)
+    return program.with_notes(*notes) if notes else program
+
+
+def _by_phase(program: Program) -> dict[str, list[fx.Node]]:
+    found: dict[str, list[fx.Node]] = {}
+    for node in program.graph.find_nodes(op="call_function", target=op_info.c10d.all_gather_into_tensor.default):
+        record = node_meta.bucket(node)
+        if record is not None and record.kind is BucketKind.GATHER and record.reason == node_meta.UNBUCKETED:
+            found.setdefault(record.phase or Region.FORWARD.value, []).append(node)
+    return found
+
+
+def _in_order(program: Program, phase: str, starts: list[fx.Node], times_us: dict[fx.Node, float]) -> _Gathers:
+    clock_us, at_us = 0.0, dict[fx.Node, float]()
+    own, has_uses = set(starts), phase in _HAVE_USES
+    for node in program.graph.nodes:
+        if node in own:
+            at_us[node] = clock_us
+        elif node.op == "call_function" and node_meta.bucket(node) is None:
+            clock_us += times_us[node]
+    ordered = starts[::-1] if has_uses else starts
+    return _Gathers(
+        starts=ordered, sizes_bytes=[node_meta.num_bytes(node) for node in ordered],
+        keys=[(node_meta.tensor(node).dtype, node_meta.tensor(node).device, node.args[1:]) for node in ordered],
+        at_us=[clock_us - at_us[node] if has_uses else at_us[node] for node in ordered], end_us=clock_us,
+        has_uses=has_uses,
+    )  # fmt: skip
+
+
+def _plan(
+    program: Program, gathers: _Gathers, *, cost: CostModel, bucket_bytes: int | None, choose: Choose
+) -> list[Group]:
+    sizes, keys = gathers.sizes_bytes, gathers.keys
+    if bucket_bytes is not None:
+        cuts = fixed_cuts(sizes, keys, [bucket_bytes])
+    else:
+        cuts = choose(_text(gathers), _fastest(program, gathers, cost))
+    return pack(sizes, keys, cuts)
+
+
+def _fastest(program: Program, gathers: _Gathers, cost: CostModel) -> Callable[[], Cuts]:
+    ranks = {axis.group: axis.size for axis in program.mesh}
+    size = ranks[str(gathers.starts[0].args[-1])]
+    costs = Costs(
+        ready_us=gathers.at_us, update_us=[0.0] * len(gathers.starts), end_us=gathers.end_us,
+        comm_us=lambda num_bytes: cost.collective_us("all_gather", int(num_bytes), size),
+        launch_us=cost.launch_us if cost.device.host_is_device else 0.0, sharing=sharing(cost),
+    )  # fmt: skip
+    fixed = fixed_cuts(gathers.sizes_bytes, gathers.keys, DDP_LIMITS_BYTES)
+    largest = max(group.num_bytes for group in pack(gathers.sizes_bytes, gathers.keys, fixed))
+    cap_bytes = max(largest, DDP_LIMITS_BYTES[-1], int(MEMORY_SHARE * sum(gathers.sizes_bytes)))
+    return lambda: planned_cuts(gathers.sizes_bytes, gathers.keys, costs, cap_bytes=cap_bytes, baselines=[fixed])
+
+
+def _text(gathers: _Gathers) -> str:
+    """The gathers in order; the same text on every rank."""
+    lines = [f"{', '.join(_members(node))} {list(node_meta.tensor(node).shape)}" for node in gathers.starts]
+    return "gathers:\n" + "\n".join(lines)
+
+
+def _members(node: fx.Node) -> tuple[str, ...]:
+    record = node_meta.bucket(node)
+    assert record is not None  # `_by_phase` has looked
+    return record.members
+
+
+def _merge(graph: fx.Graph, gathers: _Gathers, group: Group, phase: str, index: int) -> str:
+    chosen = [gathers.starts[item] for item in group.items]
+    members = chosen[::-1] if gathers.has_uses else chosen
+    names = tuple(name for node in members for name in _members(node))
+    reason = group.reason.replace("gradient", "gather")
+    record = Bucket(index, names, group.num_bytes, reason, kind=BucketKind.GATHER, phase=phase)
+    coalesce(graph, members, record, at=members[0] if gathers.has_uses else members[-1])
+    return f"gather {index}, {phase}: {len(names)} tensors, {printer.bytes_text(group.num_bytes)}; {reason}"
