@@ -201,13 +201,14 @@ class CompiledStep:
             raise ConfigError(f"{self._stages.name} compresses nothing and has no state to load, got {sorted(state)}.")
 
     def verify(
-        self, *args: Any, ranks: int = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any
+        self, *args: Any, ranks: int | tuple[int, int] = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any
     ) -> Verification:
         """Runs `steps` steps as `ranks` ranks would, in this process, and compares them with what they should be.
 
         Args:
             args, kwargs: those of a call. The rows of the batch are divided among the virtual ranks.
-            ranks: how many virtual ranks; each needs memory for the state, twice.
+            ranks: how many virtual ranks; each needs memory for the state, twice. Two numbers are those of a mesh
+                with the axes "dp_replicate" and "dp_shard".
             steps: how many steps, one upon another.
             whole_batch: compare with the eager step on the whole batch, too. It should give the same where the loss is
                 a mean over rows that are independent of each other; say False where it is not.
@@ -215,14 +216,24 @@ class CompiledStep:
         Nothing of the user's is changed. Raises what a first call raises, and ConfigError for a batch that does not
         divide; a difference is no error here: ask the record, or let its `raise_if_failed` raise.
         """
-        axes = data_axes(init(), self._options.mesh)
-        axis = axes[0] if axes and axes[0].size == ranks else MeshAxis(name="data", size=ranks, group="virtual")
         stages = self._stages
         subject = Subject(
             name=stages.name, step=self._step, capture=stages.capture, passes=stages.passes,
-            strategy=self._options.strategy or DDP(), axis=axis, comm_state=self.state_dict(),
+            strategy=self._options.strategy or DDP(), axes=self._virtual_axes(ranks), comm_state=self.state_dict(),
         )  # fmt: skip
         return verify(subject, args, kwargs, Trial(num_steps=steps, whole_batch=whole_batch))
+
+    def _virtual_axes(self, ranks: int | tuple[int, int]) -> tuple[MeshAxis, ...]:
+        """The axes of virtual ranks: the real one, whose group the step may know, where it has as many ranks."""
+        if isinstance(ranks, tuple):
+            replicas, shards = ranks
+            return (
+                MeshAxis(name="stride 1", size=shards, group="virtual shards"),
+                MeshAxis(name=f"stride {shards}", size=replicas, group="virtual replicas"),
+            )
+        axes = data_axes(init(), self._options.mesh)
+        is_real = len(axes) == 1 and axes[0].size == ranks
+        return axes if is_real else (MeshAxis(name="data", size=ranks, group="virtual"),)
 
     def _last(self) -> Entry:
         if self._live is None:

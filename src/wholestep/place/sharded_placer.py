@@ -59,7 +59,7 @@ class ShardedPlacer(Placer):
         self._regather, self._shard_grads = regather, shard_grads
         self.layouts: dict[fx.Node, Any] = {}
         """New node -> its layout, or lists of layouts; a node that is not in here is whole."""
-        self.param_specs = _specs_by_param(program)
+        self.param_specs = specs_by_param(program)
         """How the gradient of a parameter is cut that an optimizer needs in parts, by name."""
         self._entry_gradients: set[fx.Node] = set()
         self._whole: dict[tuple[Any, str], fx.Node] = {}
@@ -322,14 +322,25 @@ def _phase(region: Region) -> str:
     return Region.BACKWARD.value if region is Region.RECOMPUTE else region.value
 
 
-def _specs_by_param(program: Program) -> dict[str, ShardSpec]:
+def specs_by_param(program: Program) -> dict[str, ShardSpec]:
     """How parameters are cut, or else the state that optimizers keep of them, by the name of the parameter."""
     params = {one.name: one for one in program.inputs if one.kind is InputKind.PARAM}
     specs = {name: one.shard for name, one in params.items() if one.shard is not None}
-    longest_first = sorted(params, key=len, reverse=True)
     for record in program.inputs:
         if record.kind is InputKind.OPTIMIZER and record.shard is not None:
-            owner = next((name for name in longest_first if record.name.endswith(f".{name}")), None)
-            if owner is not None and params[owner].shape == record.shape:
-                specs.setdefault(owner, record.shard)
+            owner = param_of(record, params)
+            if owner is not None:
+                specs.setdefault(owner.name, record.shard)
     return specs
+
+
+def param_of(record: Input, params: Mapping[str, Input]) -> Input | None:
+    """The parameter whose gradient the input is, or whose state of the same shape. `params`: all, by name."""
+    if record.kind is InputKind.GRAD:
+        return params.get(record.name.removesuffix(".grad"))
+    parts = record.name.split(".")
+    names = (".".join(parts[first:]) for first in range(1, len(parts)))
+    owner = next((params[name] for name in names if name in params), None)  # the longest name
+    whole = record.shape if record.shard is None else record.shard.whole_shape
+    owner_shape = owner and (owner.shape if owner.shard is None else owner.shard.whole_shape)
+    return owner if whole == owner_shape else None

@@ -6,6 +6,7 @@ Python arithmetic is merged: merging tensor operations would undo activation che
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ def eliminate_common_subexpressions(program: Program) -> Program:
 
     Placement asks for a value where it is needed, so two readers of one value may both ask. Gradients that
     two parameters share become members of one reduction. Only collectives to which every rank gives a value that
-    counts take part: what a rank gives to a broadcast of another says nothing about what the others get.
+    counts take part: what a rank gives to a broadcast of another says nothing about what the others get. What placement
+    has each phase gather for itself stays so: a value that is gathered again need not live in between.
     """
     first: dict[Any, fx.Node] = {}
     dropped = scalars = 0
@@ -28,7 +30,8 @@ def eliminate_common_subexpressions(program: Program) -> Program:
         collective = node.target in op_info.SYMMETRIC or node.target is op_info.WAIT
         if not collective and not _is_arithmetic(node):
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        bucket = node_meta.bucket(node)
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), bucket.phase if bucket is not None else "")
         same = first.setdefault(key, node)
         if same is not node:
             _join_buckets(same, node)
@@ -49,9 +52,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
 def _join_buckets(kept: fx.Node, dropped: fx.Node) -> None:
     one, other = node_meta.bucket(kept), node_meta.bucket(dropped)
     if one is not None and other is not None:
-        node_meta.set_bucket(
-            kept, node_meta.Bucket(one.index, (*one.members, *other.members), one.num_bytes, one.reason)
-        )
+        node_meta.set_bucket(kept, replace(one, members=tuple(dict.fromkeys((*one.members, *other.members)))))
 
 
 def _frozen(tree: Any) -> Any:

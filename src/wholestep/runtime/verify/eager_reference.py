@@ -25,8 +25,11 @@ import torch.fx as fx
 from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.config import Strategy
 from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import BucketKind
 from wholestep.ir.program import InputKind, Output, OutputKind, Program
+from wholestep.place.sharded_placer import specs_by_param
 from wholestep.runtime.verify.first_divergence import difference_at
+from wholestep.runtime.verify.rank_shards import RankShards
 from wholestep.runtime.verify.rank_state import Batch
 from wholestep.runtime.verify.tolerance import Gap, farthest, largest
 from wholestep.runtime.verify.verification import Check, Difference, Outcome
@@ -52,12 +55,46 @@ class StepRecord:
         """Keeps a gradient."""
         self.gradients.setdefault(name, []).append(copied(gradient))
 
-    def note_reduction(self, node: fx.Node, args: list[Any], found: list[Any]) -> None:
-        """Keeps the reduced gradients of a placed program while it runs: what the waits for them give on rank 0."""
-        bucket = node_meta.bucket(op_info.waited_for(node)) if node.target is op_info.WAIT else None
-        if bucket is not None:
-            (name,) = bucket.members
-            self.note(name, found[0])
+
+class GradientObserver:
+    """Keeps the reduced gradients of a placed program while it runs, whole, as the first group of ranks has them."""
+
+    def __init__(self, step_record: StepRecord, program: Program, strategy_group: str, shards: RankShards) -> None:
+        """`strategy_group`: the group of the last axis that gradients are reduced over."""
+        self._step_record, self._shards = step_record, shards
+        self._names = _gradients_of(program, strategy_group)
+        self._specs = specs_by_param(program)
+
+    def __call__(self, node: fx.Node, args: list[Any], found: list[Any]) -> None:
+        """One call of the run."""
+        name = self._names.get(node)
+        if name is not None:
+            spec = self._specs.get(name)
+            is_part = spec is not None and tuple(found[0].shape) == spec.shard_shape
+            self._step_record.note(name, self._shards.whole(found, spec if is_part else None))
+
+
+def _gradients_of(program: Program, group: str) -> dict[fx.Node, str]:
+    """The nodes that are reduced gradients, with the names of their parameters.
+
+    Where a gradient in parts was there before the call, it is their sum: a backward accumulates.
+    """
+    records = dict(zip(program.placeholders, program.inputs, strict=True))
+    found: dict[fx.Node, str] = {}
+    for wait in program.graph.find_nodes(op="call_function", target=op_info.WAIT):
+        start = op_info.waited_for(wait)
+        bucket = node_meta.bucket(start)
+        if bucket is None or bucket.kind is BucketKind.GATHER or start.args[-1] != group:
+            continue
+        sums = (
+            user
+            for user in wait.users
+            if user.target is torch.ops.aten.add.Tensor
+            and user.args[0] in records
+            and records[user.args[0]].kind is InputKind.GRAD
+        )
+        (found[next(sums, wait)],) = bucket.members
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

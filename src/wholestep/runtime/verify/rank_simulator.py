@@ -121,6 +121,8 @@ class Pending:
     """Memory that nobody may read or write: from one address up to another."""
     read_only: tuple[tuple[int, int], ...]
     """Memory that nobody may write."""
+    sent: Any = None
+    """What is read until the wait: it lives as long, so that nothing else gets its memory."""
     arrived: bool = False
 
 
@@ -219,7 +221,7 @@ class _Run:
 
     def _complete(self, value: Any) -> Any:
         if isinstance(value, Pending):
-            value.arrived = True
+            value.arrived, value.sent = True, None
             self.under_way = [one for one in self.under_way if one is not value]
             return value.value
         return value
@@ -274,7 +276,8 @@ def _pending(node: fx.Node, result: Any, given: Any) -> Any:
 
     def one(value: torch.Tensor, sources: Any) -> Pending:
         read_only = tuple(map(_span, node_meta.tensors_in(sources))) if late and not in_place else ()
-        return Pending(node, value, (_span(value),) if in_place else (), read_only)
+        exclusive = (_span(value),) if in_place else ()
+        return Pending(node, value, exclusive, read_only, sent=sources if read_only else None)
 
     if not isinstance(result, list):
         return one(result, given)

@@ -17,8 +17,9 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.reach.train_state import TrainState
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.errors import ConfigError
-from wholestep.ir.program import Input, InputKind, OutputKind, Program
+from wholestep.ir.program import Input, InputKind, OutputKind, Program, ShardSpec
 from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
+from wholestep.runtime.verify.rank_shards import RankShards, RankValues
 from wholestep.runtime.verify.rank_simulator import rank_blocks
 from wholestep.runtime.verify.state_backup import freed_like, overwrite
 
@@ -84,31 +85,43 @@ class Batch:
 class RankState:
     """The state of all virtual ranks under one program: every rank has copies of its own, which outlive a step."""
 
-    def __init__(self, num_ranks: int, comms: Sequence[CompressionState] = ()) -> None:
+    def __init__(self, shards: RankShards, comms: Sequence[CompressionState] = ()) -> None:
         """`comms`: per rank, what its compressed communication remembers; none where the program has no such inputs."""
-        self._num_ranks, self._compression = num_ranks, comms
-        self._copies: list[dict[int, torch.Tensor]] = [{} for _ in range(num_ranks)]
-        """Per rank: id of a tensor of the user's -> the rank's own."""
-        self._grads: list[dict[int, torch.Tensor | None]] = [{} for _ in range(num_ranks)]
-        """Per rank: id of a parameter -> its gradient between calls."""
+        self._shards, self._num_ranks, self._compression = shards, shards.num_ranks, comms
+        self._copies = RankValues(shards)
+        """By id of a tensor of the user's, the rank's own."""
+        self._grads = RankValues(shards)
+        """By id of a parameter, its gradient between calls."""
         self._held: list[CompressionBuffers] = []
         self._kept_alive: list[Any] = []  # ids stay valid while their objects live
 
     def inputs(self, program: Program, captured: Captured, leaves: list[list[Any]]) -> list[list[Any]]:
-        """The flat inputs of every rank. `leaves` are the arguments of each rank."""
+        """The flat inputs of every rank, in parts where the program takes parts. `leaves`: arguments of each rank."""
         binding = captured.binding
         self._add_copies([tensor for tensor in binding.tensors if isinstance(tensor, torch.Tensor)])
         self._add_copies([one.param.grad for _, one in binding.inputs_of(EntryGrad) if one.param.grad is not None])
+        self._cut(program, captured)
         self._held = [comm.buffers_for(program) for comm in self._compression]
         flat: list[list[Any]] = []
         for rank in range(self._num_ranks):
-            own = self._inputs_of_rank(rank, captured, leaves[rank])
+            own = self._inputs_of_rank(rank, program, captured, leaves[rank])
             memory = iter(self._held[rank].tensors if self._held else ())
             flat.append([next(memory if record.kind is InputKind.COMM else own) for record in program.inputs])
         return flat
 
-    def _inputs_of_rank(self, rank: int, captured: Captured, leaves: list[Any]) -> Iterator[Any]:
-        """The inputs of the captured program on one rank."""
+    def _cut(self, program: Program, captured: Captured) -> None:
+        """Brings what the ranks hold into the parts that the program takes."""
+        for record, source in zip(program.inputs, captured.binding.inputs, strict=False):
+            if isinstance(source, EntryGrad):
+                key = id(source.param)
+                for grads, copies in zip(self._grads.by_rank, self._copies.by_rank, strict=True):
+                    grads.setdefault(key, copies.get(id(source.param.grad)))
+                self._grads.cut_as(key, record.shard)
+            elif isinstance(source, Constant) and isinstance(source.value, torch.Tensor):
+                self._copies.cut_as(id(source.value), record.shard)
+
+    def _inputs_of_rank(self, rank: int, program: Program, captured: Captured, leaves: list[Any]) -> Iterator[Any]:
+        """The inputs of the program on one rank: those that were captured, and what placement has added."""
         for record, source in zip(captured.program.inputs, captured.binding.inputs, strict=True):
             match source:
                 case GroupNumber(hyper):
@@ -116,11 +129,14 @@ class RankState:
                 case ArgumentLeaf(leaf):
                     yield leaves[leaf].detach()
                 case EntryGrad(param):
-                    yield self._grads[rank].setdefault(id(param), self._copies[rank].get(id(param.grad)))
+                    yield self._grads.by_rank[rank][id(param)]
                 case Constant() if record.kind is InputKind.RANK:
                     yield _rank_number(record, rank, self._num_ranks)
                 case Constant(tensor):
-                    yield self._copies[rank][id(tensor)]
+                    yield self._copies.by_rank[rank][id(tensor)]
+        for record in program.inputs[len(captured.binding.inputs) :]:
+            if record.kind is InputKind.RANK:
+                yield self._shards.position(rank)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -132,9 +148,9 @@ class RankState:
 
     def _add_copies(self, tensors: list[torch.Tensor]) -> None:
         """Gives every rank copies of tensors that are new."""
-        fresh = [tensor for tensor in tensors if id(tensor) not in self._copies[0]]
+        fresh = [tensor for tensor in tensors if id(tensor) not in self._copies.by_rank[0]]
         self._kept_alive += fresh
-        for copies in self._copies:
+        for copies in self._copies.by_rank:
             copies.update(zip(map(id, fresh), copies_of(fresh), strict=True))
 
     def keep_results(self, program: Program, captured: Captured, flat: list[list[Any]], results: list[Any]) -> None:
@@ -148,33 +164,42 @@ class RankState:
         entries = [entry for one in binding.effects_of(SetOptimizerState) for entry in one.entries]
         for rank, (inputs, outputs) in enumerate(zip(flat, results, strict=True)):
             for param in cleared:
-                self._grads[rank][id(param)] = None
+                self._grads.by_rank[rank][id(param)] = None
             of_kind: dict[OutputKind, list[Any]] = {kind: [] for kind in OutputKind}
             for output, value in zip(program.outputs, outputs, strict=True):
-                of_kind[output.kind].append((output.target, value))
-            writes = [(target, _unaliased(value, inputs)) for target, value in of_kind[OutputKind.WRITE]]
+                of_kind[output.kind].append((output, value))
+            writes = [(output.target, _unaliased(value, inputs)) for output, value in of_kind[OutputKind.WRITE]]
             for target, value in writes:
                 if value is not None:
                     overwrite(inputs[target], value)
-            for param, (_, value) in zip(params, of_kind[OutputKind.GRAD], strict=True):
-                self._grads[rank][id(param)] = value
-            for (holder, key), (_, value) in zip(entries, of_kind[OutputKind.STATE], strict=True):
+            for param, (output, value) in zip(params, of_kind[OutputKind.GRAD], strict=True):
+                self._grads.by_rank[rank][id(param)] = value
+                self._grads.note(id(param), output.shard)
+            for (holder, key), (output, value) in zip(entries, of_kind[OutputKind.STATE], strict=True):
                 held = holder()[key]
                 self._kept_alive.append(held)
-                self._copies[rank][id(held)] = value
+                self._copies.by_rank[rank][id(held)] = value
+                self._copies.note(id(held), output.shard)
 
     def copy_from(self, other: RankState) -> None:
         """Takes over the state of another side, copied."""
-        for mine, theirs in zip(self._copies, other._copies, strict=True):
+        for mine, theirs in zip(self._copies.by_rank, other._copies.by_rank, strict=True):
             for key, value in theirs.items():
                 if key in mine:
                     overwrite(mine[key], value)
-        for rank, grads in enumerate(other._grads):
-            self._grads[rank] = {key: None if grad is None else grad.clone() for key, grad in grads.items()}
+        for rank, grads in enumerate(other._grads.by_rank):
+            self._grads.by_rank[rank] = {key: None if grad is None else grad.clone() for key, grad in grads.items()}
+        self._grads.specs = dict(other._grads.specs)
 
     def of_rank(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor of the user's on one rank."""
-        return self._copies[rank][id(tensor)]
+        """What a rank holds of a tensor of the user's: its copy, or its part without padding."""
+        key = id(tensor)
+        found: torch.Tensor = self._shards.valid(self._copies.by_rank[rank][key], self._copies.specs.get(key), rank)
+        return found
+
+    def spec_of(self, tensor: torch.Tensor) -> ShardSpec | None:
+        """How the ranks hold a tensor of the user's; None: whole."""
+        return self._copies.specs.get(id(tensor))
 
 
 def _unaliased(value: Any, inputs: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -31,11 +32,19 @@ from wholestep.errors import ConfigError, VerificationError
 from wholestep.ir.program import InputKind, MeshAxis, Output, OutputKind, Program
 from wholestep.passes.comm.bucketing import Choose, choose_locally
 from wholestep.passes.pass_manager import Pass, run_passes
+from wholestep.place.shard_inputs import shard_inputs
 from wholestep.place.strategies import place
 from wholestep.runtime.compression_state import CompressionState
 from wholestep.runtime.verify.eager_reference import NAME as WHOLE
-from wholestep.runtime.verify.eager_reference import StepRecord, VirtualRun, compare_with_eager, copied
+from wholestep.runtime.verify.eager_reference import (
+    GradientObserver,
+    StepRecord,
+    VirtualRun,
+    compare_with_eager,
+    copied,
+)
 from wholestep.runtime.verify.first_divergence import Comparer, Recorder, difference_at
+from wholestep.runtime.verify.rank_shards import RankShards
 from wholestep.runtime.verify.rank_simulator import RankGenerators, rank_blocks, run
 from wholestep.runtime.verify.rank_state import Batch, RankState, copies_of
 from wholestep.runtime.verify.state_backup import StateBackup, overwrite
@@ -61,13 +70,18 @@ class Subject:
     strategy: Strategy
     comm_state: dict[str, Any]
     """Where compressed communication of the step stands, from `CompressionState.state_dict`."""
-    axis: MeshAxis
-    """The axis of virtual ranks."""
+    axes: tuple[MeshAxis, ...]
+    """The axes of virtual ranks: first the one that the strategy cuts tensors over."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of virtual ranks."""
+        return prod(axis.size for axis in self.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The number of steps and the checks; virtual ranks are those of the subject's axis."""
+    """The number of steps and the checks; virtual ranks are those of the subject's axes."""
 
     num_steps: int
     whole_batch: bool
@@ -107,14 +121,14 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
         CaptureError: the step cannot become one graph.
         InternalError: a pass has left a program that breaks a rule of its stage.
     """
-    if subject.axis.size < 2 or trial.num_steps < 1:
+    if subject.num_ranks < 2 or trial.num_steps < 1:
         raise ConfigError(
-            f"verify(ranks=..., steps=...) wants at least 2 virtual ranks and 1 step, got {subject.axis.size} and "
+            f"verify(ranks=..., steps=...) wants at least 2 virtual ranks and 1 step, got {subject.num_ranks} and "
             f"{trial.num_steps}."
         )
     found = reachability.find_reachable(subject.step, args, kwargs)
     state = stating.collect(found)
-    batch = Batch(args, kwargs, state, subject.axis.size)
+    batch = Batch(args, kwargs, state, subject.num_ranks)
     saved = StateBackup(found, state)
     try:
         virtual = _VirtualRanks(subject, batch)
@@ -127,7 +141,7 @@ def verify(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], tria
     finally:
         saved.restore()
     return Verification(
-        step=subject.name, num_ranks=subject.axis.size, num_steps=virtual.num_steps, notes=(batch.note(), _NUMBERS),
+        step=subject.name, num_ranks=subject.num_ranks, num_steps=virtual.num_steps, notes=(batch.note(), _NUMBERS),
         checks=(*checks, whole),
     )  # fmt: skip
 
@@ -137,9 +151,10 @@ class _VirtualRanks:
 
     def __init__(self, subject: Subject, batch: Batch) -> None:
         self._subject, self._batch = subject, batch
-        self._ranks = range(subject.axis.size)
+        self._ranks = range(subject.num_ranks)
         self._compression = _comm_states(subject)
-        self._optimised, self._unoptimised = RankState(len(self._ranks), self._compression), RankState(len(self._ranks))
+        self._shards = RankShards(subject.axes[0], subject.num_ranks)
+        self._optimised, self._unoptimised = RankState(self._shards, self._compression), RankState(self._shards)
         self._plans: list[_Plan] = []
         self._hypers: dict[tuple[int, str, int | None], Hyperparameter] = {}
         self._num_rounded = 0  # values that differ as rounding explains
@@ -203,7 +218,13 @@ class _VirtualRanks:
                 return plan
         args, kwargs = tree_util.unflatten(leaves, spec)
         captured = subject.capture(args, kwargs)
-        placed = place(captured.program, subject.strategy, (subject.axis,))
+        if any(record.shard is not None for record in captured.program.inputs):
+            raise ConfigError(
+                "verify() shards whole tensors for its virtual ranks, and those of this step are sharded over real "
+                "ranks already. Verify before the first call, or in one process without torchrun."
+            )
+        sharded = shard_inputs(captured.program, subject.strategy, subject.axes)
+        placed = place(sharded, subject.strategy, subject.axes)
         plan = _Plan(captured, placed, run_passes(placed, subject.passes(captured, comm, choose_locally)), compresses)
         hypers = [one.hyper for _, one in captured.binding.inputs_of(GroupNumber)]
         self._hypers |= {(id(one.group), one.key, one.position): one for one in hypers}
@@ -213,7 +234,8 @@ class _VirtualRanks:
     def _step(self, plan: _Plan, number: int) -> _StepRun:
         start, step_record = self._streams.copy(), StepRecord()
         wanted_inputs = self._inputs(self._unoptimised, plan.placed, plan, number)
-        wanted = run(plan.placed, wanted_inputs, self._blocks(plan.placed), self._streams, step_record.note_reduction)
+        notes = GradientObserver(step_record, plan.placed, self._subject.axes[-1].group, self._shards)
+        wanted = run(plan.placed, wanted_inputs, self._blocks(plan.placed), self._streams, notes)
         inputs = self._inputs(self._optimised, plan.scheduled, plan, number)
         with self._optimised.call():
             results = run(plan.scheduled, inputs, self._blocks(plan.scheduled), self._optimised_streams)
@@ -244,7 +266,7 @@ class _VirtualRanks:
         if step_run.plan.compresses:
             return None
         num_rounded = 0
-        for output, rank, one in _gaps(step_run):
+        for output, rank, one in _gaps(step_run, self._shards):
             if one.is_fault:
                 found = self._first_divergence(step_run, output, rank, one)
                 text = f"{output.kind.value} {output.name} of rank {rank} differs after step {step_run.number + 1}"
@@ -269,27 +291,36 @@ class _VirtualRanks:
         """All sides, and the user's objects, are what the step has left."""
         plan, captured, (step_record, _) = step_run.plan, step_run.plan.captured, self._step_records[-1]
         program, binding = captured.program, captured.binding
-        params = [
-            (record.name, flat)
-            for record, flat in zip(program.inputs, step_run.wanted_inputs[0], strict=True)
-            if record.kind is InputKind.PARAM
-        ]
-        step_record.old = {name: copied(tensor) for name, tensor in params}
+        step_record.old = self._params(step_run)
         entry_grads = {index: one.param.grad for index, one in binding.inputs_of(EntryGrad)}
-        binding.finish((*step_run.wanted[0], *binding.entry_grads()))
+        results = zip(plan.placed.outputs, zip(*step_run.wanted, strict=True), strict=True)
+        whole = [self._shards.whole(values, output.shard) for output, values in results]
+        binding.finish((*whole, *binding.entry_grads()))
         self._unoptimised.keep_results(plan.placed, captured, step_run.wanted_inputs, step_run.wanted)
         self._optimised.keep_results(plan.scheduled, captured, step_run.inputs, step_run.results)
         if self._num_rounded:
             self._optimised.copy_from(self._unoptimised)  # so that rounding does not grow over the steps
-        step_record.new = {name: copied(tensor) for name, tensor in params}
+        step_record.new = self._params(step_run)
         for output in program.outputs:
             if output.kind is OutputKind.WRITE and output.target is not None:
                 live = entry_grads.get(output.target, binding.tensors[output.target])
                 if isinstance(live, torch.Tensor):
-                    overwrite(live, step_run.wanted_inputs[0][output.target])
+                    overwrite(live, self._whole_input(step_run, output.target))
+
+    def _params(self, step_run: _StepRun) -> dict[str, torch.Tensor]:
+        """Copies of the parameters of the unoptimised run, by name."""
+        records = enumerate(step_run.plan.placed.inputs)
+        found = [(index, record.name) for index, record in records if record.kind is InputKind.PARAM]
+        return {name: copied(self._whole_input(step_run, index)) for index, name in found}
+
+    def _whole_input(self, step_run: _StepRun, index: int) -> torch.Tensor:
+        """An input of the unoptimised run as the first group of ranks has it."""
+        values = [flat[index] for flat in step_run.wanted_inputs]
+        found: torch.Tensor = self._shards.whole(values, step_run.plan.placed.inputs[index].shard)
+        return found
 
     def _unequal(self, step_run: _StepRun) -> Check | None:
-        """The first parameter that a rank holds other values of than rank 0."""
+        """The first parameter that a rank holds other values of than the first rank that should hold the same ones."""
         ignored = self._subject.strategy.ignore
         for index, record in enumerate(step_run.plan.captured.program.inputs):
             if record.kind is not InputKind.PARAM or record.name in ignored:
@@ -297,10 +328,11 @@ class _VirtualRanks:
             live = step_run.plan.captured.binding.tensors[index]
             assert isinstance(live, torch.Tensor)  # a parameter
             for rank in self._ranks[1:]:
-                one = gap(self._optimised.of_rank(rank, live), self._optimised.of_rank(0, live))
+                first = self._shards.first_alike(rank, self._optimised.spec_of(live))
+                one = gap(self._optimised.of_rank(rank, live), self._optimised.of_rank(first, live))
                 if one is not None:
                     where = (step_run.number + 1, rank)
-                    text = f"rank {rank} holds other values of {record.name} than rank 0 after step {where[0]}"
+                    text = f"rank {rank} holds other values of {record.name} than rank {first} after step {where[0]}"
                     found = difference_at(None, one, where, name=record.name, op="parameter")
                     return Check(name=_EQUAL, outcome=Outcome.FAILED, text=text, difference=found)
         return None
@@ -309,26 +341,27 @@ class _VirtualRanks:
 def _comm_states(subject: Subject) -> list[CompressionState]:
     """The state of compressed communication on each rank; none without compression."""
     how = subject.strategy.compress if isinstance(subject.strategy, DDP) else None
-    comms = [CompressionState(how) for _ in range(subject.axis.size)] if how is not None else []
+    comms = [CompressionState(how) for _ in range(subject.num_ranks)] if how is not None else []
     for comm in comms:
         comm.load_state_dict(subject.comm_state)
     return comms
 
 
-def _gaps(step_run: _StepRun) -> Iterator[tuple[Output, int, Gap]]:
-    """Every output, rank by rank, that is not bitwise what the unoptimised program gives."""
+def _gaps(step_run: _StepRun, shards: RankShards) -> Iterator[tuple[Output, int, Gap]]:
+    """Every output, rank by rank, that is not bitwise what the unoptimised program gives. Padding is left out."""
     placed, scheduled = step_run.plan.placed, step_run.plan.scheduled
     # Passes may add what communication remembers; the outputs of the step itself stay, in their order.
     places = [index for index, output in enumerate(scheduled.outputs) if not _is_memory(scheduled, output)]
     for index, (output, other) in enumerate(zip(placed.outputs, places, strict=True)):
         target = scheduled.outputs[other].target
         for rank, wanted in enumerate(step_run.wanted):
-            got, old = step_run.results[rank][other], None
+            got, old, spec = step_run.results[rank][other], None, output.shard
             if output.kind is OutputKind.WRITE:
                 assert isinstance(target, int)  # by the spec of a WRITE
                 assert isinstance(output.target, int)
                 got, old = step_run.inputs[rank][target], step_run.wanted_inputs[rank][output.target]
-            one = gap(got, wanted[index], old)
+                spec = placed.inputs[output.target].shard
+            one = gap(*(shards.valid(value, spec, rank) for value in (got, wanted[index], old)))
             if one is not None:
                 yield output, rank, one
 

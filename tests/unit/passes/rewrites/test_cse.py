@@ -38,6 +38,23 @@ def test_also_where_the_second_starts_before_the_first_is_waited_for():
     deduped(fn, [torch.randn(3)], 1)
 
 
+def test_what_each_phase_gathers_for_itself_stays_so():
+    def fn(x):
+        group = builders.world_group()
+        return tuple(op_info.WAIT(c10d.all_gather_into_tensor.default(x, 1, group)) for _ in range(3))
+
+    program = builders.place(builders.capture(fn, [torch.randn(3)]))
+    starts = program.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+    for start, phase in zip(starts, ("forward", "backward", "forward"), strict=True):
+        node_meta.set_bucket(start, node_meta.Bucket(0, ("w",), 12, "", kind=node_meta.BucketKind.GATHER, phase=phase))
+    after = run_passes(program, [eliminate_common_subexpressions])
+    left = after.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+    buckets = [node_meta.bucket(start) for start in left]
+    assert [(one.kind, one.phase, one.members) for one in buckets] == [
+        (node_meta.BucketKind.GATHER, phase, ("w",)) for phase in ("forward", "backward")
+    ]
+
+
 def test_other_values_and_other_arguments_are_other_collectives():
     deduped(lambda x, y: (reduce(x), reduce(y), reduce(x, "max"), reduce(x + 0)), [torch.randn(3), torch.randn(3)], 4)
 

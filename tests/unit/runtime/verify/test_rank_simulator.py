@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 from torch import Tensor
 
 from tests.unit import builders
@@ -215,6 +217,28 @@ def test_what_a_gather_sends_is_not_overwritten_before_the_wait(after_wait: bool
     else:
         found = ran(program, [[x] for x in of_ranks(2, 3)])
         assert torch.equal(found[1][0], torch.cat(of_ranks(2, 3)) * 2 + 1)
+
+
+def test_what_a_gather_sends_keeps_its_memory_until_the_wait() -> None:
+    """Else another value could get that memory, and a write to it would count as one to what is sent."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        everyone = c10d.all_gather_into_tensor.default(x * 2, 2, GROUP)  # nothing else reads what is sent
+        other = x * 3
+        return op_info.WAIT(everyone) + 1, other
+
+    sent: list[weakref.ref[Tensor]] = []
+    alive: dict[Any, bool] = {}
+
+    def observe(node: fx.Node, args: list[Any], found: list[Any]) -> None:
+        if op_info.is_collective(node):
+            sent.append(weakref.ref(args[0][0]))
+        elif sent:
+            alive[node.target] = sent[0]() is not None
+
+    inputs = [[x] for x in of_ranks(2, 3)]
+    run(captured(fn, of_ranks(1, 3)), inputs, {GROUP: [[0, 1]]}, RankGenerators([0, 1], CPU), observe)
+    assert alive == {aten.mul.Tensor: True, op_info.WAIT: False, aten.add.Tensor: False}
 
 
 def test_a_collective_that_is_never_waited_for_is_named() -> None:

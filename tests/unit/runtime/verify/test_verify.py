@@ -429,7 +429,7 @@ def virtually(case: Case, *, passes: Any = None, num_steps: int = 3) -> tuple[_V
     model, opt = case.make()
     subject = Subject(
         name="step", step=case.step, capture=stages.capture, passes=stages.passes, strategy=case.strategy,
-        axis=MeshAxis(name="data", size=2, group="virtual"),
+        axes=(MeshAxis(name="data", size=2, group="virtual"),),
         comm_state=stages.compression.state_dict() if stages.compression is not None else {},
     )  # fmt: skip
     args = (model, opt, *batch())
