@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.fx as fx
@@ -26,7 +27,7 @@ from wholestep.ir.program import Program
 from wholestep.passes.analysis.foreach_items import follow, joined
 from wholestep.passes.analysis.task_graph import sharing
 from wholestep.passes.comm import wire_format
-from wholestep.passes.comm.bucket_layouts import coalesce, flatten, memory_order, unflatten
+from wholestep.passes.comm.bucket_layouts import coalesce, flatten, granularity_bytes, memory_order, unflatten
 from wholestep.passes.comm.bucket_planner import Costs, Cuts, Group, fixed_cuts, pack, planned_cuts
 from wholestep.passes.comm.wire_format import ChooseWireFormat, WireFormat, unchanged
 
@@ -219,9 +220,7 @@ def _costs(program: Program, gradients: _Gradients, cost: CostModel) -> Costs:
         ready_us=ready_us,
         update_us=[update_us * size / total_bytes for size in gradients.sizes_bytes],
         end_us=end_us,
-        comm_us=lambda num_bytes: cost.collective_us(
-            _COLLECTIVES[one.target], int(num_bytes), ranks[str(one.args[-1])]
-        ),
+        comm_us=partial(_comm_us, cost, one, ranks[str(one.args[-1])]),
         shares=gradients.shares,
         launch_us=cost.launch_us if cost.device.host_is_device else 0.0,
         calls_us=num_calls * cost.call_us,
@@ -318,21 +317,10 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _granularity_bytes(reduction: _Reduction) -> int:
-    """The largest power of two that divides the gradient's size, within reason.
-
-    No more than alignment asks for in a type a quarter as wide.
-
-    In falling order of it, every gradient of a bucket begins as aligned as the sizes allow.
-    """
-    num_bytes = node_meta.num_bytes(reduction.grad)
-    return min(num_bytes & -num_bytes, 4 * node_meta.ALIGNMENT_BYTES)
-
-
 def _merge(graph: fx.Graph, gradients: _Gradients, group: Group, index: int, *, aligned: bool) -> str:
     """Makes one reduction of those of a group. The note says which bucket it is."""
     members = [gradients.reductions[item] for item in group.items]
-    laid_out = sorted(members, key=_granularity_bytes, reverse=True) if aligned else members
+    laid_out = sorted(members, key=lambda one: granularity_bytes(one.grad), reverse=True) if aligned else members
     names = tuple(name for one in laid_out for name in _bucket_of(one).members)
     orders = tuple(order for one in laid_out for order in _orders(one))
     first = group.items[0]

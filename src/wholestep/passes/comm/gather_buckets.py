@@ -43,10 +43,9 @@ def bucket_gathers(
     program: Program, *, cost: CostModel, bucket_bytes: int | None = None, choose: Choose = choose_locally
 ) -> Program:
     """The program with its gathers in buckets. Arguments as `bucketing.bucket_gradients` takes them."""
-    times_us = cost.times_us(list(program.graph.nodes))
     notes: list[str] = []
     for phase, starts in _by_phase(program).items():
-        gathers = _in_order(program, phase, starts, times_us)
+        gathers = _in_order(program, phase, starts, cost)
         groups = _plan(program, gathers, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
         for group in sorted(groups, key=lambda group: group.items[0], reverse=gathers.has_uses):
             notes.append(_merge(program.graph, gathers, group, phase, len(notes)))
@@ -63,7 +62,8 @@ def _by_phase(program: Program) -> dict[str, list[fx.Node]]:
     return found
 
 
-def _in_order(program: Program, phase: str, starts: list[fx.Node], times_us: dict[fx.Node, float]) -> _Gathers:
+def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostModel) -> _Gathers:
+    times_us = cost.times_us(list(program.graph.nodes))
     clock_us, at_us = 0.0, dict[fx.Node, float]()
     own, has_uses = set(starts), phase in _HAVE_USES
     for node in program.graph.nodes:
