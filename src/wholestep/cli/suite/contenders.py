@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholestep as ws
 from wholestep.cli.suite.no_comm_bound import SilentStep
 from wholestep.cli.suite.workloads import Training
+from wholestep.config import Strategy
 
 
 class Kind(Enum):
@@ -26,18 +27,28 @@ class Kind(Enum):
     COMPILED_DDP = "torch.compile(DDP)"
     FSDP = "FSDP2, compiled by block"
     OURS_BF16 = "wholestep, gradients in bf16"
+    FSDP_OURS = "wholestep, FSDP"
+    ZERO1_OURS = "wholestep, ZeRO-1"
     DDP_COMPILED = "DDP(torch.compile)"
     EAGER_BF16 = "eager DDP, gradients in bf16"
     JAX = "JAX, jit over a mesh"
 
 
-OWN = (Kind.OURS, Kind.LIMIT, Kind.OURS_BF16)
+OWN = (Kind.OURS, Kind.LIMIT, Kind.OURS_BF16, Kind.FSDP_OURS, Kind.ZERO1_OURS)
 STOCK = (Kind.EAGER, Kind.COMPILED_DDP, Kind.FSDP, Kind.DDP_COMPILED, Kind.EAGER_BF16)
 """What PyTorch has without us."""
-DEFAULT = tuple(kind for kind in Kind if kind is not Kind.EAGER_BF16)
+_ON_REQUEST = (Kind.EAGER_BF16, Kind.FSDP_OURS, Kind.ZERO1_OURS)
+DEFAULT = tuple(kind for kind in Kind if kind not in _ON_REQUEST)
 """The order in which contenders are opened: what others are compared with comes first."""
 
 LEARNING_RATE = 1e-4
+
+_STRATEGIES: dict[Kind, Strategy] = {
+    Kind.OURS_BF16: ws.DDP(compress=ws.CastCompress(torch.bfloat16)),
+    Kind.FSDP_OURS: ws.FSDP(reshard_after_forward=True),
+    Kind.ZERO1_OURS: ws.ZeRO(),
+}
+"""Of the contenders of ours that are not plain data parallel."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,8 +71,9 @@ def prepare(kind: Kind, training: Training, world: ws.World) -> Contender:
     model = training.build(world.device)
     if kind in OWN:
         optimizer = _optimizer(model)
-        strategy = ws.DDP(compress=ws.CastCompress(torch.bfloat16)) if kind is Kind.OURS_BF16 else ws.DDP()
-        compiled = ws.compile(training.step, strategy=strategy, backend="inductor", fullgraph=True)
+        compiled = ws.compile(
+            training.step, strategy=_STRATEGIES.get(kind, ws.DDP()), backend="inductor", fullgraph=True
+        )
         step = SilentStep(training.step) if kind is Kind.LIMIT else compiled
         return Contender(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
     wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)
