@@ -14,7 +14,7 @@ import torch.fx as fx
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops import rng_state
 from wholestep.ir.ops.packed_scalars import pack
-from wholestep.ir.program import OutputKind, Program
+from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.lower.cudagraph import rng_replay
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -52,15 +52,17 @@ def on_gpu(node: fx.Node) -> bool:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def uncapturable_calls(graph: fx.Graph, host: HostNodes, refused: Mapping[Any, str]) -> dict[fx.Node, str]:
+def uncapturable_calls(program: Program, host: HostNodes, refused: Mapping[Any, str]) -> dict[fx.Node, str]:
     """The calls that no graph can hold, with the reasons, in order. `refused` as for `partition`."""
+    graph, inputs = program.graph, zip(program.placeholders, program.inputs, strict=True)
+    same_in_every_call = {node for node, record in inputs if record.kind is InputKind.RANK}
     cuts: dict[fx.Node, str] = {}
     num_cuts_before: dict[fx.Node, int] = {}
     """Of calls that set the generator back."""
     for node in graph.nodes:
         if node.target in refused and node not in host:
             cuts[node] = f"{call_name(node)} could not be captured: {refused[node.target]}"
-        elif (reason := _why_not_call(node, host)) is not None:
+        elif (reason := _why_not_call(node, host, same_in_every_call)) is not None:
             cuts[node] = reason
         elif rng_replay.is_replayed(node):
             num_cuts_before[node] = len(cuts)
@@ -73,7 +75,7 @@ def uncapturable_calls(graph: fx.Graph, host: HostNodes, refused: Mapping[Any, s
 _GENERATOR = "{call} reads or sets the state of a random generator on the host"
 
 
-def _why_not_call(node: fx.Node, host: HostNodes) -> str | None:
+def _why_not_call(node: fx.Node, host: HostNodes, same_in_every_call: Collection[fx.Node]) -> str | None:
     """Why a CUDA graph cannot hold a call; None if it can, or need not."""
     if node in host or (rng_replay.is_replayed(node) and rng_replay.is_supported()):
         return None
@@ -85,6 +87,8 @@ def _why_not_call(node: fx.Node, host: HostNodes) -> str | None:
         if is_true(node):
             return sentence.format(call=call_name(node))
     for arg in node.all_input_nodes:
+        if arg in same_in_every_call:
+            continue
         for is_true_of, sentence in _ARGUMENT_REASONS:
             if is_true_of(arg, host):
                 return sentence.format(call=call_name(node), arg=arg.name)

@@ -87,7 +87,7 @@ def partition(program: Program, refused: Mapping[Any, str] = NOTHING) -> Partiti
     """The parts of a scheduled program, or the reason why nothing of it can be captured. `refused`: targets of calls
     that turned out to be none for a graph, with what was said."""
     host = host_nodes(program.graph)
-    cuts = uncapturable_calls(program.graph, host, refused)
+    cuts = uncapturable_calls(program, host, refused)
     reason = why_not_step(program, host)
     if reason is not None:
         return reason
