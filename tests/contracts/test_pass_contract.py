@@ -180,6 +180,6 @@ def test_the_default_list_ends_scheduled(placed):
     after = run_passes(placed[0], passes_of(cost=COST, bucket_bytes=CAP_BYTES))
     assert after.stage is Stage.SCHEDULED
     assert [record.name for record in after.history] == [
-        "eliminate_dead_code", "clean_up_rng", "eliminate_common_subexpressions", "bucket_gradients", "split_optimizer",
-        "overlap_communication", "reinplace", "grads_as_bucket_views",
+        "eliminate_dead_code", "clean_up_rng", "eliminate_common_subexpressions", "bucket_gradients", "bucket_gathers",
+        "split_optimizer", "overlap_communication", "reinplace", "grads_as_bucket_views",
     ]  # fmt: skip

@@ -348,7 +348,9 @@ class _Piece:
         sharing = Counter(output_copies.storage_of(value) for value in values if isinstance(value, torch.Tensor))
         self._copied -= {place for place in self._loose if sharing[output_copies.storage_of(inputs[place])] > 1}
         self._static = {place: inputs[place].clone() for place in sorted(self._copied)}
-        self._read_in_place = [place for place in range(len(inputs)) if place not in self._copied]
+        self._read_in_place = [
+            place for place, one in enumerate(inputs) if place not in self._copied and isinstance(one, torch.Tensor)
+        ]
         self._addresses = [inputs[place].data_ptr() for place in self._read_in_place]
         own = [self._static.get(place, one) for place, one in enumerate(inputs)]
         self.graph, self._outputs = self._pool.capture(lambda: self._step(list(own)), self._rng_replay)
