@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from wholestep.capture.python.user_frame import current_line
 from wholestep.live.observation import execute
 from wholestep.live.piece import PieceSpec
 from wholestep.live.recorded_calls import RecordedCalls
@@ -15,6 +16,9 @@ from wholestep.live.recording.path import Path, Value
 from wholestep.live.recording.record import Record
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.speculation import Before, SpeculativeBackward, num_externals, plan_speculation
+
+
+_NO_PIECE = "and what is recorded is no piece"
 
 
 class Launcher(Protocol):
@@ -62,14 +66,14 @@ class PendingCalls(RecordedCalls):
             return
         alive = self.tensors.handles()
         if self._holds_graph(alive):
-            done = self._speculate(span, alive)
+            why_not = self._speculate(span, alive)
         else:
             results = self._launched(PieceSpec(span, tuple(alive)))
-            done = results is not None
+            why_not = _NO_PIECE if results is None else ""
             if results is not None:
                 self._fulfil(alive, results)
-        if not done:
-            self._flush(why)
+        if why_not:
+            self._flush(f"{why}, {why_not}")
             return
         self._started = span[1]
         self._given.clear()
@@ -92,13 +96,13 @@ class PendingCalls(RecordedCalls):
         freed = self.candidates[0].freed[len(self.records)]
         return any(value not in freed and tensor.requires_grad for value, tensor in alive.items())
 
-    def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> bool:
-        """Runs what is recorded and the backward behind it, whose gradients are held back."""
+    def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> str:
+        """Runs what is recorded and the backward behind it, whose gradients are held back. Returns why not."""
         path, tensors = self.candidates[0], self.tensors
         length = tensors.length()
         plan = plan_speculation(path, *span, tensors)
-        if plan is None:
-            return False
+        if isinstance(plan, str):
+            return f"where the graph is still needed, and no backward can run ahead: {plan}"
         leaves = [tensors.externals[index] for index in plan.leaves]
         later = plan.wanted(path)
         before = Before.of(path.records[slice(*span)], tensors)
@@ -108,7 +112,7 @@ class PendingCalls(RecordedCalls):
             results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped, plan.leaves))
         if results is None:
             tensors.forget_since(length)
-            return False
+            return "where there are gradients already, which other ranks may have reduced" if has_grads else _NO_PIECE
         speculation = SpeculativeBackward(plan, path, before, length)
         for leaf in reversed(leaves):
             grad = results.pop()
@@ -117,7 +121,7 @@ class PendingCalls(RecordedCalls):
         self._fulfil(alive, results)
         speculation.values = dict(zip(later, results, strict=True))
         self._speculation = speculation
-        return True
+        return ""
 
     def _from_speculation(
         self,
@@ -170,6 +174,8 @@ class PendingCalls(RecordedCalls):
 
     def _flush(self, why: str) -> None:
         """Runs what is recorded, one by one and in order; the run observes from here on."""
+        if self.candidates:
+            self.left = f"{why} ({current_line()})"
         self.candidates = []
         self._end_speculation()
         handles = self.tensors.handles()

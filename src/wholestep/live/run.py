@@ -23,6 +23,7 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.pending_calls import Launcher, PendingCalls
+from wholestep.live.recording.difference import difference
 from wholestep.live.recording.handle import CURRENT, Handle, made, recording_paused
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
@@ -149,7 +150,8 @@ class Run(PendingCalls):
             if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
                 return self._read(function, args, kwargs, leaves)
-            self._flush(f"{name_of(function)} is a call that no earlier run made here")
+            path, tensors = self.candidates[0], self.tensors
+            self._flush(difference(key, len(self.records), path, tensors.externals, tensors.numbers))
         record_or_none, result = self._observe(key, args, kwargs, leaves)
         if record_or_none is None:
             self.tensors.forget_since(length)

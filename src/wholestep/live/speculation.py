@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.path import BACKWARDS, Path, Value
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, name_of
 from wholestep.live.tensors import TensorTable
 
 
@@ -44,20 +44,23 @@ class SpeculationPlan:
         ]
 
 
-def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | None:
-    """The plan for a read behind `position` records of a path; None if no backward can be run ahead of it."""
+def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | str:
+    """The plan for a read behind `position` records of a path; or why no backward can be run ahead of it."""
     end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
     if any(_cannot_be_repeated(record) for record in path.records[started:position]):
-        return None
-    if end is None or any(_cannot_wait(path, record, tensors) for record in path.records[position:end]):
-        return None
+        return "what stands before it changes gradients or state, and could not be repeated"
+    if end is None:
+        return "no loss.backward() that frees the graph came behind it in the same call"
+    late = next((record for record in path.records[position:end] if _cannot_wait(path, record, tensors)), None)
+    if late is not None:
+        return f"{name_of(late.key.function)} comes first ({late.line}), which draws, writes or needs a number"
     length, count = tensors.length(), num_externals(path.records[position:end], len(tensors.externals))
     if not tensors.expect(path, count):
-        return None
+        return "calls in between are given tensors that are not known yet"
     leaves = tuple(index for index, one in enumerate(tensors.externals) if one.requires_grad)
     if any(_is_hooked(tensors.externals[index]) for index in leaves):
         tensors.forget_since(length)
-        return None
+        return "a parameter or an input has hooks on its gradient"
     skipped = frozenset(number for number in range(position, end) if _only_acts(path.records[number]))
     return SpeculationPlan((started, end + 1), position, skipped, leaves)
 
