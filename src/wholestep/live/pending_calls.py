@@ -17,7 +17,6 @@ from wholestep.live.recording.record import Record
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.speculation import Before, SpeculativeBackward, num_externals, plan_speculation
 
-
 _NO_PIECE = "and what is recorded is no piece"
 
 
