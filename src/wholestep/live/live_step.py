@@ -159,7 +159,7 @@ class LiveStep:
         stats.launches += len(run.pieces)
         stats.executed += run.executed
         self._looks = run.executed > 0
-        stats.note_reasons({run.reason, run.refused or run.left} - {""})
+        stats.note_reasons({run.reason, run.refused or run.departure} - {""})
         self._eager_calls = 0 if run.pieces else self._eager_calls + 1
         if run.executed and not run.reason:
             changed = self._paths.add(run.path())  # something varies that is a constant in the pieces of this path

@@ -67,7 +67,7 @@ def observe(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves
     results, structure = flat_result(function, result)
     return Observation(
         result=result, results=results, structure=structure,
-        reads=observer.reads or not (_has_no_dict(structure) and all(map(_is_plain, results))),
+        reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
         draws=observer.draws, changes_kind=kinds != _kinds(leaves),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
         writes_grads=grads != _grads(leaves),
@@ -84,8 +84,11 @@ def flat_result(function: Any, result: Any) -> tuple[list[Any], Structure]:
     return results, structure
 
 
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or (type(leaf) is torch.Tensor and leaf.layout is torch.strided)
+def _is_plain(result: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a record can hold a result: a new tensor, nothing, or what the call was given, such as a parameter."""
+    if type(result) is nn.Parameter and any(result is leaf for leaf in leaves):
+        return True
+    return result is None or (type(result) is torch.Tensor and result.layout is torch.strided)
 
 
 def _has_no_dict(structure: Structure) -> bool:

@@ -174,7 +174,7 @@ class PendingCalls(RecordedCalls):
     def _flush(self, why: str) -> None:
         """Runs what is recorded, one by one and in order; the run observes from here on."""
         if self.candidates:
-            self.left = f"{why} ({current_line()})"
+            self.departure = f"{why} ({current_line()})"
         self.candidates = []
         self._end_speculation()
         handles = self.tensors.handles()

@@ -32,7 +32,7 @@ class RecordedCalls:
         self.tensors = TensorTable(arguments)
         self.reason = ""
         """Why this run makes no path, if it does not."""
-        self.left = ""
+        self.departure = ""
         """Why this run went off the known paths, and at what line of the user's; empty while it follows one."""
         self.executed = 0
         """How many calls were executed one by one."""
