@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.freed_graphs import freed_graphs
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
-from wholestep.live.recording.record import Key, OutputMeta, Record, is_constant, name_of
+from wholestep.live.recording.record import Key, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
 from wholestep.live.tensors import TensorTable
@@ -45,6 +46,8 @@ class Observation:
     """Arguments that it has written to."""
     writes_grads: bool
     """Whether arguments have other gradients behind it."""
+    frees: frozenset[Value]
+    """Of a backward: the values that somebody holds and whose graph is freed behind it."""
     state: OptimizerSnapshot | None
     """Of the optimizer that it has stepped, behind the step."""
 
@@ -54,12 +57,14 @@ class Observation:
             key, tuple(None if one is None else OutputMeta.of(one, leaves) for one in self.results), self.structure,
             draws=self.draws, line=line, state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
-            writes_grads=self.writes_grads, num_externals=num_externals,
+            writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
         )  # fmt: skip
 
 
-def observe(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Observation:
-    """Executes a call with these leaves of arguments."""
+def observe(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], tensors: TensorTable
+) -> Observation:
+    """Executes a call with these leaves of arguments, in a run with these tensors."""
     observer, kinds, contents, grads = Observer(), _kinds(leaves), _contents(leaves), _grads(leaves)
     optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
@@ -71,6 +76,7 @@ def observe(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves
         draws=observer.draws, changes_kind=kinds != _kinds(leaves),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
         writes_grads=grads != _grads(leaves),
+        frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip
 

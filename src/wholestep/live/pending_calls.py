@@ -12,8 +12,8 @@ from wholestep.live.observation import execute
 from wholestep.live.piece import PieceSpec
 from wholestep.live.recorded_calls import RecordedCalls
 from wholestep.live.recording.handle import fulfil, with_freed_graph
-from wholestep.live.recording.path import Path, Value
-from wholestep.live.recording.record import Record
+from wholestep.live.recording.path import Path
+from wholestep.live.recording.record import Record, Value
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.speculation import Before, SpeculativeBackward, num_externals, plan_speculation
 

@@ -12,8 +12,8 @@ from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import under
-from wholestep.live.recording.path import Path, Value
-from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record
+from wholestep.live.recording.path import Path
+from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.tensors import TensorTable

@@ -267,7 +267,7 @@ class Run(PendingCalls):
         """Executes a call and notes what it was: a record, or a read, which gives None and its result."""
         self.executed += 1
         line, tensors = current_line(), self.tensors
-        seen = observe(key.function, args, kwargs, leaves)
+        seen = observe(key.function, args, kwargs, leaves, tensors)
         module = key.function.module if isinstance(key.function, OpaqueModule) else None
         if seen.state is not None:
             tensors.note_state(seen.state.tensors)

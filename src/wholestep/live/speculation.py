@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.recording.path import BACKWARDS, Path, Value
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, name_of
+from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, Value, name_of
 from wholestep.live.tensors import TensorTable
 
 

@@ -308,3 +308,21 @@ def test_a_call_in_another_mode_is_another_call() -> None:
         return step
 
     train_both(make, calls=8)
+
+
+def test_an_update_by_hand_is_a_piece() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            loss = training.model(x).mean()
+            loss.backward()
+            with torch.no_grad():
+                for param in training.model.parameters():
+                    param.sub_(0.1 * param.grad)  # which gives the parameter
+                    param.grad = None
+            training.notes.append(loss.item())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == CALLS - 1

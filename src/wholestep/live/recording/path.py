@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 from wholestep.live.recording.fast_match import FastRecord, fast_record
-from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record
+from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record, Value
 
 MAX_PATHS = 8
 """Of one step. The one that was used longest ago goes."""
-
-Value = tuple[int, int]
-"""One result of a recorded call: the number of the record, and which of its outputs."""
 
 VARIES = object()
 """In the place of a number that is another one in every call."""
@@ -37,7 +34,8 @@ class Path:
     sources: list[int | None]
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
     freed: list[set[Value]] = field(init=False)
-    """By number of records: the values whose graph a backward among them has freed, and what was computed of those."""
+    """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
+    those."""
 
     fast_records: list[FastRecord | None] = field(init=False)
     """The records for quick comparison."""
@@ -93,29 +91,10 @@ def _freed(records: Sequence[Record]) -> list[set[Value]]:
     freed: set[Value] = set()
     found = [set(freed)]
     for number, record in enumerate(records):
-        if _frees(record):
-            freed |= _ancestors(records, _with_graph(records, record))
-        elif any((operand.key, operand.detail) in freed for operand in _with_graph(records, record)):
+        freed |= record.frees
+        if any((operand.key, operand.detail) in freed for operand in _with_graph(records, record)):
             freed |= {(number, output) for output in range(len(record.outputs))}
         found.append(set(freed) if freed != found[-1] else found[-1])
-    return found
-
-
-def _frees(record: Record) -> bool:
-    """Whether it is a backward that keeps nothing of the graph."""
-    return record.key.function in BACKWARDS and True not in [
-        operand.key for operand in record.operands if operand.detail is bool
-    ]
-
-
-def _ancestors(records: Sequence[Record], roots: list[Operand]) -> set[Value]:
-    found: set[Value] = set()
-    while roots:
-        operand = roots.pop()
-        value = (operand.key, operand.detail)
-        if value not in found:
-            found.add(value)
-            roots.extend(_with_graph(records, records[operand.key]))
     return found
 
 

@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from wholestep.live.recording.modes import Modes
 from wholestep.live.recording.structure import Structure
 
+Value = tuple[int, int]
+"""One result of a recorded call: the number of the record, and which of its outputs."""
+
 
 class Operand(NamedTuple):
     """One leaf of the arguments of a call. Plain tuples, since they are made and compared at every call of torch."""
@@ -91,6 +94,8 @@ class Record:
     """Whether it has changed the gradients of its arguments, and is no backward."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
+    frees: frozenset[Value] = field(default=frozenset(), compare=False)
+    """Of a backward: the values whose graph it was seen to free, of those that somebody held."""
     num_externals: int = field(default=0, compare=False)
     """Of a module that is one record: how many tensors from outside there are behind it, its own ones among them."""
 
