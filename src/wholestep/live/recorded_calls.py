@@ -41,7 +41,8 @@ class RecordedCalls:
         """What this run has shown, for later ones."""
         tensors = self.tensors
         return Path(
-            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources()
+            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources(),
+            {value for value, one in tensors.alive().items() if one.requires_grad},
         )  # fmt: skip
 
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:

@@ -38,7 +38,7 @@ def _reaches_freed(root: Any, known: dict[Any, bool]) -> bool:
 
 
 def _is_freed(node: Any) -> bool:
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         try:
             getattr(node, name)
         except RuntimeError as error:

@@ -33,6 +33,8 @@ class Path:
     reads: set[Read]
     sources: list[int | None]
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
+    alive: set[Value] = field(default_factory=set)
+    """Values with a graph that somebody held behind a call of the step."""
     freed: list[set[Value]] = field(init=False)
     """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
     those."""
@@ -59,6 +61,7 @@ class Path:
         self.externals = [one for one in externals if one is not None]
         self.numbers = numbers
         self.reads |= other.reads
+        self.alive |= other.alive
         self.sources = [
             mine if mine == theirs else None for mine, theirs in zip(self.sources, other.sources, strict=True)
         ]
@@ -68,6 +71,11 @@ class Path:
         """Whether a tensor may be the one from outside with this number."""
         known = self.externals[index]
         return known is tensor or (type(known) is Description and known == Description.of(tensor))
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the graph of a call was still there behind it."""
+        return not self.alive <= self.freed[-1]
 
     def is_varying(self, index: int) -> bool:
         """Whether a number is another one in every call."""
