@@ -40,8 +40,10 @@ class Observation:
     reads: bool
     """Whether it gave something else than plain tensors of known shapes."""
     draws: bool
+    joined: list[torch.Tensor]
+    """Arguments that it has written to and returned, and that are in a graph since then."""
     changes_kind: bool
-    """Whether an argument has another shape or type behind it."""
+    """Whether another argument has another shape or type behind it, or is in a graph."""
     written: list[torch.Tensor]
     """Arguments that it has written to."""
     writes_grads: bool
@@ -54,8 +56,9 @@ class Observation:
     def record(self, key: Key, leaves: Sequence[Any], line: str, num_externals: int) -> Record:
         """The record of the call, made with these leaves of arguments at a line of the user's."""
         return Record(
-            key, tuple(None if one is None else OutputMeta.of(one, leaves) for one in self.results), self.structure,
-            draws=self.draws, line=line, state_entries=0 if self.state is None else self.state.num_entries,
+            key, tuple(None if one is None else OutputMeta.of(one, leaves, self.joined) for one in self.results),
+            self.structure, draws=self.draws, line=line,
+            state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
             writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
         )  # fmt: skip
@@ -70,10 +73,12 @@ def observe(
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
         result = execute(function, args, kwargs)
     results, structure = flat_result(function, result)
+    joined = [leaf for leaf, kind in kinds if _has_joined(leaf, kind) and _is_in(leaf, results)]
     return Observation(
         result=result, results=results, structure=structure,
         reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
-        draws=observer.draws, changes_kind=kinds != _kinds(leaves),
+        draws=observer.draws, joined=joined,
+        changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
         writes_grads=grads != _grads(leaves),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
@@ -103,9 +108,22 @@ def _has_no_dict(structure: Structure) -> bool:
     return structure[0] is not dict and all(map(_has_no_dict, structure[-1]))
 
 
-def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    """What a call in place may change of its arguments besides their numbers."""
-    return [(leaf.requires_grad, leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _kinds(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
+    return [(leaf, _kind(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _kind(tensor: torch.Tensor) -> Any:
+    """What a call in place may change of an argument besides its numbers."""
+    return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
+    """Whether a tensor of this kind is in a graph now, and that is all."""
+    return tensor.grad_fn is not None and (*kind[:2], kind[2] is False) == _kind(tensor)
+
+
+def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
+    return any(tensor is one for one in tensors)
 
 
 def _grads(leaves: Sequence[Any]) -> list[tuple[int, int]]:

@@ -55,6 +55,9 @@ class RecordedCalls:
         del result, args, kwargs  # whoever holds a result is told from us by the number of references
         for output in range(len(found) - 1, -1, -1):
             meta, value = record.outputs[output], (number, output)
+            if meta is not None and meta.becomes is not None:
+                joined = record.operands[meta.becomes]
+                results.pop((joined.key, joined.detail), None)
             if meta is None or meta.alias is not None:
                 found.pop()
             elif value in handles:

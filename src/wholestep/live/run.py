@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.tracing.tensor_swap import swap_contents
 from wholestep.live.indices import plain_index
 from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
@@ -36,6 +37,7 @@ from wholestep.live.recording.record import (
     OutputMeta,
     Read,
     Record,
+    Value,
     name_of,
 )
 from wholestep.live.recording.snapshot import OptimizerWatch
@@ -238,7 +240,7 @@ class Run(PendingCalls):
         return all(self.tensors.fits(path, operand) for operand in key.operands)
 
     def _is_changed(self, function: Any, leaves: list[Any]) -> bool:
-        """Whether a module or an optimizer is in another state than where a call of it was recorded that has not run."""
+        """Whether a module or an optimizer is in another state than a call of it that was recorded and has not run."""
         if isinstance(function, OpaqueModule):
             pending = [record.key.function for record in self.records[self._started :]]
             return any(
@@ -279,9 +281,23 @@ class Run(PendingCalls):
                 results.append(None)
             elif meta.alias is not None:
                 results.append(leaves[meta.alias])
+            elif meta.becomes is not None:
+                results.append(self._joined(leaves[meta.becomes], meta, (number, output)))
             else:
                 results.append(self.tensors.note_value(self._made(meta), (number, output)))
         return unflatten(record.output_structure, results)
+
+    def _joined(self, tensor: torch.Tensor, meta: OutputMeta, value: Value) -> torch.Tensor:
+        """An argument in place that the call puts into a graph: the same object, as another value."""
+        was, other = self.tensors.value_of(tensor), self._made(meta)
+        assert was is not None
+        is_pending = type(tensor) is Handle
+        swap_contents(tensor, other)
+        if not is_pending:  # `other` is now what the piece is given
+            tensor.__class__, other.__class__ = Handle, torch.Tensor
+            vars(tensor)["run"] = vars(other).pop("run")
+            self._given.append(self.tensors.note_value(other, was))
+        return self.tensors.note_value(tensor, value)
 
     def _is_read(self, key: Key) -> bool:
         """Whether a call asks for a value: here in an earlier run, or anywhere if it gives no tensors."""
@@ -321,7 +337,7 @@ class Run(PendingCalls):
                 self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
             tensors.note_result(seen.result, leaves)
             return None, seen.result
-        if seen.changes_kind:
+        if seen.changes_kind or not all(tensors.value_of(one) for one in seen.joined):
             self.make_no_path(f"{name_of(key.function)} changes the kind of its argument")
         if any(map(tensors.is_shared, seen.written)):
             self.make_no_path(f"{name_of(key.function)} writes to the memory of an array")

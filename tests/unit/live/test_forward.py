@@ -206,3 +206,33 @@ def test_before_puts_back_the_generators_of_the_user() -> None:
 
     train_both(make)
     assert Before().put_back() == ()
+
+
+def paired(out: Tensor) -> Tensor:
+    """Nobody holds the outputs any more when their backward comes."""
+    order = torch.from_numpy(np.argsort(out.detach().numpy()[:, 0]).copy())
+    return (out[order, 0] * torch.arange(3.0)).mean()
+
+
+def test_what_python_has_let_go_does_not_keep_the_graph() -> None:
+    def make(training: Training) -> Step:
+        return lambda x: training.update(paired(training.model(x)))
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)
+
+
+def test_a_generator_that_is_seeded_behind_the_read_stays_so() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            training.notes.append(out.detach().tolist())
+            torch.manual_seed(7)
+            return training.update(out[torch.tensor([0, 2])].mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)

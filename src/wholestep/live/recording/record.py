@@ -57,14 +57,18 @@ class OutputMeta:
     """The class of its ``grad_fn``, such as MeanBackward0, which its text shows; empty without one."""
     alias: int | None = None
     """The leaf of the arguments that it is, of a call in place."""
+    becomes: int | None = None
+    """The same where the call has put the leaf into a graph, so that it is another value from there on."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, leaves: Sequence[Any]) -> OutputMeta:
-        """Of a tensor that a call with these arguments has returned."""
+    def of(cls, tensor: torch.Tensor, leaves: Sequence[Any], joined: Sequence[torch.Tensor]) -> OutputMeta:
+        """Of a tensor that a call with these arguments has returned, which has put those in `joined` into a graph."""
         alias = next((number for number, leaf in enumerate(leaves) if leaf is tensor), None)
+        becomes = alias if any(tensor is one for one in joined) else None
         graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
         return cls(
-            tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph, alias
+            tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
+            alias if becomes is None else None, becomes,
         )  # fmt: skip
 
 
