@@ -80,7 +80,7 @@ def observe(
         draws=observer.draws, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
-        writes_grads=grads != _grads(leaves),
+        writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads),
         frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip
@@ -126,10 +126,14 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
     return any(tensor is one for one in tensors)
 
 
-def _grads(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-    """The gradients of leaves of the graph, by identity and version."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-    return [(id(one.grad), 0 if one.grad is None else one.grad._version) for one in tensors]
+def _grads(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """The leaves of the graph with their gradients."""
+    return [(leaf, _grad(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+
+
+def _grad(leaf: torch.Tensor) -> tuple[int, int]:
+    """A gradient by identity and version."""
+    return id(leaf.grad), 0 if leaf.grad is None else leaf.grad._version
 
 
 def _contents(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:
