@@ -58,8 +58,8 @@ class Idiom:
     """Whether two backwards reach the same parameters. Gradients may be added before or after they are averaged over
     the ranks, so results are equal up to rounding."""
     unrolled: bool = False
-    """Whether the compiled step writes a recurrent layer out, and so adds the gradients of its weights in another
-    order than the layer's own kernel: results are equal up to rounding."""
+    """Whether the compiled step writes a recurrent layer or cell out, and so adds the gradients of its weights in
+    another order than the kernel: results are equal up to rounding."""
     inductor: bool = False
     """Whether it also runs on Inductor, which compiles for seconds: at least one idiom of a file does."""
 

@@ -255,7 +255,7 @@ def fork_of_the_generator() -> Loop:
     return loop(step, model=model, opt=opt, seen=seen)
 
 
-@idiom()
+@idiom(unrolled=True)
 def teacher_forcing() -> Loop:
     """A decoder is fed the truth or its own guess, by a coin per position."""
     cell, head = nn.GRUCell(CLASSES, HIDDEN), nn.Linear(HIDDEN, CLASSES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ MAX_PIECES = 16
 """Compiled pieces of one path."""
 MAX_EAGER_CALLS = 8
 """Calls in a row without a piece behind which a step is no longer recorded."""
+MAX_REASONS = 12
+"""Kinds of reasons that are kept. They name values, so there may be a new one at every call."""
 
 
 @dataclass(slots=True)
@@ -61,7 +63,11 @@ class LiveStats:
     executed: int = 0
     """Tensor calls that were executed one by one."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why calls could be no path or no piece, and how many calls of the step that were."""
+    """Why calls went off the known paths or could be no piece, and how many calls of the step did: the first kinds."""
+
+    def note_reasons(self, reasons: Iterable[str]) -> None:
+        """Counts why a call of the step was not all pieces."""
+        self.reasons.update(one for one in reasons if one in self.reasons or len(self.reasons) < MAX_REASONS)
 
 
 class LiveStep:
@@ -153,7 +159,7 @@ class LiveStep:
         stats.launches += len(run.pieces)
         stats.executed += run.executed
         self._looks = run.executed > 0
-        stats.reasons.update(filter(None, (run.reason, run.refused)))
+        stats.note_reasons({run.reason, run.refused or run.departure} - {""})
         self._eager_calls = 0 if run.pieces else self._eager_calls + 1
         if run.executed and not run.reason:
             changed = self._paths.add(run.path())  # something varies that is a constant in the pieces of this path
@@ -171,7 +177,7 @@ class LiveStep:
         if self._peers is not None and not self._peers.meet(event):
             return None
         if compiled is None:
-            run.refused = conflict or run.refused
+            run.refused = conflict or f"this way through the step has {MAX_PIECES} pieces, which is the most"
             return None
         if compiled.refused:
             run.refused = compiled.refused

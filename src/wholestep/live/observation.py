@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.freed_graphs import freed_graphs
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.observer import Observer
 from wholestep.live.recording.path import BACKWARDS
-from wholestep.live.recording.record import Key, OutputMeta, Record, is_constant, name_of
+from wholestep.live.recording.record import Key, OutputMeta, Record, Value, is_constant, name_of
 from wholestep.live.recording.snapshot import OptimizerSnapshot
 from wholestep.live.recording.structure import LEAF, Structure, flatten
 from wholestep.live.tensors import TensorTable
@@ -39,38 +40,48 @@ class Observation:
     reads: bool
     """Whether it gave something else than plain tensors of known shapes."""
     draws: bool
+    joined: list[torch.Tensor]
+    """Arguments that it has written to and returned, and that are in a graph since then."""
     changes_kind: bool
-    """Whether an argument has another shape or type behind it."""
+    """Whether another argument has another shape or type behind it, or is in a graph."""
     written: list[torch.Tensor]
     """Arguments that it has written to."""
     writes_grads: bool
     """Whether arguments have other gradients behind it."""
+    frees: frozenset[Value]
+    """Of a backward: the values that somebody holds and whose graph is freed behind it."""
     state: OptimizerSnapshot | None
     """Of the optimizer that it has stepped, behind the step."""
 
     def record(self, key: Key, leaves: Sequence[Any], line: str, num_externals: int) -> Record:
         """The record of the call, made with these leaves of arguments at a line of the user's."""
         return Record(
-            key, tuple(None if one is None else OutputMeta.of(one, leaves) for one in self.results), self.structure,
-            draws=self.draws, line=line, state_entries=0 if self.state is None else self.state.num_entries,
+            key, tuple(None if one is None else OutputMeta.of(one, leaves, self.joined) for one in self.results),
+            self.structure, draws=self.draws, line=line,
+            state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
-            writes_grads=self.writes_grads, num_externals=num_externals,
+            writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
         )  # fmt: skip
 
 
-def observe(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Observation:
-    """Executes a call with these leaves of arguments."""
+def observe(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], tensors: TensorTable
+) -> Observation:
+    """Executes a call with these leaves of arguments, in a run with these tensors."""
     observer, kinds, contents, grads = Observer(), _kinds(leaves), _contents(leaves), _grads(leaves)
     optimizer = next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None)
     with observer if optimizer is None else nullcontext():  # optimizers of torch read numbers of their own
         result = execute(function, args, kwargs)
     results, structure = flat_result(function, result)
+    joined = [leaf for leaf, kind in kinds if _has_joined(leaf, kind) and _is_in(leaf, results)]
     return Observation(
         result=result, results=results, structure=structure,
-        reads=observer.reads or not (_has_no_dict(structure) and all(map(_is_plain, results))),
-        draws=observer.draws, changes_kind=kinds != _kinds(leaves),
+        reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
+        draws=observer.draws, joined=joined,
+        changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
-        writes_grads=grads != _grads(leaves),
+        writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads),
+        frees=freed_graphs(tensors.alive()) if function in BACKWARDS else frozenset(),
         state=None if optimizer is None else OptimizerSnapshot.of(optimizer),
     )  # fmt: skip
 
@@ -84,8 +95,11 @@ def flat_result(function: Any, result: Any) -> tuple[list[Any], Structure]:
     return results, structure
 
 
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or (type(leaf) is torch.Tensor and leaf.layout is torch.strided)
+def _is_plain(result: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a record can hold a result: a new tensor, nothing, or what the call was given, such as a parameter."""
+    if type(result) is nn.Parameter and any(result is leaf for leaf in leaves):
+        return True
+    return result is None or (type(result) is torch.Tensor and result.layout is torch.strided)
 
 
 def _has_no_dict(structure: Structure) -> bool:
@@ -94,15 +108,32 @@ def _has_no_dict(structure: Structure) -> bool:
     return structure[0] is not dict and all(map(_has_no_dict, structure[-1]))
 
 
-def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    """What a call in place may change of its arguments besides their numbers."""
-    return [(leaf.requires_grad, leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _kinds(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
+    return [(leaf, _kind(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _grads(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-    """The gradients of leaves of the graph, by identity and version."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-    return [(id(one.grad), 0 if one.grad is None else one.grad._version) for one in tensors]
+def _kind(tensor: torch.Tensor) -> Any:
+    """What a call in place may change of an argument besides its numbers."""
+    return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _has_joined(tensor: torch.Tensor, kind: Any) -> bool:
+    """Whether a tensor of this kind is in a graph now, and that is all."""
+    return tensor.grad_fn is not None and (*kind[:2], kind[2] is False) == _kind(tensor)
+
+
+def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
+    return any(tensor is one for one in tensors)
+
+
+def _grads(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """The leaves of the graph with their gradients."""
+    return [(leaf, _grad(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+
+
+def _grad(leaf: torch.Tensor) -> tuple[int, int]:
+    """A gradient by identity and version."""
+    return id(leaf.grad), 0 if leaf.grad is None else leaf.grad._version
 
 
 def _contents(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
+from wholestep.capture.python.user_frame import current_line
+from wholestep.live.forward import Before, Forward, cannot_be_repeated
 from wholestep.live.observation import execute
 from wholestep.live.piece import PieceSpec
 from wholestep.live.recorded_calls import RecordedCalls
 from wholestep.live.recording.handle import fulfil, with_freed_graph
-from wholestep.live.recording.path import Path, Value
-from wholestep.live.recording.record import Record
+from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.record import VALUE, OutputMeta, Record, Value
 from wholestep.live.recording.structure import unflatten
-from wholestep.live.speculation import Before, SpeculativeBackward, num_externals, plan_speculation
+from wholestep.live.speculation import SpeculativeBackward, num_externals, plan_speculation
+
+_NO_PIECE = "and what is recorded is no piece"
+_DRAWN = "and something else has drawn random numbers since then"
 
 
 class Launcher(Protocol):
@@ -24,7 +30,7 @@ class Launcher(Protocol):
         """What the piece gives; None where these records can be no piece, and nothing has run."""
 
 
-class PendingCalls(RecordedCalls):
+class PendingCalls(RecordedCalls, ABC):
     """The recorded calls of one run, of which the last ones have not run."""
 
     def __init__(
@@ -52,28 +58,135 @@ class PendingCalls(RecordedCalls):
         when the calls run are no results.)"""
         self._agree_on_gradients = agree_on_gradients
         self._speculation: SpeculativeBackward | None = None
+        self._forward: Forward | None = None
+        """What has run without its graph, and may run again with a backward."""
         self._started = 0
         """Records before this one have run."""
 
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether Python holds tensors whose graph is to come with a later piece."""
+        return self._forward is not None or self._speculation is not None
+
     def _run_pending(self, why: str) -> None:
-        """Runs what is recorded as a compiled piece, or else one by one."""
-        span = (self._started, len(self.records))
-        if span[0] == span[1]:
-            return
-        alive = self.tensors.handles()
-        if self._holds_graph(alive):
-            done = self._speculate(span, alive)
-        else:
-            results = self._launched(PieceSpec(span, tuple(alive)))
-            done = results is not None
-            if results is not None:
-                self._fulfil(alive, results)
-        if not done:
-            self._flush(why)
-            return
+        """Runs what is recorded as compiled pieces, or else one by one."""
+        if self._started < len(self.records) and (why_not := self._run_pieces(len(self.records))):
+            self._flush(f"{why}, {why_not}")
+
+    def _run_pieces(self, end: int) -> str:
+        """Runs the records in front of `end` as pieces. Returns why not; then nothing of them may have run."""
+        forward, span = self._forward, (self._started, end)
+        if forward is not None and self._goes_back_through(forward, span):
+            return self._run_again(forward, span)
+        if self._holds_graph(self._handles(end), end):
+            return self._run_forward(end)
+        if forward is not None and self._holds_graph(self.tensors.alive(), span[0]):
+            return self._run_for_values(span, "")
+        self._forward = None
+        return self._run_piece(span, span)
+
+    def _run_piece(self, span: tuple[int, int], new: tuple[int, int]) -> str:
+        """Runs one piece, of whose records the `new` ones have not run yet. Returns why not."""
+        alive = self._handles(span[1])
+        results = self._launched(PieceSpec(span, tuple(alive)))
+        if results is None:
+            return _NO_PIECE
+        self._fulfil(alive, results)
+        self._has_run(new)
+        return ""
+
+    def _has_run(self, span: tuple[int, int]) -> None:
         self._started = span[1]
-        self._given.clear()
+        if self._forward is None and self._started == len(self.records):
+            self._given.clear()
         self.pieces.append(span)
+
+    def _handles(self, end: int) -> dict[Value, torch.Tensor]:
+        """The handles of records in front of `end` that somebody holds."""
+        return {value: one for value, one in self.tensors.handles().items() if value[0] < end}
+
+    def _run_forward(self, end: int) -> str:
+        """Runs records whose graph is still needed behind them. Returns why not."""
+        path, started = self.candidates[0], self._started
+        start = 1 + max((n for n in range(started, end) if cannot_be_repeated(path.records[n])), default=started - 1)
+        if start > started:  # those run first, as a piece of their own
+            self._given += self._needed_from(started, start, end)
+            if start == end or self._holds_graph(self._handles(start), start):
+                return "where the graph is still needed of what changes gradients or state, and could not be repeated"
+            if why_not := self._run_pieces(start):
+                return why_not
+        span = (start, end)
+        why_not = "a read in front of this one has run its forward"
+        if self._forward is None:
+            why_not = self._speculate(span, self._handles(end))
+            if not why_not:
+                self._has_run(span)
+                return ""
+        return self._run_for_values(span, why_not)
+
+    def _needed_from(self, first: int, start: int, end: int) -> list[torch.Tensor]:
+        """Handles of values of the records from `first` to `start` that those from there to `end` are given."""
+        alive, found = self.tensors.alive(), {}
+        for record in self.records[start:end]:
+            for operand in record.operands:
+                value = (operand.key, operand.detail)
+                if operand.kind == VALUE and first <= operand.key < start and value not in found:
+                    meta = self.records[operand.key].outputs[operand.detail]
+                    assert meta is not None
+                    found[value] = alive[value] if value in alive else self.tensors.note_value(self._made(meta), value)
+        return list(found.values())
+
+    def _run_for_values(self, span: tuple[int, int], why_not: str) -> str:
+        """Runs a forward without its graph: a backward that comes later runs it again. Returns why not."""
+        path, forward = self.candidates[0], self._forward
+        if path.keeps_graph and not any(record.key.function in BACKWARDS for record in path.records[span[1] :]):
+            return why_not
+        records = path.records[slice(*span)]
+        if any(map(cannot_be_repeated, records)):
+            return "where the graph of what was read before is still needed"
+        if forward is not None and not forward.draws_go_on(records):
+            return _DRAWN
+        longer = Forward(span[0], path) if forward is None else forward
+        longer.take(records, path, self.tensors)
+        self._forward = longer
+        why_not = self._run_piece(span, span)
+        if why_not:
+            self._forward = forward
+        longer.has_run()
+        return why_not
+
+    def _goes_back_through(self, forward: Forward, span: tuple[int, int]) -> bool:
+        """Whether there is a backward among records, and they are given values with a graph of the forward."""
+        records = self.records[slice(*span)]
+        if not any(record.key.function in BACKWARDS for record in records):
+            return False
+        values = (one for record in records for one in record.operands if one.kind == VALUE)
+        metas = (self.records[one.key].outputs[one.detail] for one in values if forward.since <= one.key < span[0])
+        return any(meta is not None and meta.requires_grad for meta in metas)
+
+    def _run_again(self, forward: Forward, span: tuple[int, int]) -> str:
+        """Runs a forward with the backward that has come behind it, as one piece. Returns why not."""
+        self._given = [one for one in self._given if (self.tensors.value_of(one) or (-1, 0))[0] < forward.since]
+        stays, records = self._holds_graph(self.tensors.alive(), span[1]), self.records[slice(*span)]
+        if stays and any(map(cannot_be_repeated, records)):
+            return "where the graph is still needed behind its backward"
+        if not forward.draws_go_on(records):
+            return _DRAWN
+        forward.take(records, self.candidates[0], self.tensors)
+        now = forward.before.put_back()
+        self._forward = forward if stays else None
+        why_not = self._run_piece((forward.since, span[1]), span)
+        if why_not or not any(record.draws for record in records):
+            for generator, state in now:
+                generator.set_state(state)
+        if why_not:
+            self._forward = forward
+        forward.has_run()
+        return why_not
+
+    @abstractmethod
+    def _made(self, meta: OutputMeta) -> torch.Tensor:
+        """A handle that this run will fulfil."""
 
     def _launched(self, spec: PieceSpec) -> list[torch.Tensor] | None:
         results: list[torch.Tensor] | None = execute(self._launch, (self, spec), {})
@@ -87,28 +200,35 @@ class PendingCalls(RecordedCalls):
             assert meta is not None
             fulfil(handle, with_freed_graph(results.pop(), meta))
 
-    def _holds_graph(self, alive: dict[Value, torch.Tensor]) -> bool:
-        """Whether somebody may still ask for gradients of what is recorded, through a tensor that is alive."""
-        freed = self.candidates[0].freed[len(self.records)]
-        return any(value not in freed and tensor.requires_grad for value, tensor in alive.items())
+    def _holds_graph(self, alive: dict[Value, torch.Tensor], end: int) -> bool:
+        """Whether somebody may still ask for gradients of records in front of `end`, through a tensor that is alive.
 
-    def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> bool:
-        """Runs what is recorded and the backward behind it, whose gradients are held back."""
+        Where records before these have run, that is those of the forward that may run again.
+        """
+        freed = self.candidates[0].freed[end]
+        since = self._started if self._forward is None else self._forward.since
+        return any(
+            since <= value[0] < end and value not in freed and tensor.requires_grad for value, tensor in alive.items()
+        )
+
+    def _speculate(self, span: tuple[int, int], alive: dict[Value, torch.Tensor]) -> str:
+        """Runs what is recorded and the backward behind it, whose gradients are held back. Returns why not."""
         path, tensors = self.candidates[0], self.tensors
         length = tensors.length()
         plan = plan_speculation(path, *span, tensors)
-        if plan is None:
-            return False
+        if isinstance(plan, str):
+            return f"where the graph is still needed, and no backward can run ahead: {plan}"
         leaves = [tensors.externals[index] for index in plan.leaves]
         later = plan.wanted(path)
-        before = Before.of(path.records[slice(*span)], tensors)
+        before = Before()
+        before.take(path.records[slice(*span)], tensors)
         results = None
         has_grads = any(leaf.grad is not None for leaf in leaves)
         if self._agree_on_gradients is None or not has_grads:  # those of several ranks may be reduced already, or not
             results = self._launched(PieceSpec(plan.span, (*later, *alive), plan.skipped, plan.leaves))
         if results is None:
             tensors.forget_since(length)
-            return False
+            return "where there are gradients already, which other ranks may have reduced" if has_grads else _NO_PIECE
         speculation = SpeculativeBackward(plan, path, before, length)
         for leaf in reversed(leaves):
             grad = results.pop()
@@ -117,7 +237,7 @@ class PendingCalls(RecordedCalls):
         self._fulfil(alive, results)
         speculation.values = dict(zip(later, results, strict=True))
         self._speculation = speculation
-        return True
+        return ""
 
     def _from_speculation(
         self,
@@ -150,30 +270,41 @@ class PendingCalls(RecordedCalls):
                 results.append(self.tensors.note_value(value, (number, output)))
         return unflatten(record.output_structure, results)
 
-    def _end_speculation(self) -> None:
-        """Python went another way: gradients are dropped, and what somebody may still need has a graph again."""
+    def _give_graphs(self) -> dict[Value, torch.Tensor]:
+        """Python went another way: gradients are dropped, and what somebody may still need has a graph again.
+
+        Returns what the records have given that nobody holds.
+        """
         speculation, self._speculation = self._speculation, None
-        if speculation is None:
-            return
-        self.tensors.forget_since((num_externals(self.records, speculation.length[0]), len(self.tensors.numbers)))
-        span = (speculation.plan.span[0], len(self.records))
-        freed = speculation.path.freed[speculation.plan.position]
-        alive = {value: one for value, one in self.tensors.alive().items() if value[0] >= span[0]}
-        if not any(one.requires_grad and value not in freed for value, one in alive.items()):
-            return
-        states = speculation.before.put_back()
+        forward, self._forward = self._forward, None
+        if speculation is not None:
+            self.tensors.forget_since((num_externals(self.records, speculation.length[0]), len(self.tensors.numbers)))
+            since, position = speculation.plan.span[0], speculation.plan.position
+            before, path = speculation.before, speculation.path
+        elif forward is not None:
+            since, position, before, path = forward.since, self._started, forward.before, forward.path
+        else:
+            return {}
+        alive = {value: one for value, one in self.tensors.alive().items() if since <= value[0] < self._started}
+        is_needed = any(one.requires_grad and value not in path.freed[position] for value, one in alive.items())
+        if not is_needed and self._started == len(self.records):
+            return {}
+        states = before.put_back()
         results: dict[Value, torch.Tensor] = {}
-        for number in range(*span):
+        for number in range(since, self._started):
             self.replay(number, alive, results)
         for generator, state in states:
             generator.set_state(state)
+        return results
 
     def _flush(self, why: str) -> None:
         """Runs what is recorded, one by one and in order; the run observes from here on."""
+        if self.candidates:
+            self.departure = f"{why} ({current_line()})"
         self.candidates = []
-        self._end_speculation()
+        results = self._give_graphs()
         handles = self.tensors.handles()
-        results: dict[Value, torch.Tensor] = dict(handles)
+        results |= handles
         for number in range(self._started, len(self.records)):
             self.replay(number, handles, results)
         self._started = len(self.records)

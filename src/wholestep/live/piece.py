@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.modes import under
-from wholestep.live.recording.path import VARIES, Path, Value
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand
+from wholestep.live.recording.path import VARIES, Path
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand, Value
 from wholestep.live.recording.structure import LEAF, Structure, rebuilt
 
 _LITERALS = (bool, int, str, type(None))

@@ -12,8 +12,8 @@ from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.handle import fulfil
 from wholestep.live.recording.modes import under
-from wholestep.live.recording.path import Path, Value
-from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record
+from wholestep.live.recording.path import Path
+from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, Read, Record, Value
 from wholestep.live.recording.snapshot import AsRecorded, OptimizerSnapshot, as_recorded
 from wholestep.live.recording.structure import unflatten
 from wholestep.live.tensors import TensorTable
@@ -32,6 +32,8 @@ class RecordedCalls:
         self.tensors = TensorTable(arguments)
         self.reason = ""
         """Why this run makes no path, if it does not."""
+        self.departure = ""
+        """Why this run went off the known paths, and at what line of the user's; empty while it follows one."""
         self.executed = 0
         """How many calls were executed one by one."""
 
@@ -39,7 +41,8 @@ class RecordedCalls:
         """What this run has shown, for later ones."""
         tensors = self.tensors
         return Path(
-            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources()
+            tuple(self.records), tensors.described(), list(tensors.numbers), set(self.reads), tensors.sources(),
+            {value for value, one in tensors.alive().items() if one.requires_grad},
         )  # fmt: skip
 
     def replay(self, number: int, handles: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> None:
@@ -52,6 +55,9 @@ class RecordedCalls:
         del result, args, kwargs  # whoever holds a result is told from us by the number of references
         for output in range(len(found) - 1, -1, -1):
             meta, value = record.outputs[output], (number, output)
+            if meta is not None and meta.becomes is not None:
+                joined = record.operands[meta.becomes]
+                results.pop((joined.key, joined.detail), None)
             if meta is None or meta.alias is not None:
                 found.pop()
             elif value in handles:

@@ -20,9 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.tracing.tensor_swap import swap_contents
+from wholestep.live.indices import plain_index
 from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.pending_calls import Launcher, PendingCalls
+from wholestep.live.recording.difference import difference
 from wholestep.live.recording.handle import CURRENT, Handle, made, recording_paused
 from wholestep.live.recording.metadata import METADATA
 from wholestep.live.recording.modes import current_modes, why_not_recordable
@@ -31,8 +34,10 @@ from wholestep.live.recording.path import Path
 from wholestep.live.recording.record import (
     CONSTANT,
     Key,
+    OutputMeta,
     Read,
     Record,
+    Value,
     name_of,
 )
 from wholestep.live.recording.snapshot import OptimizerWatch
@@ -104,7 +109,10 @@ class Run(PendingCalls):
         """The step has returned: what is still recorded runs."""
         with self._lock, recording_paused(), torch._C.DisableTorchFunction():
             self._run_pending("the step ends")
-            self._end_speculation()
+            self._give_graphs()
+
+    def _made(self, meta: OutputMeta) -> torch.Tensor:
+        return made(meta, self)
 
     def _opaque(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpaqueModule | None:
         """What a call of a module is a record of; None if the module is open."""
@@ -130,6 +138,10 @@ class Run(PendingCalls):
         draws = bool(self.records) and function in _drawing_functions and self._shares_stream(leaves)
         if not (draws or isinstance(function, OpaqueModule) or self.tensors.is_involved(leaves)):
             return self._at_once(function, args, kwargs, leaves)
+        plain = plain_index(function, args, self._mask_values, self.tensors.note_fresh)
+        if plain is not args:
+            args, leaves = plain, []
+            structure = flatten((args, kwargs), leaves)
         why = (
             why_not_recordable()
             or unknown_argument(function, leaves, self.tensors)
@@ -144,16 +156,29 @@ class Run(PendingCalls):
             self.tensors.add_module(function)
         if self.candidates:
             record = self._next_record(key)
+            if record is not None and self._is_changed(function, leaves):
+                self._run_pending(f"{name_of(function)} is called in another state than before")
+                record = record if self.candidates else None
+        if self.candidates:
             if record is not None and not self._makes_state(record, leaves):
                 return self._recorded(record, args, kwargs, leaves)
             if record is None and self._is_read(key):
                 self.tensors.forget_since(length)
-                return self._read(function, args, kwargs, leaves)
-            self._flush(f"{name_of(function)} is a call that no earlier run made here")
+                return self._read(key, args, kwargs, leaves)
+            path, tensors = self.candidates[0], self.tensors
+            self._flush(difference(key, len(self.records), path, tensors.externals, tensors.numbers))
         record_or_none, result = self._observe(key, args, kwargs, leaves)
         if record_or_none is None:
             self.tensors.forget_since(length)
         return result
+
+    def _mask_values(self, mask: torch.Tensor) -> torch.Tensor:
+        """A mask that is an index, whose values decide a shape."""
+        if self.tensors.value_of(mask) is not None:
+            self.reads.add(Read(len(self.records), torch.Tensor.nonzero, current_line()))
+        if type(mask) is Handle:
+            self._run_pending("a mask is an index")
+        return mask
 
     def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         self._flush(why)
@@ -196,7 +221,7 @@ class Run(PendingCalls):
         self.records.append(fast.record)
         if fast.output is None:
             return None
-        return self.tensors.note_value(made(fast.output, self), (number, 0))
+        return self.tensors.note_value(self._made(fast.output), (number, 0))
 
     def _next_record(self, key: Key) -> Record | None:
         """The record of a known path that this call is; None if no path has it."""
@@ -213,6 +238,21 @@ class Run(PendingCalls):
         if number >= len(path.records) or path.records[number].key != key:
             return False
         return all(self.tensors.fits(path, operand) for operand in key.operands)
+
+    def _is_changed(self, function: Any, leaves: list[Any]) -> bool:
+        """Whether a module or an optimizer is in another state than a call of it that was recorded and has not run."""
+        if isinstance(function, OpaqueModule):
+            pending = [record.key.function for record in self.records[self._started :]]
+            return any(
+                isinstance(one, OpaqueModule) and one.module is function.module and one is not function
+                for one in pending
+            )
+        for leaf in leaves:
+            if isinstance(leaf, Optimizer):
+                now = self._watch(leaf).snapshot()
+                taken = [one for number, one in self.snapshots.items() if number >= self._started]
+                return any(one.optimizer is leaf and one is not now and not one.equals(now) for one in taken)
+        return False
 
     def _makes_state(self, record: Record, leaves: list[Any]) -> bool:
         """Whether this is the step of an optimizer that has to make state, which Python may look at behind it."""
@@ -241,9 +281,23 @@ class Run(PendingCalls):
                 results.append(None)
             elif meta.alias is not None:
                 results.append(leaves[meta.alias])
+            elif meta.becomes is not None:
+                results.append(self._joined(leaves[meta.becomes], meta, (number, output)))
             else:
-                results.append(self.tensors.note_value(made(meta, self), (number, output)))
+                results.append(self.tensors.note_value(self._made(meta), (number, output)))
         return unflatten(record.output_structure, results)
+
+    def _joined(self, tensor: torch.Tensor, meta: OutputMeta, value: Value) -> torch.Tensor:
+        """An argument in place that the call puts into a graph: the same object, as another value."""
+        was, other = self.tensors.value_of(tensor), self._made(meta)
+        assert was is not None
+        is_pending = type(tensor) is Handle
+        swap_contents(tensor, other)
+        if not is_pending:  # `other` is now what the piece is given
+            tensor.__class__, other.__class__ = Handle, torch.Tensor
+            vars(tensor)["run"] = vars(other).pop("run")
+            self._given.append(self.tensors.note_value(other, was))
+        return self.tensors.note_value(tensor, value)
 
     def _is_read(self, key: Key) -> bool:
         """Whether a call asks for a value: here in an earlier run, or anywhere if it gives no tensors."""
@@ -251,10 +305,13 @@ class Run(PendingCalls):
         known = ((read.position, read.function) for path in self.candidates for read in path.reads)
         return _without_tensors(key) in _reading_calls or here in known
 
-    def _read(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+    def _read(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Python asks for a value: what is recorded runs, as a piece if it can."""
+        function = key.function
         self.reads.add(Read(len(self.records), function, current_line()))
         self._run_pending(f"{name_of(function)} asks for a value")
+        if self.waits_for_backward and _without_tensors(key) not in _reading_calls and _may_have_graph(leaves):
+            self._flush(f"{name_of(function)} may give tensors through which gradients go")
         result = execute(function, args, kwargs)
         self.tensors.note_result(result, leaves)
         return result
@@ -265,7 +322,7 @@ class Run(PendingCalls):
         """Executes a call and notes what it was: a record, or a read, which gives None and its result."""
         self.executed += 1
         line, tensors = current_line(), self.tensors
-        seen = observe(key.function, args, kwargs, leaves)
+        seen = observe(key.function, args, kwargs, leaves, tensors)
         module = key.function.module if isinstance(key.function, OpaqueModule) else None
         if seen.state is not None:
             tensors.note_state(seen.state.tensors)
@@ -280,7 +337,7 @@ class Run(PendingCalls):
                 self.make_no_path(f"{name_of(key.function)} gives what no record can, and gradients go through it")
             tensors.note_result(seen.result, leaves)
             return None, seen.result
-        if seen.changes_kind:
+        if seen.changes_kind or not all(tensors.value_of(one) for one in seen.joined):
             self.make_no_path(f"{name_of(key.function)} changes the kind of its argument")
         if any(map(tensors.is_shared, seen.written)):
             self.make_no_path(f"{name_of(key.function)} writes to the memory of an array")
@@ -291,6 +348,11 @@ class Run(PendingCalls):
         self.records.append(record)
         self._started = len(self.records)
         return record, seen.result
+
+
+def _may_have_graph(leaves: list[Any]) -> bool:
+    """Whether what a call with these arguments gives may have a graph."""
+    return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _without_tensors(key: Key) -> Any:

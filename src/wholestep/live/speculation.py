@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.optim import Optimizer
 
+from wholestep.live.forward import Before
 from wholestep.live.opaque.modules import OpaqueModule
-from wholestep.live.recording.path import BACKWARDS, Path, Value
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record
+from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Record, Value, name_of
 from wholestep.live.tensors import TensorTable
 
 
@@ -44,20 +44,21 @@ class SpeculationPlan:
         ]
 
 
-def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | None:
-    """The plan for a read behind `position` records of a path; None if no backward can be run ahead of it."""
+def plan_speculation(path: Path, started: int, position: int, tensors: TensorTable) -> SpeculationPlan | str:
+    """The plan for a read behind `position` records of a path; or why no backward can be run ahead of it."""
     end = next((n for n in range(position, len(path.records)) if _is_plain_backward(path.records[n])), None)
-    if any(_cannot_be_repeated(record) for record in path.records[started:position]):
-        return None
-    if end is None or any(_cannot_wait(path, record, tensors) for record in path.records[position:end]):
-        return None
+    if end is None:
+        return "no loss.backward() that frees the graph came behind it in the same call"
+    late = next((record for record in path.records[position:end] if _cannot_wait(path, record, tensors)), None)
+    if late is not None:
+        return f"{name_of(late.key.function)} comes first ({late.line}), which draws, writes or needs a number"
     length, count = tensors.length(), num_externals(path.records[position:end], len(tensors.externals))
     if not tensors.expect(path, count):
-        return None
+        return "calls in between are given tensors that are not known yet"
     leaves = tuple(index for index, one in enumerate(tensors.externals) if one.requires_grad)
     if any(_is_hooked(tensors.externals[index]) for index in leaves):
         tensors.forget_since(length)
-        return None
+        return "a parameter or an input has hooks on its gradient"
     skipped = frozenset(number for number in range(position, end) if _only_acts(path.records[number]))
     return SpeculationPlan((started, end + 1), position, skipped, leaves)
 
@@ -79,12 +80,6 @@ def _is_plain_backward(record: Record) -> bool:
         return False
     others = record.operands[1:]
     return all(one.kind == CONSTANT and one.key in (None, False) for one in others)
-
-
-def _cannot_be_repeated(record: Record) -> bool:
-    """Whether a record in front of the read leaves what `Before` does not put back."""
-    steps = any(isinstance(operand.key, Optimizer) for operand in record.operands)
-    return steps or record.key.function in BACKWARDS or record.writes_grads
 
 
 def _cannot_wait(path: Path, record: Record, tensors: TensorTable) -> bool:
@@ -138,44 +133,3 @@ class SpeculativeBackward:
                     grad = torch.empty_like(leaf).copy_(grad)
                 used.add(memory)
                 leaf.grad = grad
-
-
-@dataclass(frozen=True, slots=True)
-class Before:
-    """What a piece changes that stands in front of a read, as it was: to execute its records again."""
-
-    generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
-    written: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-
-    @classmethod
-    def of(cls, records: Sequence[Record], tensors: TensorTable) -> Before:
-        """Of the records of a piece. Copies what they write to; buffers of norms, usually."""
-        written: dict[int, torch.Tensor] = {}
-        for record in records:
-            if isinstance(record.key.function, OpaqueModule):
-                written |= {id(one): one for one in record.key.function.written}
-            for number in record.writes:
-                operand = record.operands[number]
-                if operand.kind == EXTERNAL:
-                    tensor = tensors.externals[operand.key]
-                    written[id(tensor)] = tensor
-        draws = any(record.draws for record in records)
-        return cls(
-            tuple((one, one.get_state()) for one in _generators()) if draws else (),
-            tuple((one, one.detach().clone()) for one in written.values()),
-        )  # fmt: skip
-
-    def put_back(self) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
-        """Everything as it was. Returns the states of generators as they are now, for afterwards."""
-        now = tuple((one, one.get_state()) for one, _ in self.generators)
-        for one, state in self.generators:
-            one.set_state(state)
-        with torch.no_grad():
-            for tensor, values in self.written:
-                tensor.detach().copy_(values)
-        return now
-
-
-def _generators() -> list[torch.Generator]:
-    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *on_gpus]

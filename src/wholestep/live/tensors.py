@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
 from wholestep.live.recording.handle import Handle
-from wholestep.live.recording.path import Path, Value
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand
+from wholestep.live.recording.path import Path
+from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand, Value
 
 
 class TensorTable:

@@ -308,3 +308,44 @@ def test_a_call_in_another_mode_is_another_call() -> None:
         return step
 
     train_both(make, calls=8)
+
+
+def test_an_update_by_hand_is_a_piece() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            loss = training.model(x).mean()
+            loss.backward()
+            with torch.no_grad():
+                for param in training.model.parameters():
+                    param.sub_(0.1 * param.grad)  # which gives the parameter
+                    param.grad = None
+            training.notes.append(loss.item())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == CALLS - 1
+
+
+@pytest.mark.parametrize("read", ["", "before", "behind"])
+def test_a_tensor_that_is_written_to_joins_the_graph(read: str) -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            hidden = training.model.first(x)
+            sums = torch.zeros_like(hidden)
+            if read == "before":
+                training.notes.append(sums.sum().item())
+            same = sums.index_add_(0, torch.tensor([0, 0, 1]), hidden)
+            assert same is sums and sums.requires_grad
+            if read == "behind":
+                training.notes.append(sums.detach().tolist())
+            loss = training.model.last(training.model.norm(sums)).mean()
+            training.notes.append(training.update(loss).item())
+            return sums.detach()
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches >= CALLS - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -124,3 +126,38 @@ def test_a_read_inside_of_autocast() -> None:
     for _ in range(3):
         live(torch.ones(2, 3))
     assert len(set(seen)) == 3
+
+
+def test_a_backward_frees_what_it_has_saved_and_no_more() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            moved = -(training.model.last.weight + 1.0)  # nothing of which is saved
+            moved.sum().backward()
+            training.notes.append(moved.detach().sum().item())
+            training.update(moved.mean())
+
+        return step
+
+    train_both(make, compiled=AsAGraph())
+
+
+def test_what_one_call_gives_is_freed_together() -> None:
+    recurrent = torch.nn.LSTM(4, 4)
+
+    def make(training: Training) -> Step:
+        rnn, held = copy.deepcopy(recurrent), []
+        opt = torch.optim.SGD(rnn.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> None:
+            out, hidden = rnn(x)
+            out.sum().backward()
+            opt.step()
+            opt.zero_grad()
+            held[:] = [hidden]
+            training.notes.append([one.detach().clone() for one in rnn.parameters()])
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == CALLS - 1

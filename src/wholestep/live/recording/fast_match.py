@@ -43,7 +43,9 @@ def fast_record(record: Record, slow: tuple[Any, ...]) -> FastRecord | None:
     if operands is None or record.output_structure is not LEAF or record.num_externals or record.key.function in slow:
         return None
     output = record.outputs[0]
-    if (output is not None and output.alias is not None) or any(isinstance(one.key, Optimizer) for one in operands):
+    if (output is not None and (output.alias, output.becomes) != (None, None)) or any(
+        isinstance(one.key, Optimizer) for one in operands
+    ):
         return None
     return FastRecord(
         record, record.key.function, len(args[1]), tuple(kwargs[1]), operands, record.key.modes, output

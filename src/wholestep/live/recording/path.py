@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 from wholestep.live.recording.fast_match import FastRecord, fast_record
-from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record
+from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record, Value
 
 MAX_PATHS = 8
 """Of one step. The one that was used longest ago goes."""
-
-Value = tuple[int, int]
-"""One result of a recorded call: the number of the record, and which of its outputs."""
 
 VARIES = object()
 """In the place of a number that is another one in every call."""
@@ -36,8 +33,11 @@ class Path:
     reads: set[Read]
     sources: list[int | None]
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
+    alive: set[Value] = field(default_factory=set)
+    """Values with a graph that somebody held behind a call of the step."""
     freed: list[set[Value]] = field(init=False)
-    """By number of records: the values whose graph a backward among them has freed, and what was computed of those."""
+    """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
+    those."""
 
     fast_records: list[FastRecord | None] = field(init=False)
     """The records for quick comparison."""
@@ -61,6 +61,7 @@ class Path:
         self.externals = [one for one in externals if one is not None]
         self.numbers = numbers
         self.reads |= other.reads
+        self.alive |= other.alive
         self.sources = [
             mine if mine == theirs else None for mine, theirs in zip(self.sources, other.sources, strict=True)
         ]
@@ -70,6 +71,11 @@ class Path:
         """Whether a tensor may be the one from outside with this number."""
         known = self.externals[index]
         return known is tensor or (type(known) is Description and known == Description.of(tensor))
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the graph of a call was still there behind it."""
+        return not self.alive <= self.freed[-1]
 
     def is_varying(self, index: int) -> bool:
         """Whether a number is another one in every call."""
@@ -93,29 +99,10 @@ def _freed(records: Sequence[Record]) -> list[set[Value]]:
     freed: set[Value] = set()
     found = [set(freed)]
     for number, record in enumerate(records):
-        if _frees(record):
-            freed |= _ancestors(records, _with_graph(records, record))
-        elif any((operand.key, operand.detail) in freed for operand in _with_graph(records, record)):
+        freed |= record.frees
+        if any((operand.key, operand.detail) in freed for operand in _with_graph(records, record)):
             freed |= {(number, output) for output in range(len(record.outputs))}
         found.append(set(freed) if freed != found[-1] else found[-1])
-    return found
-
-
-def _frees(record: Record) -> bool:
-    """Whether it is a backward that keeps nothing of the graph."""
-    return record.key.function in BACKWARDS and True not in [
-        operand.key for operand in record.operands if operand.detail is bool
-    ]
-
-
-def _ancestors(records: Sequence[Record], roots: list[Operand]) -> set[Value]:
-    found: set[Value] = set()
-    while roots:
-        operand = roots.pop()
-        value = (operand.key, operand.detail)
-        if value not in found:
-            found.add(value)
-            roots.extend(_with_graph(records, records[operand.key]))
     return found
 
 

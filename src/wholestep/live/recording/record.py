@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from wholestep.live.recording.modes import Modes
 from wholestep.live.recording.structure import Structure
 
+Value = tuple[int, int]
+"""One result of a recorded call: the number of the record, and which of its outputs."""
+
 
 class Operand(NamedTuple):
     """One leaf of the arguments of a call. Plain tuples, since they are made and compared at every call of torch."""
@@ -54,14 +57,18 @@ class OutputMeta:
     """The class of its ``grad_fn``, such as MeanBackward0, which its text shows; empty without one."""
     alias: int | None = None
     """The leaf of the arguments that it is, of a call in place."""
+    becomes: int | None = None
+    """The same where the call has put the leaf into a graph, so that it is another value from there on."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, leaves: Sequence[Any]) -> OutputMeta:
-        """Of a tensor that a call with these arguments has returned."""
+    def of(cls, tensor: torch.Tensor, leaves: Sequence[Any], joined: Sequence[torch.Tensor]) -> OutputMeta:
+        """Of a tensor that a call with these arguments has returned, which has put those in `joined` into a graph."""
         alias = next((number for number, leaf in enumerate(leaves) if leaf is tensor), None)
+        becomes = alias if any(tensor is one for one in joined) else None
         graph = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
         return cls(
-            tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph, alias
+            tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
+            alias if becomes is None else None, becomes,
         )  # fmt: skip
 
 
@@ -91,6 +98,8 @@ class Record:
     """Whether it has changed the gradients of its arguments, and is no backward."""
     line: str = field(compare=False)
     """``train.py:12``, where the user's code made it."""
+    frees: frozenset[Value] = field(default=frozenset(), compare=False)
+    """Of a backward: the values whose graph it was seen to free, of those that somebody held."""
     num_externals: int = field(default=0, compare=False)
     """Of a module that is one record: how many tensors from outside there are behind it, its own ones among them."""
 

@@ -1,0 +1,103 @@
+"""Forwards that can run again: with their graph, where Python needs it behind a value that it has asked for.
+
+[Note: a forward that runs again]
+A value may be asked for between forward and backward, and decide what comes next: an assignment by scipy, an action of
+a policy. Where no backward can run ahead (`speculation.py`), the forward runs as a piece for its values alone. When
+Python comes to the backward, one piece runs all from that forward on, as eager code would have: with the same random
+numbers, from the same buffers. So nothing that autograd saves has to cross the cut. If Python never comes there, or the
+piece is refused, the records are executed again one by one, so that what Python holds has a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import Optimizer
+
+from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.path import BACKWARDS, Path
+from wholestep.live.recording.record import EXTERNAL, Record
+from wholestep.live.tensors import TensorTable
+
+States = tuple[tuple[torch.Generator, torch.Tensor], ...]
+"""Generators and where they stand."""
+
+
+def cannot_be_repeated(record: Record) -> bool:
+    """Whether a record leaves what `Before` does not put back."""
+    steps = any(isinstance(operand.key, Optimizer) for operand in record.operands)
+    return steps or record.writes_grads or record.key.function in BACKWARDS[:2]
+
+
+@dataclass(slots=True)
+class Before:
+    """What records change that may run again, as it was before them."""
+
+    _generators: dict[torch.Generator, torch.Tensor] = field(default_factory=dict)
+    _written: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def take(self, records: Iterable[Record], tensors: TensorTable) -> None:
+        """Takes up records that are about to run. Copies what they write to; buffers of norms, usually."""
+        for record in records:
+            for generator in _drawn_from(record):
+                if generator not in self._generators:
+                    self._generators[generator] = generator.get_state()
+            written = [record.operands[number] for number in record.writes]
+            found = [tensors.externals[operand.key] for operand in written if operand.kind == EXTERNAL]
+            if isinstance(record.key.function, OpaqueModule):
+                found += record.key.function.written
+            for tensor in found:
+                if id(tensor) not in self._written:
+                    self._written[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def states(self) -> States:
+        """Where the generators stand now."""
+        return tuple((one, one.get_state()) for one in self._generators)
+
+    def put_back(self) -> States:
+        """Everything as it was. Returns where the generators stand now, for afterwards."""
+        now = self.states()
+        for one, state in self._generators.items():
+            one.set_state(state)
+        with torch.no_grad():
+            for tensor, values in self._written.values():
+                tensor.detach().copy_(values)
+        return now
+
+
+def _drawn_from(record: Record) -> list[torch.Generator]:
+    """The generators that a record may draw from."""
+    if not record.draws:
+        return []
+    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    given = [operand.key for operand in record.operands if isinstance(operand.key, torch.Generator)]
+    return [torch.default_generator, *on_gpus, *given]
+
+
+@dataclass(slots=True)
+class Forward:
+    """Records that have run without their graph."""
+
+    since: int
+    """The first of them."""
+    path: Path
+    before: Before = field(default_factory=Before)
+    _after: States = ()
+    """Where the generators stood behind them."""
+
+    def take(self, records: Iterable[Record], path: Path, tensors: TensorTable) -> None:
+        """Takes up records of a path that are about to run, too."""
+        self.path = path
+        self.before.take(records, tensors)
+
+    def has_run(self) -> None:
+        """What was taken up has run."""
+        self._after = self.before.states()
+
+    def draws_go_on(self, records: Iterable[Record]) -> bool:
+        """Whether records behind these draw, if they do, the numbers that come right behind those of these."""
+        if not any(record.draws for record in records):
+            return True
+        return all(torch.equal(one.get_state(), state) for one, state in self._after)

@@ -1,0 +1,238 @@
+"""A value asked for between forward and backward that decides what comes next: the forward runs again with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.live.both import CALLS, Compiled, Step, Training, train_both
+from wholestep.live.forward import Before
+
+
+def matching(training: Training) -> Step:
+    """The loss pairs rows by what numpy says of the outputs."""
+
+    def step(x: Tensor) -> Tensor:
+        out = training.model(x)
+        order = torch.from_numpy(np.argsort(out.detach().numpy()[:, 0]).copy())
+        return training.update((out[order, 0] * torch.arange(3.0)).mean())
+
+    return step
+
+
+def test_a_forward_runs_for_its_values_and_again_with_the_backward() -> None:
+    compiled = Compiled()
+    live = train_both(matching, compiled=compiled)
+    assert len(compiled.pieces) == 2
+    assert compiled.launches == 2 * (CALLS - 1)
+    assert [piece.spec.span for piece in live.pieces] == [(0, 2), (0, len(live.pieces[0].path.records))]
+
+
+def episode(training: Training) -> Step:
+    """A policy whose actions are drawn and decide its next input."""
+
+    def step(x: Tensor) -> Tensor:
+        terms = []
+        for _ in range(3):
+            out = torch.sigmoid(training.model(x))
+            terms.append(out.log().mean())
+            x = x + (1.0 if torch.bernoulli(out[0].detach()).item() else -1.0)
+        return training.update(torch.stack(terms).sum())
+
+    return step
+
+
+def test_several_reads_are_pieces_of_one_forward() -> None:
+    compiled = Compiled()
+    live = train_both(episode, compiled=compiled, calls=12)
+    assert compiled.launches > 12
+    assert live.is_recorded
+
+
+WAYS = ("nothing", "returns", "raises", "draws", "writes", "eager", "frozen", "twice", "statistics", "seeds")
+
+
+def going(ways: Callable[[int], str]) -> Callable[[Training], Step]:
+    """A step that goes one of several ways behind a read of its forward."""
+
+    def make(training: Training) -> Step:
+        calls = iter(range(100))
+
+        def step(x: Tensor) -> Any:
+            model, way = training.model, ways(next(calls))
+            out = model(x)
+            index = int(out.detach().argmax())
+            if way == "nothing":
+                return None
+            if way == "returns":
+                return out, index
+            if way == "raises":
+                raise ValueError(way)
+            if way == "draws":
+                training.notes.append(torch.rand(2))
+            if way == "writes":
+                with torch.no_grad():
+                    model.last.bias.mul_(0.5)  # the backward does not read it
+            if way == "eager":
+                training.notes.append(np.asarray((out * index).tolist()).sum())
+            if way == "frozen":
+                model.last.bias.requires_grad_(False)
+            if way == "statistics":
+                model.norm.num_batches_tracked.add_(1)
+            if way == "seeds":
+                torch.manual_seed(index)
+            loss = out.flatten()[torch.tensor([index])].sum() + model.dropout(out).mean()
+            if way == "twice":
+                loss.backward(retain_graph=True)
+            training.notes.append(training.update(loss).item())
+            model.last.bias.requires_grad_(True)
+            return index
+
+        def caught(x: Tensor) -> Any:
+            try:
+                return step(x)
+            except ValueError as error:
+                return str(error)
+
+        return caught
+
+    return make
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_python_goes_another_way(way: str) -> None:
+    compiled = Compiled()
+    train_both(going(lambda call: way if call in (3, 4, 7) else ""), calls=10, compiled=compiled)
+    assert compiled.launches >= 2 * 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_python_always_goes_that_way(way: str) -> None:
+    train_both(going(lambda call: way), calls=6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_python_goes_any_way(seed: int) -> None:
+    draw = random.Random(seed)
+    ways = [draw.choice(["", "", "", *WAYS]) for _ in range(16)]
+    train_both(going(lambda call: ways[call]), calls=16)
+
+
+def test_what_cannot_be_repeated_runs_first() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.opt.zero_grad()
+            with torch.no_grad():
+                training.model.last.bias.mul_(0.5)
+            training.update(training.model(x).mean())
+            loss = training.model(x).square().mean()
+            if loss.item() < 1e9:
+                training.update(loss)
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 3 * (CALLS - 1)  # all up to the update, the loss with its backward, the other update
+
+
+def test_gradients_that_are_asked_for_twice() -> None:
+    """A forward whose graph is kept over a read: by the gradients of each of two losses."""
+
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            params = list(training.model.parameters())
+            out = training.model(x)
+            one, two = out.mean(), out.square().mean()
+            first = torch.autograd.grad(one, params, retain_graph=True)
+            second = torch.autograd.grad(two, params, retain_graph=True)
+            agree = sum((a * b).sum() for a, b in zip(first, second, strict=True))
+            training.update(one + two if agree.item() > 0 else one - two)  # type: ignore[union-attr]
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, calls=10, compiled=compiled)
+    assert compiled.launches > 10
+
+
+def test_a_module_in_two_states() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.model.train()
+            training.update(training.model(x).mean())
+            training.model.eval()
+            with torch.no_grad():
+                training.notes.append(training.model(x).mean().item())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)
+
+
+def test_an_optimizer_that_changes_between_two_steps() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> None:
+            training.update(training.model(x).mean())
+            training.opt.param_groups[0]["lr"] *= 0.5
+            training.notes.append(training.update(training.model(x).mean()).item())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)
+
+
+def test_before_puts_back_the_generators_of_the_user() -> None:
+    def make(training: Training) -> Step:
+        own = torch.Generator().manual_seed(3)
+
+        def step(x: Tensor) -> None:
+            out = training.model(x) + torch.rand(3, 1, generator=own) * training.model.last.bias
+            order = torch.from_numpy(np.argsort(out.detach().numpy()[:, 0]).copy())
+            training.notes.append(own.get_state())
+            training.update((out[order, 0] * torch.arange(3.0)).mean())
+
+        return step
+
+    train_both(make)
+    assert Before().put_back() == ()
+
+
+def paired(out: Tensor) -> Tensor:
+    """Nobody holds the outputs any more when their backward comes."""
+    order = torch.from_numpy(np.argsort(out.detach().numpy()[:, 0]).copy())
+    return (out[order, 0] * torch.arange(3.0)).mean()
+
+
+def test_what_python_has_let_go_does_not_keep_the_graph() -> None:
+    def make(training: Training) -> Step:
+        return lambda x: training.update(paired(training.model(x)))
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)
+
+
+def test_a_generator_that_is_seeded_behind_the_read_stays_so() -> None:
+    def make(training: Training) -> Step:
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x)
+            training.notes.append(out.detach().tolist())
+            torch.manual_seed(7)
+            return training.update(out[torch.tensor([0, 2])].mean())
+
+        return step
+
+    compiled = Compiled()
+    train_both(make, compiled=compiled)
+    assert compiled.launches == 2 * (CALLS - 1)
