@@ -337,7 +337,8 @@ def test_a_tensor_that_is_written_to_joins_the_graph(read: str) -> None:
             if read == "before":
                 training.notes.append(sums.sum().item())
             same = sums.index_add_(0, torch.tensor([0, 0, 1]), hidden)
-            assert same is sums and sums.requires_grad
+            assert same is sums
+            assert sums.requires_grad
             if read == "behind":
                 training.notes.append(sums.detach().tolist())
             loss = training.model.last(training.model.norm(sums)).mean()
