@@ -54,8 +54,9 @@ def compile(
 
     Args:
         fn: the step, written for one device. Without it a decorator is returned.
-        strategy: `DDP(...)`; None means DDP over the world, and nothing on one process.
-        mesh: a DeviceMesh with one axis; by default one axis over the world.
+        strategy: `DDP(...)`, `ZeRO(...)` or `FSDP(...)`; None means DDP over the world, and nothing on one process.
+        mesh: a DeviceMesh with one axis; by default one axis over the world. `ZeRO` and `FSDP` also take one with the
+            axes "dp_replicate" and "dp_shard".
         backend: "eager" runs the graph's own text node by node; "inductor", or `Inductor(...)` for its options,
             compiles what stands between collectives and, on a GPU, makes one CUDA graph of the whole step; "auto" is
             "inductor" on a GPU, and on a CPU where the calibration of the host says that it pays, else "eager".
