@@ -69,6 +69,8 @@ class Bucket:
 
 
 UNKNOWN = Origin(Region.OTHER)
+COMPUTING_PHASES = frozenset({Region.FORWARD.value, Region.BACKWARD.value})
+"""Phases of gathers that are read by the computation of the phase; the others bring what nobody in the step reads."""
 UNBUCKETED = "not bucketed yet"
 """The reason of a reduction that stands for one gradient as it was placed."""
 ALIGNMENT_BYTES = 16
@@ -132,6 +134,12 @@ def bucket(node: fx.Node) -> Bucket | None:
 def set_bucket(node: fx.Node, new: Bucket) -> None:
     """Records the bucket that a collective carries."""
     node.meta[_BUCKET] = new
+
+
+def is_prefetchable(node: fx.Node) -> bool:
+    """Whether the node gathers what forward or backward read: it may start early, at the price of memory."""
+    record = bucket(node)
+    return record is not None and record.kind is BucketKind.GATHER and record.phase in COMPUTING_PHASES
 
 
 def stands_for(node: fx.Node) -> str:

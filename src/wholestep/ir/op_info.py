@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.ir.ops.collectives import (
+    ALL_GATHER_INTO,
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
     ALL_REDUCE_ROWS,
@@ -93,7 +94,7 @@ COLLECTIVES = frozenset({
     c10d.all_reduce_coalesced.default, c10d.all_reduce_coalesced_.default,
     c10d.all_gather_into_tensor_coalesced.default, c10d.reduce_scatter_tensor_coalesced.default,
     REDUCE, REDUCE_SCATTER, GATHER, SCATTER, EXCHANGE, ALL_REDUCE_BY_COPIES, ALL_REDUCE_BY_COPIES_, ALL_REDUCE_WIDE,
-    ALL_REDUCE_ROWS, ALL_REDUCE_ROWS_,
+    ALL_REDUCE_ROWS, ALL_REDUCE_ROWS_, ALL_GATHER_INTO,
 })  # fmt: skip
 """Collectives that start work; each of their results is followed by a WAIT."""
 

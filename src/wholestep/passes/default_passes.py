@@ -45,8 +45,8 @@ def default_passes(
             (float). The numbers stay the same bits. None: nothing is computed again. A fraction that cannot be reached
             is a wish: `explain` says how far it got.
         bound_bytes: bound of the bytes that live besides the inputs, within which the order of the step is chosen;
-            None: what the step needs as written, plus 2 %. It is about the order alone: what `memory_budget` computes
-            again does not help to keep it.
+            None: what the step needs as written, plus 2 % (5 % where parameters are gathered). It is about the order
+            alone: what `memory_budget` computes again does not help to keep it.
         extra: functions ``Program -> Program``. They see the functional graph in its order, after all passes but the
             backend's own and before anything runs in place.
 

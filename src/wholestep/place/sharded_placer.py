@@ -231,6 +231,8 @@ class ShardedPlacer(Placer):
         if output.kind is OutputKind.WRITE:
             assert isinstance(output.target, int)  # by the spec of a WRITE
             spec = self.program.inputs[output.target].shard
+            if isinstance(value, fx.Node):
+                self._labels.setdefault(value, self.program.inputs[output.target].name)
             return self.whole(value, "end") if spec is None else self.own_shard(self._unless_cut_so(value, spec), spec)
         keeps_part = output.kind is OutputKind.STATE or (output.kind is OutputKind.GRAD and self._shard_grads)
         if keeps_part and isinstance(self.layout(value), ShardSpec):
@@ -262,8 +264,7 @@ class ShardedPlacer(Placer):
             return self.emit(layout.node.target, base, *rest, like=layout.node, **layout.node.kwargs)
         if isinstance(layout, NormOfShard):
             return self.combined_norms([value], layout.order)[0]
-        kept = phase if self._regather else ""
-        if kept != phase:
+        if not self._regather and ((value, "") in self._whole or phase in node_meta.COMPUTING_PHASES):
             return self._kept(value, layout)
         return self._gather(value, layout, phase)
 

@@ -124,11 +124,22 @@ class ShardedDataParallel(DataParallel):
         grad = placer.whole(grad, "backward")
         if spec is None or name in self.config.ignore:
             return DataParallel.reduce_gradient(self, placer, grad, name)
-        shard = layouts.reduce_scatter(placer, self.scaled(placer, grad), spec, self.axis, name)
+        dtype, wire_dtype = node_meta.tensor(grad).dtype, self._reduce_dtype(node_meta.tensor(grad).dtype)
+        sent = grad if wire_dtype is dtype else placer.emit(_aten._to_copy.default, grad, like=grad, dtype=wire_dtype)
+        shard = layouts.reduce_scatter(placer, self.scaled(placer, sent), spec, self.axis, name)
         for axis in self.axes[1:]:
             shard = self.all_reduced(placer, shard, name, axis)
+        if wire_dtype is not dtype:
+            shard = placer.emit(_aten._to_copy.default, shard, like=shard, dtype=dtype)
         placer.layouts[shard] = spec
         return shard
+
+    def _reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a gradient is reduced: as `fully_shard` has it, that of parameters unless told."""
+        policy = self.config.mp_policy if isinstance(self.config, FSDP) else None
+        if policy is None or not dtype.is_floating_point:
+            return dtype
+        return policy.reduce_dtype or policy.param_dtype or dtype
 
     def _of_parameters_alone(self, placer: ShardedPlacer, shard: fx.Node) -> fx.Node:
         """A gradient that was computed on parts is the same on every rank: its mean is what it is."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,7 +22,8 @@ from wholestep.capture.capture import capture
 from wholestep.cli.suite.workloads import draw_tokens
 from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
 from wholestep.config import Strategy
-from wholestep.ir import op_info
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import BucketKind
 from wholestep.runtime.options import data_axes
 from wholestep.runtime.sharding.replace_references import ReplacedParameter
 from wholestep.runtime.sharding.shard_live import LiveSharding
@@ -147,6 +148,49 @@ def texts_and_guards() -> tuple[bool, bool]:
 
 def test_a_sharded_model_has_the_text_of_the_plain_one(pool2: Any) -> None:
     assert pool2.run(texts_and_guards) == [(True, True)] * 2
+
+
+POLICIES = {
+    "reduced in float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "reduced in bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "float32 but for reductions": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+}
+
+
+def mixed(name: str) -> tuple[float, set[torch.dtype], set[torch.dtype]]:
+    """Steps under a policy of types, beside eager fully_shard: what differs most, and what is gathered and reduced."""
+    model, opt = training(UNEVEN, "foreach")
+    other, _ = training(UNEVEN, "foreach")
+    for unit in (*other.blocks, other):  # type: ignore[union-attr]
+        fully_shard(unit, mesh=ws.init().mesh, mp_policy=POLICIES[name])
+    other_opt = OPTIMIZERS["foreach"](other.parameters())
+    step = ws.compile(train_step, strategy=ws.FSDP(mp_policy=POLICIES[name]), backend="eager", fullgraph=True)
+    differences = []
+    for call in range(4):
+        given = batch(UNEVEN, call)
+        differences.append(step(model, opt, *given) - train_step(other, other_opt, *given))
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    differences += [whole(one) - whole(their) for one, their in pairs]
+    buckets = [(node, record) for node in step.program().graph.nodes if (record := node_meta.bucket(node)) is not None]
+    gathered, reduced = (
+        {next(node_meta.tensors(node)).dtype for node, record in buckets if record.kind is kind}
+        for kind in (BucketKind.GATHER, BucketKind.SCATTER)
+    )
+    return max(float(one.abs().max()) for one in differences), gathered, reduced
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered", "reduced"),
+    [
+        ("reduced in float32", torch.bfloat16, torch.float32),
+        ("reduced in bfloat16", torch.bfloat16, torch.bfloat16),
+        ("float32 but for reductions", torch.float32, torch.bfloat16),
+    ],
+)
+def test_types_of_a_policy_are_those_of_fully_shard(
+    pool2: Any, name: str, gathered: torch.dtype, reduced: torch.dtype
+) -> None:
+    assert pool2.run(mixed, name) == [(0.0, {gathered}, {reduced})] * 2
 
 
 def by_turns(size: str) -> tuple[float, int]:

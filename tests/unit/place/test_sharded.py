@@ -68,7 +68,7 @@ def test_parameters_that_the_backward_reads_are_gathered_again() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_gathers_updated_parameters(stage: Any) -> None:
     program = placed(ws.ZeRO(stage=stage))
-    assert collectives(program) == {"gather": 6, "scatter": 6, "other": 1}
+    assert collectives(program) == {"gather end": 6, "scatter": 6, "other": 1}
 
 
 def test_over_replicas_parts_of_gradients_are_summed() -> None:

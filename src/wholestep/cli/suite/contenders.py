@@ -45,10 +45,9 @@ LEARNING_RATE = 1e-4
 
 _STRATEGIES: dict[Kind, Strategy] = {
     Kind.OURS_BF16: ws.DDP(compress=ws.CastCompress(torch.bfloat16)),
-    Kind.FSDP_OURS: ws.FSDP(reshard_after_forward=True),
     Kind.ZERO1_OURS: ws.ZeRO(),
 }
-"""Of the contenders of ours that are not plain data parallel."""
+"""Of the contenders of ours that are not plain data parallel, but for FSDP, whose types are those of the training."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,9 +70,11 @@ def prepare(kind: Kind, training: Training, world: ws.World) -> Contender:
     model = training.build(world.device)
     if kind in OWN:
         optimizer = _optimizer(model)
-        compiled = ws.compile(
-            training.step, strategy=_STRATEGIES.get(kind, ws.DDP()), backend="inductor", fullgraph=True
-        )
+        strategy, function = _STRATEGIES.get(kind, ws.DDP()), training.step
+        if kind is Kind.FSDP_OURS:  # FSDP2's own policy, as its contender has it: the same types in all places
+            strategy = ws.FSDP(reshard_after_forward=True, mp_policy=_policy(training))
+            function = training.sharded_step
+        compiled = ws.compile(function, strategy=strategy, backend="inductor", fullgraph=True)
         step = SilentStep(training.step) if kind is Kind.LIMIT else compiled
         return Contender(kind=kind, call=lambda: step(model, optimizer, x, y), step=step)
     wrapped = _sharded(model, training) if kind is Kind.FSDP else _replicated(kind, model, world)
@@ -103,11 +104,15 @@ def _replicated(kind: Kind, model: nn.Module, world: ws.World) -> nn.Module:
     return ddp
 
 
+def _policy(training: Training) -> MixedPrecisionPolicy:
+    """Gathered in the type of the training, reduced in float32."""
+    low = training.dtype if training.dtype is not torch.float32 else None
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+
+
 def _sharded(model: nn.Module, training: Training) -> nn.Module:
     """The model under FSDP2, with its blocks compiled one by one."""
-    # Gathered in the type of the training, reduced in float32.
-    low = training.dtype if training.dtype is not torch.float32 else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    policy = _policy(training)
     blocks: Iterable[nn.Module] | None = getattr(model, "blocks", None)
     if blocks is None:
         model.compile()

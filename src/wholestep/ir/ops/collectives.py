@@ -24,6 +24,7 @@ for _schema in (
     "scatter(Tensor[] inputs, Tensor like, int src, str group) -> Tensor",
     "exchange(Tensor[] tensors, bool[] sends, SymInt[] peers, int[] tags, str group) -> Tensor[]",
     "barrier(str group) -> ()",
+    "all_gather_into(Tensor[] shards, Tensor(a!)[] wholes, int group_size, str group) -> Tensor(a!)[]",
     "all_reduce_by_copies(Tensor input, str reduce_op, str group) -> Tensor",
     "all_reduce_by_copies_(Tensor(a!) input, str reduce_op, str group) -> Tensor(a!)",
     "all_reduce_wide_by_copies(Tensor input, str reduce_op, ScalarType dtype, str group) -> Tensor",
@@ -104,11 +105,19 @@ def _exchange(
     return [_started(result, work) for result, work in zip(results, works, strict=True)]
 
 
+def _all_gather_into(
+    shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group_size: int, group: str
+) -> list[torch.Tensor]:
+    """A shard may be this rank's rows of the whole tensor itself."""
+    work = group_named(group).allgather_into_tensor_coalesced(list(wholes), list(shards))
+    return [_started(whole, work) for whole in wholes]
+
+
 def _barrier(group: str) -> None:
     dist.barrier(group=group_named(group))
 
 
-for _run in (_reduce, _reduce_scatter, _gather, _scatter, _exchange, _barrier):
+for _run in (_reduce, _reduce_scatter, _gather, _scatter, _exchange, _barrier, _all_gather_into):
     LIBRARY.impl(_run.__name__.removeprefix("_"), _run, "CompositeExplicitAutograd")
 
 
@@ -142,6 +151,13 @@ def _fake_exchange(
     ]
 
 
+@torch.library.register_fake("wholestep::all_gather_into", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
+def _fake_all_gather_into(
+    shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group_size: int, group: str
+) -> list[torch.Tensor]:
+    return list(wholes)
+
+
 @torch.library.register_fake("wholestep::barrier", lib=LIBRARY)  # type: ignore[untyped-decorator,unused-ignore]
 def _fake_barrier(group: str) -> None:
     return None
@@ -173,6 +189,8 @@ SCATTER = torch.ops.wholestep.scatter.default
 """This rank's one of the tensors that the root `src` gives; `like` has its shape and type."""
 EXCHANGE = torch.ops.wholestep.exchange.default
 """Sends and receives that start together; `peers` are ranks of the group."""
+ALL_GATHER_INTO = torch.ops.wholestep.all_gather_into.default
+"""Gathers shards, each into the memory of a tensor that is there already. One group of messages."""
 BARRIER = torch.ops.wholestep.barrier.default
 """Returns when every rank of the group has come."""
 ALL_REDUCE_BY_COPIES = torch.ops.wholestep.all_reduce_by_copies.default

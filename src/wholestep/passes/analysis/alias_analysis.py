@@ -149,7 +149,7 @@ class Memory:
             node_meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
 
     def _last_read(self, node: fx.Node) -> int:
-        last = -1
+        last = self._delivered(node)
         for user in node.users:
             if user.op == "output":
                 return FOREVER
@@ -161,9 +161,19 @@ class Memory:
             last = max(last, self._reads_until(user))
         return last
 
+    def _delivered(self, node: fx.Node) -> int:
+        """For one result of a call that sends several: when all of them have been waited for.
+
+        Gloo brings all results of a call again at every wait for one of them.
+        """
+        if node.target is not operator.getitem or not op_info.is_collective(node.args[0]):  # type: ignore[arg-type]
+            return -1
+        return max((self.position[wait] for wait in op_info.waits(node.args[0])), default=-1)  # type: ignore[arg-type]
+
     def _reads_until(self, user: fx.Node) -> int:
         if op_info.is_collective(user) and user.target not in COPY_FIRST:
-            if any(one.op == "output" for item in (user, *user.users) for one in item.users):
+            items = (one for one in user.users if one.target is operator.getitem)
+            if any(one.op == "output" for item in (user, *items) for one in item.users):
                 return FOREVER  # the caller waits
             return max([self.position[user], *(self.position[wait] for wait in op_info.waits(user))])
         return self.position[user]

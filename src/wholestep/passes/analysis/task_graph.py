@@ -26,6 +26,7 @@ from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import OutputKind, Program, Stage
 from wholestep.passes.analysis import write_order
 from wholestep.passes.analysis.alias_analysis import Memory, same_layout
+from wholestep.passes.analysis.gather_targets import gather_targets
 
 _STAYS = (op_info.RESIZE_STORAGE, op_info.RESIZE_STORAGE_, op_info.VERSION, op_info.SET_VERSION)
 
@@ -41,6 +42,8 @@ class Tasks:
     """Nodes outside of forward and backward: updates, counters, clipping, averages."""
     joins: tuple[bool, ...]
     """Late nodes of which a compiler makes kernels."""
+    gathers: tuple[int, ...]
+    """Those that bring what forward or backward read, in order."""
     pinned: frozenset[int]
     writable: frozenset[int]
     homes: tuple[tuple[int, ...], ...]
@@ -81,6 +84,7 @@ def tasks_of(program: Program, cost: CostModel, *, hold_updates: bool = False) -
             ok and compiles is not None and (compiles(node) or is_of_host(node))
             for ok, node in zip(late, nodes, strict=True)
         ),
+        gathers=tuple(number for number, node in enumerate(nodes) if node_meta.is_prefetchable(node)),
         pinned=pinned, writable=writable, homes=homes,
     )  # fmt: skip
 
@@ -221,6 +225,7 @@ def _memory(
         if isinstance(value, fx.Node) and (output.kind is not OutputKind.WRITE)
         for buffer in buffers(value)
     ]
+    gathers = gather_targets(program) if program.stage is not Stage.SCHEDULED else {}
     made: set[int] = set(kept)
     usages, homes = [], []
     for node in nodes:
@@ -230,6 +235,10 @@ def _memory(
         homes.append(tuple(buffers(node)))
         # What could be made in place is so at SCHEDULED; the rest could not.
         onto = dict(_onto(node, memory, named)) if program.stage is not Stage.SCHEDULED else {}
+        for buffer, target in zip(homes[-1], gathers.get(node, ()), strict=False):
+            if target is not None:
+                onto[buffer] = buffers(target)[0]
+                read.setdefault(onto[buffer])
         makes = []
         for tensor, buffer in zip(node_meta.tensors(node), homes[-1], strict=True):
             if buffer not in made:

@@ -32,7 +32,7 @@ _TOGETHER: dict[Any, Any] = {
 
 
 def coalesce(graph: fx.Graph, starts: Sequence[fx.Node], record: Bucket, *, at: fx.Node) -> list[fx.Node]:
-    """Replaces collectives that differ in their tensor alone by one, in front of `at`. Gives the waits, one each.
+    """Replaces collectives that differ in their tensor alone by one, in front of `at`. Gives what each brings.
 
     A wait stands in front of the first of those that it replaces, or behind the new call.
     """
@@ -40,7 +40,7 @@ def coalesce(graph: fx.Graph, starts: Sequence[fx.Node], record: Bucket, *, at: 
         node_meta.set_bucket(starts[0], record)
         return [user for user in starts[0].users if user.target is op_info.WAIT]
     with graph.inserting_before(at):
-        shards = [one.args[0] for one in starts]
+        shards = [_as_real(graph, one) for one in starts]
         together = graph_edit.emit(graph, _TOGETHER[at.target], shards, *at.args[1:], like=at)
         node_meta.set_bucket(together, record)
         items = [graph_edit.emit(graph, operator.getitem, together, number, like=at) for number in range(len(starts))]
@@ -50,11 +50,21 @@ def coalesce(graph: fx.Graph, starts: Sequence[fx.Node], record: Bucket, *, at: 
         olds = sorted((user for user in start.users if user.target is op_info.WAIT), key=positions.__getitem__)
         with graph.inserting_before(max(olds[0], at, key=positions.__getitem__)):
             wait = graph_edit.emit(graph, op_info.WAIT, item, like=start)
+            if node_meta.tensor(start).is_complex():
+                wait = graph_edit.emit(graph, _aten.view_as_complex.default, wait, like=start)
         graph_edit.replace_nodes(dict.fromkeys(olds, wait))
         waits.append(wait)
     for start in starts:
         graph.erase_node(start)
     return waits
+
+
+def _as_real(graph: fx.Graph, start: fx.Node) -> Any:
+    """The tensor of a collective; one of complex numbers as pairs, which calls on lists do not take otherwise."""
+    given = start.args[0]
+    if not node_meta.tensor(start).is_complex():
+        return given
+    return graph_edit.emit(graph, _aten.view_as_real.default, given, like=start)
 
 
 def flatten(graph: fx.Graph, grad: fx.Node) -> fx.Node:

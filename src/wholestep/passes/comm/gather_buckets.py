@@ -4,6 +4,13 @@ This is the planning of gradient buckets (`wholestep.passes.comm.bucket_planner`
 has to be over before its value is used, as a reduction cannot start before its value is there. Looked at from the end,
 the computation between two uses is what can hide the gather of the earlier one. Gathers at the end of a step, of
 parameters that were updated in shards, have no use in it: they start when they are ready, as reductions do.
+
+[Note: gathers before reductions]
+Collectives start in one order, which is the same on every rank and which no later pass changes. The reduction of a
+layer's gradients is ready just before the layer in front of it needs its parameters. So a gather stands before the
+reductions that lie between it and the gather in front of it, and the scheduler can start it a bucket early::
+
+    gather 1; layer 1; reduce 1; gather 0; layer 0   ->   gather 1; layer 1; gather 0; reduce 1; layer 0
 """
 
 from __future__ import annotations
@@ -21,9 +28,6 @@ from wholestep.passes.analysis.task_graph import sharing
 from wholestep.passes.comm.bucket_layouts import coalesce
 from wholestep.passes.comm.bucket_planner import Costs, Cuts, Group, fixed_cuts, pack, planned_cuts
 from wholestep.passes.comm.bucketing import DDP_LIMITS_BYTES, MEMORY_SHARE, Choose, choose_locally
-
-_HAVE_USES = frozenset({Region.FORWARD.value, Region.BACKWARD.value})
-"""Phases whose gathers are read by the computation of the phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +51,15 @@ def bucket_gathers(
     for phase, starts in _by_phase(program).items():
         gathers = _in_order(program, phase, starts, cost)
         groups = _plan(program, gathers, cost=cost, bucket_bytes=bucket_bytes, choose=choose)
+        if not gathers.has_uses:
+            _bring_into_order(program.graph, gathers.starts)
         for group in sorted(groups, key=lambda group: group.items[0], reverse=gathers.has_uses):
             notes.append(_merge(program.graph, gathers, group, phase, len(notes)))
         graph_edit.sort_topologically(program.graph)
-    return program.with_notes(*notes) if notes else program
+    if not notes:
+        return program
+    _before_reductions(program.graph)
+    return program.with_notes(*notes)
 
 
 def _by_phase(program: Program) -> dict[str, list[fx.Node]]:
@@ -63,21 +72,52 @@ def _by_phase(program: Program) -> dict[str, list[fx.Node]]:
 
 
 def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostModel) -> _Gathers:
-    times_us = cost.times_us(list(program.graph.nodes))
-    clock_us, at_us = 0.0, dict[fx.Node, float]()
-    own, has_uses = set(starts), phase in _HAVE_USES
-    for node in program.graph.nodes:
-        if node in own:
-            at_us[node] = clock_us
-        elif node.op == "call_function" and node_meta.bucket(node) is None:
-            clock_us += times_us[node]
-    ordered = starts[::-1] if has_uses else starts
+    has_uses = phase in node_meta.COMPUTING_PHASES
+    at_us, end_us = _times_us(program, starts, cost, has_uses=has_uses)
+    levels = _levels(program.graph)
+    ordered = starts[::-1] if has_uses else sorted(starts, key=at_us.__getitem__)
     return _Gathers(
         starts=ordered, sizes_bytes=[node_meta.num_bytes(node) for node in ordered],
-        keys=[(node_meta.tensor(node).dtype, node_meta.tensor(node).device, node.args[1:]) for node in ordered],
-        at_us=[clock_us - at_us[node] if has_uses else at_us[node] for node in ordered], end_us=clock_us,
+        keys=[
+            (node_meta.tensor(node).dtype, node_meta.tensor(node).device, node.args[1:], levels[node])
+            for node in ordered
+        ],
+        at_us=[end_us - at_us[node] if has_uses else at_us[node] for node in ordered], end_us=end_us,
         has_uses=has_uses,
     )  # fmt: skip
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By node, the most gathers on a way to it. None of one level depends on another, so they can share a bucket."""
+    levels: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        record = node_meta.bucket(node)
+        is_gather = record is not None and record.kind is BucketKind.GATHER
+        levels[node] = max((levels[arg] for arg in node.all_input_nodes), default=0) + is_gather
+    return levels
+
+
+def _times_us(
+    program: Program, starts: list[fx.Node], cost: CostModel, *, has_uses: bool
+) -> tuple[dict[fx.Node, float], float]:
+    """When each gather stands, of computation from the start of the step, and when the step ends.
+
+    An updated parameter stands behind all gradients, since one call updates all of them, but can be gathered once the
+    reduction of its own gradient is over.
+    """
+    times_us = cost.times_us(list(program.graph.nodes))
+    clock_us, at_us, reduced_us = 0.0, dict[fx.Node, float](), dict[str, float]()
+    own = set(starts)
+    for node in program.graph.nodes:
+        record = node_meta.bucket(node)
+        if node in own:
+            known = [] if has_uses else [reduced_us[name] for name in _members(node) if name in reduced_us]
+            at_us[node] = max(known, default=clock_us)
+        elif record is not None and record.kind is not BucketKind.GATHER:
+            reduced_us.update(dict.fromkeys(record.members, clock_us))
+        elif node.op == "call_function" and record is None:
+            clock_us += times_us[node]
+    return at_us, clock_us
 
 
 def _plan(
@@ -111,6 +151,13 @@ def _text(gathers: _Gathers) -> str:
     return "gathers:\n" + "\n".join(lines)
 
 
+def _bring_into_order(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
+    """Moves the starts behind the last of them, in the order given; their readers are sorted behind them later."""
+    behind = max(starts, key=graph_edit.positions(graph).__getitem__).next
+    for node in starts:
+        behind.prepend(node)
+
+
 def _members(node: fx.Node) -> tuple[str, ...]:
     record = node_meta.bucket(node)
     assert record is not None  # `_by_phase` has looked
@@ -125,3 +172,32 @@ def _merge(graph: fx.Graph, gathers: _Gathers, group: Group, phase: str, index: 
     record = Bucket(index, names, group.num_bytes, reason, kind=BucketKind.GATHER, phase=phase)
     coalesce(graph, members, record, at=members[0] if gathers.has_uses else members[-1])
     return f"gather {index}, {phase}: {len(names)} tensors, {printer.bytes_text(group.num_bytes)}; {reason}"
+
+
+def _before_reductions(graph: fx.Graph) -> None:
+    """Moves gathers of the computation before reductions: see the note above."""
+    earlier: list[fx.Node] = []  # reductions since the last gather
+    for node in [node for node in graph.nodes if op_info.is_collective(node)]:
+        if not node_meta.is_prefetchable(node):
+            earlier.append(node)
+            continue
+        if earlier:
+            order = graph_edit.positions(graph)
+            needed = _needed_since(node, earlier[0], order)
+            last = max((place for place, one in enumerate(earlier) if one in needed), default=-1)
+            for first in earlier[last + 1 : last + 2]:
+                for one in sorted((*needed, node), key=order.__getitem__):
+                    if order[one] > order[first]:
+                        first.prepend(one)
+        earlier = []
+
+
+def _needed_since(node: fx.Node, since: fx.Node, order: dict[fx.Node, int]) -> set[fx.Node]:
+    """What a node depends on, as far as it does not stand in front of `since`."""
+    found, stack = set[fx.Node](), [node]
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            if order[arg] >= order[since] and arg not in found:
+                found.add(arg)
+                stack.append(arg)
+    return found

@@ -31,6 +31,8 @@ from wholestep.ir.program import InputKind, OutputKind, Program, Stage
 from wholestep.ir.segment import Segment
 from wholestep.passes.analysis import foreach_items, write_order
 from wholestep.passes.analysis.alias_analysis import Memory, same_layout, same_place, tensor_nodes
+from wholestep.passes.analysis.gather_targets import gather_targets
+from wholestep.passes.memory.gather_in_place import gather_in_place
 from wholestep.passes.schedule import sink_updates
 
 _aten = torch.ops.aten
@@ -90,6 +92,7 @@ class _Reinplace:
         written = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
         self.writable = {node for index, node in enumerate(program.placeholders) if index in written}
         self.arguments = write_order.arguments(program)
+        self.gathers = gather_targets(program)
         self.overwritten: set[fx.Node] = set()
         """Inputs that a call writes to."""
         self.num_done = 0
@@ -103,6 +106,9 @@ class _Reinplace:
             self.memory.enter(node)
             if isinstance(node.target, Segment):
                 self._store(node)
+                continue
+            if node in self.gathers:
+                self._gather_into(node, self.gathers[node])
                 continue
             twin = op_info.in_place_variant(node.target) if node.op == "call_function" else None
             changes = _changes(node, twin) if twin is not None else []
@@ -141,6 +147,12 @@ class _Reinplace:
         if stored:
             node.target = replace(segment, stored=tuple(stored))
             self.num_done += 1
+
+    def _gather_into(self, node: fx.Node, targets: Sequence[fx.Node | None]) -> None:
+        """Lets a gather write to the inputs that its results are for."""
+        written = gather_in_place(self.program, self.memory, node, targets, self._inputs_allow)
+        self.overwritten |= written
+        self.num_done, self.num_kept = self.num_done + bool(written), self.num_kept + (not written)
 
     def _targets(self) -> dict[fx.Node, fx.Node]:
         """The input that a value is written to, where it is written to one and no more."""

@@ -3,7 +3,9 @@
 Note: the rules
     A clock runs along (`cost.timeline`), so at every point it is known which collectives are over. What runs next is
 
-    1. a collective whose inputs exist: the earlier it starts, the more can stand beside it;
+    1. a collective whose inputs exist: the earlier it starts, the more can stand beside it; what a gather brings takes
+       memory from its start on, so besides this order there are some with gathers held back
+       (`wholestep.passes.schedule.prefetch`);
     2. work that a collective which has just ended makes possible and that nothing else needs: an update of parameters,
        as it frees gradients; with what it needs besides;
     3. the next task in the order that was given (it is known to be a good one for memory) that needs nothing under way;
@@ -19,11 +21,13 @@ Note: the rules
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from wholestep.cost.liveness import Ledger, Usage, peak_bytes
-from wholestep.cost.simulator import ALONE, Clock, Sharing, Task, simulate
+from wholestep.cost.liveness import Ledger
+from wholestep.cost.simulator import Clock, Task
+from wholestep.passes.schedule.ordering_problem import Order, Problem, given_order, rate
+from wholestep.passes.schedule.prefetch import prefetch
 
 _UPDATE, _NEXT, _FILL = 0, 1, 2
 
@@ -33,35 +37,11 @@ ABOUT_AS_FAST, ABOUT_AS_SMALL = 1.005, 1.02
 MAX_RESERVES = 4
 """How many amounts of work that is kept for the end are tried."""
 
+_REACHES = (1.0, 2.0)
+"""How many times as long as itself the computation is that a gather moves past: collectives share their link."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Tasks to be ordered.
-
-    The order given is 0, 1, 2, ...; dependencies point backwards in it.
-    """
-
-    tasks: Sequence[Task]
-    late: Sequence[bool]
-    """Whether the task may run long after its place in the given order: no activation lives longer for it."""
-    usages: Sequence[Usage]
-    joins: Sequence[bool] = ()
-    """Whether it may be part of an update of which a compiler makes one kernel; empty: none is."""
-    pinned: Collection[int] = ()
-    writable: Collection[int] = ()
-    sharing: Sharing = ALONE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """The order found, what it is predicted to cost, and why it is this one."""
-
-    tasks: tuple[int, ...]
-    total_us: float
-    exposed_us: float
-    peak_bytes: int
-    bound_bytes: int
-    reason: str
+_MAX_ROOMS = 3
+"""How often less room is given to gathers, where the rest of the order needs some of it."""
 
 
 def list_schedule(problem: Problem, bound_bytes: int) -> Order:
@@ -72,12 +52,7 @@ def list_schedule(problem: Problem, bound_bytes: int) -> Order:
     among them, so the bound is kept if it is at least that one's own peak. If no order keeps it: the smallest one.
     """
     unchanged = replace(given_order(problem), bound_bytes=bound_bytes)
-    eager, *kept = _with_reserves(problem, bound_bytes)
-    without_late = replace(problem, late=[False] * len(problem.tasks))
-    plain = _rate(
-        without_late, _Scheduler(without_late, bound_bytes, 0.0).run(), bound_bytes, "updates stand behind the backward"
-    )
-    orders = (*kept, eager, plain, unchanged)
+    orders = (*_with_prefetch(problem, bound_bytes), *_starting_at_once(problem, bound_bytes), unchanged)
     fits = [order for order in orders if order.peak_bytes <= bound_bytes]
     if not fits:
         return min(orders, key=lambda order: order.peak_bytes)
@@ -93,6 +68,36 @@ def reachable_bytes(problem: Problem, bound_bytes: int) -> int:
     return found_bytes if kept else given_order(problem).peak_bytes
 
 
+def _starting_at_once(problem: Problem, bound_bytes: int) -> list[Order]:
+    """Orders in which every collective starts as soon as it can."""
+    eager, *kept = _with_reserves(problem, bound_bytes)
+    without_late = replace(problem, late=[False] * len(problem.tasks))
+    plain = _Scheduler(without_late, bound_bytes, 0.0).run()
+    reason = "updates stand behind the backward"
+    return [*kept, eager, rate(without_late, plain, bound_bytes=bound_bytes, reason=reason)]
+
+
+def _with_prefetch(problem: Problem, bound_bytes: int) -> Iterator[Order]:
+    """Orders in which gathers start as early as memory allows, or as they have to; none where there are no gathers."""
+    seen = set[tuple[int, ...]]()
+    for reach in _REACHES if problem.gathers else ():
+        room_bytes = bound_bytes
+        for _ in range(_MAX_ROOMS):
+            early = prefetch(problem, room_bytes, reach)
+            if early.numbers in seen:
+                break
+            seen.add(early.numbers)
+            reason = "gathers start early, the rest as given"
+            yield rate(problem, early.numbers, bound_bytes=bound_bytes, reason=reason)
+            found = _with_reserves(early.problem, bound_bytes)
+            for order in found:
+                yield replace(order, tasks=early.original(order.tasks), reason=f"gathers start early, {order.reason}")
+            # What else runs early, as updates do, was not known when the gathers were moved.
+            room_bytes -= min(order.peak_bytes for order in found) - bound_bytes
+            if room_bytes >= bound_bytes:
+                break
+
+
 def _with_reserves(problem: Problem, bound_bytes: int) -> list[Order]:
     """Orders that keep ever more work to hide the last collectives."""
     orders = [_schedule(problem, bound_bytes, 0.0)]
@@ -106,21 +111,7 @@ def _with_reserves(problem: Problem, bound_bytes: int) -> list[Order]:
 def _schedule(problem: Problem, bound_bytes: int, reserve_us: float) -> Order:
     kept = f", but {reserve_us:.0f} us of them hide the last reductions" if reserve_us else ""
     order = _Scheduler(problem, bound_bytes, reserve_us).run()
-    return _rate(problem, order, bound_bytes, f"updates follow their bucket{kept}")
-
-
-def given_order(problem: Problem) -> Order:
-    """The order given, and what it is predicted to cost."""
-    return _rate(problem, tuple(range(len(problem.tasks))), 0, "the order given")
-
-
-def _rate(problem: Problem, order: tuple[int, ...], bound_bytes: int, reason: str) -> Order:
-    timeline = simulate(problem.tasks, order, sharing=problem.sharing)
-    peak = peak_bytes(problem.usages, order, pinned=problem.pinned, writable=problem.writable)
-    return Order(
-        tasks=order, total_us=timeline.total_us, exposed_us=timeline.total_exposed_us,
-        peak_bytes=peak, bound_bytes=bound_bytes, reason=reason,
-    )  # fmt: skip
+    return rate(problem, order, bound_bytes=bound_bytes, reason=f"updates follow their bucket{kept}")
 
 
 class _Scheduler:

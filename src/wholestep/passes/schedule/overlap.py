@@ -9,7 +9,7 @@ Before and after, with two buckets::
     update(layer 2); update(layer 1)                 wait; update(layer 2)       # in the backward, if there is time
                                                      wait; update(layer 1)
 
-`passes.order` decides on plain numbers; here the graph becomes numbers and the order a graph again.
+`list_scheduler` decides on plain numbers; here the graph becomes numbers and the order a graph again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from wholestep.errors import ConfigError
 from wholestep.ir import graph_edit, node_meta, op_info, printer
 from wholestep.ir.program import Program
 from wholestep.passes.analysis.task_graph import fused_update_ends, sharing, tasks_of
-from wholestep.passes.schedule import list_scheduler
+from wholestep.passes.schedule.list_scheduler import list_schedule, reachable_bytes
+from wholestep.passes.schedule.ordering_problem import Problem, given_order
 
-SLACK = 0.02
-"""How much more memory than the order given the schedule may take, if no bound is set."""
+SLACK, SLACK_WITH_GATHERS = 0.02, 0.05
+"""How much more memory than the order given the schedule may take, if no bound is set. With gathers the order given has
+nothing in flight, where a reduction that is in flight keeps its gradients."""
 
 
 def overlap_communication(
@@ -38,8 +40,8 @@ def overlap_communication(
 
     Args:
         cost: predicted times; the same on every rank, so that all find the same order.
-        bound_bytes: bound of the bytes that live besides the inputs; None: what the order given needs, plus 2 %, which
-            can always be kept.
+        bound_bytes: bound of the bytes that live besides the inputs; None: what the order given needs, plus 2 % (5 % in
+            a step with gathers), which can always be kept.
         hold_updates: inputs are written behind the last collective.
 
     Raises:
@@ -55,15 +57,16 @@ def overlap_communication(
     if cost.compiles is not None:
         _bring_together(program, cost.compiles)
     tasks = tasks_of(program, cost, hold_updates=hold_updates)
-    problem = list_scheduler.Problem(
-        tasks=tasks.tasks, late=tasks.late, usages=tasks.usages, joins=tasks.joins,
+    problem = Problem(
+        tasks=tasks.tasks, late=tasks.late, usages=tasks.usages, joins=tasks.joins, gathers=tasks.gathers,
         pinned=tasks.pinned, writable=tasks.writable, sharing=sharing(cost),
     )  # fmt: skip
-    given = list_scheduler.given_order(problem)
-    bound = int(given.peak_bytes * (1 + SLACK)) if bound_bytes is None else bound_bytes
-    chosen = list_scheduler.list_schedule(problem, bound) if moves else given
+    given = given_order(problem)
+    slack = SLACK_WITH_GATHERS if problem.gathers else SLACK
+    bound = int(given.peak_bytes * (1 + slack)) if bound_bytes is None else bound_bytes
+    chosen = list_schedule(problem, bound) if moves else given
     if chosen.peak_bytes > bound:
-        _refuse(bound, list_scheduler.reachable_bytes(problem, bound) if moves else given.peak_bytes)
+        _refuse(bound, reachable_bytes(problem, bound) if moves else given.peak_bytes)
     if not moves:
         return program
     for number, node in enumerate(tasks.nodes):

@@ -17,6 +17,7 @@ import torch
 from wholestep.errors import VerificationError
 from wholestep.ir.op_info import c10d
 from wholestep.ir.ops.collectives import (
+    ALL_GATHER_INTO,
     ALL_REDUCE_BY_COPIES,
     ALL_REDUCE_BY_COPIES_,
     ALL_REDUCE_ROWS,
@@ -61,6 +62,13 @@ def _all_reduce_wide(calls: Calls) -> list[torch.Tensor]:
 
 def _all_gather(calls: Calls) -> list[torch.Tensor]:
     return [torch.cat([call[0] for call in calls]) for _ in calls]
+
+
+def _all_gather_into(calls: Calls) -> list[list[torch.Tensor]]:
+    for call, results in zip(calls, _each(_all_gather)(calls), strict=True):
+        for whole, result in zip(call[1], results, strict=True):
+            whole.copy_(result)
+    return [list(call[1]) for call in calls]
 
 
 def _reduce_scatter(calls: Calls) -> list[torch.Tensor]:
@@ -164,6 +172,7 @@ RULES: dict[Any, Callable[[Calls], list[Any]]] = {
     c10d.all_to_all_single.default: _all_to_all,
     c10d.broadcast.default: _broadcast,
     c10d.broadcast_.default: _in_place(_broadcast),
+    ALL_GATHER_INTO: _all_gather_into,
     REDUCE: _reduce_to_root,
     REDUCE_SCATTER: _reduce_scatter_list,
     GATHER: _gather,

@@ -10,12 +10,17 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+import wholestep as ws
 from tests.unit import builders
 from tests.unit.builders import aten
 from tests.unit.passes.memory.reinplaced import assert_results_last, check, copies, scheduled
+from tests.unit.place.test_sharded import placed
+from wholestep.cost.cost_model import CostModel
 from wholestep.ir import graph_edit, op_info
 from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.lower.base import eager_backend
+from wholestep.passes.default_passes import passes_of
+from wholestep.passes.pass_manager import run_passes
 
 
 def adamw_step(variant: str) -> tuple[Any, list[torch.Tensor]]:
@@ -353,3 +358,21 @@ def test_foreach_with_lists_that_cross():
 
     tensors = [torch.randn(3), torch.randn(3)]
     assert "aten._foreach_mul.List" in builders.calls(check(builders.capture(fn, tensors), tensors))
+
+
+def test_what_one_call_scatters_is_overwritten_only_behind_the_last_wait():
+    """Gloo copies all results of a call again at every wait for one of them."""
+
+    def step(model: Any, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=False)
+        opt.step()
+
+    program = placed(ws.FSDP(), optimizer="sgd", step=step)
+    after = run_passes(program, passes_of(cost=CostModel.default("cpu+gloo"), bucket_bytes=1 << 20))
+    [scatter] = after.graph.find_nodes(op="call_function", target=op_info.c10d.reduce_scatter_tensor_coalesced.default)
+    place = graph_edit.positions(after.graph)
+    writes = [place[node] for node in after.graph.find_nodes(op="call_function", target=aten.clamp_.default)]
+    last_wait = max(place[wait] for wait in op_info.waits(scatter))
+    assert len(op_info.waits(scatter)) == 6
+    assert len(writes) == len([write for write in writes if write > last_wait]) == 1  # the others are not in place

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from wholestep.cost.liveness import Make, Usage, peak_bytes
 from wholestep.cost.simulator import ALONE, Sharing, Task, simulate
-from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, Order, Problem, list_schedule, reachable_bytes
-from wholestep.passes.schedule.list_scheduler import given_order as given_order
+from wholestep.passes.schedule.list_scheduler import ABOUT_AS_FAST, list_schedule, reachable_bytes
+from wholestep.passes.schedule.ordering_problem import Order, Problem, given_order
 
 NO_BOUND = 1 << 60
 
@@ -151,7 +151,10 @@ def test_without_an_order_that_keeps_the_bound_the_smallest_is_taken_and_named()
 
 @st.composite
 def problems(draw) -> Problem:
-    """A random step: computation in a DAG, collectives with their waits, updates at the end, memory for all of it."""
+    """A random step: computation in a DAG, collectives with their waits, updates at the end, memory for all of it.
+
+    Some of the collectives may be gathers, which take memory from their start on.
+    """
     rng = random.Random(draw(st.integers(0, 10**9)))
     count = draw(st.integers(2, 40))
     tasks: list[Task] = []
@@ -181,10 +184,13 @@ def problems(draw) -> Problem:
         usages.append(Usage(reads=reads, makes=(Make(buffer=number, num_bytes=rng.randint(0, 50), onto=onto),)))
     sharing = rng.choice([ALONE, Sharing(compute=1.5, collective=1.5)])
     pinned = [number for number in range(count) if rng.random() < 0.1]
-    return Problem(tasks=tasks, late=late, usages=usages, pinned=pinned, sharing=sharing)
+    starts = [number for number, task in enumerate(tasks) if task.comm_us is not None]
+    share = rng.choice([0.0, 0.5, 1.0])
+    gathers = [number for number in starts if rng.random() < share]
+    return Problem(tasks=tasks, late=late, usages=usages, gathers=gathers, pinned=pinned, sharing=sharing)
 
 
-@settings(max_examples=500)
+@settings(max_examples=1000)
 @given(problems(), st.floats(1.0, 1.5))
 def test_every_order_keeps_the_rules(case, slack):
     before = given_order(case)

@@ -1,0 +1,54 @@
+"""Buckets of gathers, and the one order of collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+import wholestep as ws
+from tests.unit.place.test_sharded import placed
+from wholestep.cost.cost_model import CostModel
+from wholestep.ir import node_meta, op_info
+from wholestep.ir.node_meta import Bucket, BucketKind
+from wholestep.ir.program import Program
+from wholestep.ir.verifier import verify
+from wholestep.passes.comm.bucketing import bucket_gradients
+from wholestep.passes.comm.gather_buckets import bucket_gathers
+from wholestep.passes.rewrites.cse import eliminate_common_subexpressions
+
+COST = CostModel.default("cpu+gloo")
+
+
+def bucketed(bucket_bytes: int, *, again: bool = True) -> Program:
+    program = placed(ws.FSDP(reshard_after_forward=again), optimizer="sgd", width=16)
+    program = eliminate_common_subexpressions(program)
+    program = bucket_gradients(program, cost=COST, bucket_bytes=bucket_bytes)
+    return bucket_gathers(program, cost=COST, bucket_bytes=bucket_bytes)
+
+
+def buckets(program: Program) -> list[Bucket]:
+    starts = [node for node in program.graph.nodes if op_info.is_collective(node)]
+    return [record for node in starts if (record := node_meta.bucket(node)) is not None]
+
+
+def test_every_parameter_is_gathered_once_a_phase_in_the_order_of_its_use() -> None:
+    found = [one for one in buckets(bucketed(600)) if one.kind is BucketKind.GATHER]
+    forward = [name for one in found if one.phase == "forward" for name in one.members]
+    backward = [name for one in found if one.phase == "backward" for name in one.members]
+    assert forward == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]
+    assert backward == ["4.weight", "2.weight"]
+    assert len(found) > 3
+
+
+def test_kept_parameters_belong_to_the_forward() -> None:
+    found = [one for one in buckets(bucketed(1200, again=False)) if one.kind is BucketKind.GATHER]
+    assert {one.phase for one in found} == {"forward"}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 1200, 1 << 20])
+def test_a_gather_stands_before_the_reductions_since_the_last_one(bucket_bytes: int) -> None:
+    """Else a later gather could start no earlier than the last gradient of the layer in front is there."""
+    program = bucketed(bucket_bytes)
+    verify(program)
+    kinds = [one.kind for one in buckets(program) if one.phase != "forward"]
+    last_gather = max(place for place, kind in enumerate(kinds) if kind is BucketKind.GATHER)
+    assert BucketKind.SCATTER not in kinds[:last_gather]
