@@ -273,7 +273,7 @@ class Stages:
     def _cache_context(self) -> CacheContext:
         return CacheContext(
             options=self.options, world=init(), backend=self.backend, compression=self.compression,
-            choices=self.rendezvous.choices,
+            choices=self.rendezvous.choices, cut_state=self._sharding.cut_state,
         )  # fmt: skip
 
     def _to_save(self, entry: Entry) -> StepToSave:

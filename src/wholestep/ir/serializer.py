@@ -13,10 +13,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from wholestep.errors import ArtifactError
@@ -24,6 +25,9 @@ from wholestep.ir import node_meta
 from wholestep.ir.lazy_graph_module import module_of
 from wholestep.ir.printer import attribute
 from wholestep.ir.segment import Segment
+from wholestep.util.lazy_import import lazy_import
+
+source = lazy_import("torch._dynamo.source")
 
 _namespaces: dict[str, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {}
 
@@ -96,7 +100,7 @@ class _Writer(pickle.Pickler):
         if isinstance(thing, torch.SymInt) and not thing.node.has_hint():
             return ("count",)
         if isinstance(thing, torch.SymInt):
-            raise NotPortable(f"it holds {thing}, a number that depends on data or on the rank of a process")
+            return _of_ranks(thing)
         return None
 
     def reducer_override(self, thing: Any) -> Any:
@@ -109,13 +113,20 @@ class _Writer(pickle.Pickler):
         return NotImplemented
 
     def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset()) if _is_strided(tensor) else (None,)
-        if not all(isinstance(number, int) for number in numbers) or tensor.is_conj() or tensor.is_neg():
+        offset = tensor.storage_offset() if _is_strided(tensor) else 0
+        start = _of_ranks(offset) if isinstance(offset, torch.SymInt) and offset.node.has_hint() else offset
+        numbers = (*tensor.shape, *tensor.stride()) if _is_strided(tensor) else (None,)
+        if (
+            isinstance(start, torch.SymInt)
+            or not all(isinstance(number, int) for number in numbers)
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             raise NotPortable(f"it holds a tensor whose layout is no plain one: {tensor}")
         storage, device = tensor.untyped_storage(), tensor.device
         return (
             self._storages.setdefault(storage._cdata, len(self._storages)), int(storage.nbytes()), tensor.dtype,
-            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), self._facts.setdefault(device, device),
+            tuple(tensor.shape), tensor.stride(), start, self._facts.setdefault(device, device),
         )  # fmt: skip
 
     def _written(self, module: fx.GraphModule) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
@@ -136,6 +147,21 @@ class _Writer(pickle.Pickler):
             key: self._facts.setdefault(one, one) if isinstance(one, node_meta.Origin) else one
             for key, one in facts.items()
         }
+
+
+def _of_ranks(number: torch.SymInt) -> tuple[Any, ...]:
+    """A number that is computed from ranks of this process, as an expression of them. Raises NotPortable for others."""
+    expression, sources = number.node.expr, number.node.shape_env.var_to_sources
+    names = {one: next(map(_constant_name, sources.get(one, ())), "") for one in expression.free_symbols}
+    if not all(names.values()):
+        raise NotPortable(f"it holds {number}, a number that depends on data")
+    symbols = {one: sympy.Symbol(name, integer=True, nonnegative=True) for one, name in names.items()}
+    return ("ranks", pickle.dumps(expression.xreplace(symbols)))
+
+
+def _constant_name(origin: Any) -> str:
+    """The name of a number that is the same in all calls of a process, as its rank is."""
+    return str(origin.source_name) if isinstance(origin, source.ConstantSource) else ""
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
@@ -163,6 +189,7 @@ class _Reader(pickle.Unpickler):
         self._number = functools.cache(self._shape_env.create_unbacked_symfloat)
         self._truth = functools.cache(self._shape_env.create_unbacked_symbool)
         self._count = functools.cache(self._shape_env.create_unbacked_symint)
+        self._rank = functools.cache(self._new_rank)
 
     def persistent_load(self, mark: Any) -> Any:
         kind, *rest = mark
@@ -173,11 +200,25 @@ class _Reader(pickle.Unpickler):
             "number": self._number,
             "truth": self._truth,
             "count": self._count,
+            "ranks": self._of_ranks,
         }
         return makers[kind](*rest)
 
+    def _new_rank(self, name: str) -> Any:
+        # What a process is among others is told at every call; here it is a number like any other.
+        return self._shape_env.create_unspecified_symint_and_symbol(0, source.ConstantSource(name), DimDynamic.DYNAMIC)
+
+    def _of_ranks(self, data: bytes) -> Any:
+        expression = pickle.loads(data)
+        known = {one: self._rank(one.name) for one in expression.free_symbols}
+        made = expression.xreplace({one: rank.node.expr for one, rank in known.items()})
+        hint = int(expression.xreplace(dict.fromkeys(known, sympy.Integer(0))))
+        return self._shape_env.create_symintnode(made, hint=hint)
+
     def _fake(self, number: int, num_bytes: int, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
         shape, stride, offset, device = layout
+        if isinstance(offset, tuple):
+            offset = self._of_ranks(*offset[1:])
         if number not in self._storages:
             self._storages[number] = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
         made = torch.empty(0, dtype=dtype, device="meta").set_(self._storages[number], offset, shape, stride)

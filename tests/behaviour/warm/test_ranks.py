@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import wholestep as ws
 import wholestep.runtime.buffer_sync
 from tests.behaviour.warm.steps import losses, things, train
 from wholestep.api.cache import artifact
+from wholestep.config import Strategy
+from wholestep.ir.dtensor import fully_shard_hooks
 from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.program_compiler import ProgramCompiler
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.rendezvous import Rendezvous
 from wholestep.runtime.distributed.world import init
 
+CONTRACT = sys.modules["torch.distributed._composable.contract"]  # in the package the name is that of a function
+POLICY = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
-def start(width: int) -> tuple[list[float], int, int]:
+
+def start(width: int, strategy: Strategy | None = None) -> tuple[list[float], int, int]:
     """Three steps of a new compiled step on one rank; its own batch and cache."""
     world = init()
     model, opt, x, y = things(width=width)
-    step = ws.compile(train)
+    step = ws.compile(train, strategy=strategy)
     torch.manual_seed(world.rank)
     found = losses(step, (model, opt, x + world.rank, y))
     return found, step.cache_info().traces, step.cache_info().loaded
@@ -58,6 +66,33 @@ def test_a_rank_without_a_file_keeps_the_other_from_loading(pool2: Any, tmp_path
         assert cold[1:] == (1, 0)
         assert warm[1:] == (1, 0)
         assert cold[0] == warm[0]
+
+
+def start_under(folder: str, width: int, *strategies: Strategy) -> list[Any]:
+    """Starts under one strategy after another. Torch's key for its own state of a module is another in each."""
+    found = []
+    with own_cache(folder):
+        for number, strategy in enumerate(strategies):
+            key = f"{fully_shard_hooks.STATE_KEY} {number}"
+            with patch.object(fully_shard_hooks, "STATE_KEY", key), patch.object(CONTRACT, "STATE_KEY", key):
+                found.append(start(width, strategy))
+    return found
+
+
+@pytest.mark.parametrize("width", [8, 7])
+@pytest.mark.parametrize("strategy", [ws.ZeRO(), ws.FSDP(), ws.FSDP(reshard_after_forward=True)], ids=repr)
+def test_sharded_steps_start_warm(pool2: Any, tmp_path: Path, strategy: Strategy, width: int) -> None:
+    """In 7 rows, and in parameters that are whole, a rank has its own rows: its number is in the graph."""
+    for cold, warm in pool2.run(start_under, str(tmp_path), width, strategy, strategy):
+        assert cold[1:] == (1, 0)
+        assert warm[1:] == (0, 1)
+        assert cold[0] == warm[0]
+
+
+def test_another_policy_of_types_is_another_step(pool2: Any, tmp_path: Path) -> None:
+    for plain, mixed in pool2.run(start_under, str(tmp_path), 8, ws.FSDP(), ws.FSDP(mp_policy=POLICY)):
+        assert mixed[1:] == (1, 0)
+        assert plain[0] != mixed[0]
 
 
 def start_twice_with_room_for_one(folder: str) -> list[Any]:

@@ -47,6 +47,7 @@ from wholestep.capture.python.container_views import BUFFERS, ClassView, Content
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks
+from wholestep.ir.dtensor.fully_shard_hooks import is_bookkeeping, key_text, lies_in_state, state_text
 
 Line = tuple[str, str]
 """One fact: its name and its value."""
@@ -72,6 +73,8 @@ _BUILT_IN = (
 )  # fmt: skip
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 """Containers that have snapshots of their own."""
+_HOOK_TABLES = frozenset(name for name in _MODULE_ATTRIBUTES if "_hooks" in name)
+"""Those of them whose keys are numbers of hooks."""
 
 _OPTIMIZER_ATTRIBUTES = frozenset({
     "state", "param_groups", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_opt_called",
@@ -100,7 +103,8 @@ def object_fingerprint(context: StepContext, options: Mapping[str, Any]) -> list
         lines += writer.snapshot(group)
     lines += writer.state()
     for snapshot in context.reachable.snapshots:
-        covered = isinstance(snapshot.container, (ContentView, SlotsView))  # where the thing itself comes up
+        # Where the thing itself comes up.
+        covered = isinstance(snapshot.container, (ContentView, SlotsView)) or lies_in_state(snapshot.path)
         if not covered and snapshot.guard:
             lines += writer.snapshot(snapshot)
     return [*lines, *((name, writer.described(name, thing)) for name, thing in options.items())]
@@ -112,6 +116,7 @@ class _ObjectWriter:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._numbers: dict[int, int] = {}
+        self._hooks: dict[Any, int] = {}
         self._alive: list[Any] = []  # ids stay valid while their objects live
         self._budget = _MAX_OBJECTS
         self._modules = {id(module) for _, top in context.reachable.modules.values() for module in top.modules()}
@@ -171,16 +176,22 @@ class _ObjectWriter:
             yield snapshot.path, self.described(snapshot.path, held)
             return
         is_class = isinstance(snapshot.container, ClassView)
+        has_hooks = snapshot.path.rpartition(".")[2] in _HOOK_TABLES
         for key, item in held.items():
-            if is_class and (functions := functions_in(item)):
+            if is_bookkeeping(key):
+                continue
+            if isinstance(key, str) and (told := key_text(key)) is not None:
+                yield f"{told} of {snapshot.path}", self.described(snapshot.path, list(item.values()))
+            elif is_class and (functions := functions_in(item)):
                 yield f"{snapshot.path}.{key}", f"{type(item).__name__} {', '.join(map(_method, functions))}"
             elif not (key in _MODULE_ATTRIBUTES and isinstance(item, (dict, set, bool, type(None)))):
-                where = (
-                    f"{snapshot.path}.{key}"
-                    if isinstance(key, str)
-                    else f"{snapshot.path}[{self.described(snapshot.path, key)}]"
-                )
+                told_key = self._hook(key) if has_hooks else self.described(snapshot.path, key)
+                where = f"{snapshot.path}.{key}" if isinstance(key, str) else f"{snapshot.path}[{told_key}]"
                 yield where, self.described(where, item)
+
+    def _hook(self, key: Any) -> str:
+        """A name for the number of a hook, which counts all hooks of the process."""
+        return f"hook {self._hooks.setdefault(key, len(self._hooks))}"
 
     def described(self, where: str, thing: Any) -> str:
         """One object as text. Raises NotComparable, which names it."""
@@ -203,6 +214,8 @@ class _ObjectWriter:
             raise NotComparable(f"more than {_MAX_OBJECTS} things to compare")
         kind = type(thing)
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        if (text := state_text(thing)) is not None:
+            return text
         if isinstance(thing, enum.Enum):
             return f"{name} {thing.name}"
         if isinstance(thing, _VALUES):
@@ -331,6 +344,7 @@ def _method(function: Any) -> str:
 
 def _tensor(tensor: torch.Tensor) -> str:
     kind, dtype, shape, stride, *rest = describe(tensor)
+    rest = rest[:7]  # without the address of a part
     return f"{kind.__module__}.{kind.__qualname__} {dtype} {list(shape)} {list(stride)} {' '.join(map(str, rest))}"
 
 

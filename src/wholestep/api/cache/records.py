@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wholestep.capture.bind.captured import BindingSpec, Captured
+from wholestep.capture.reach.train_state import CutState
 from wholestep.ir.program import Program, Stage
 from wholestep.lower.base.protocol import Backend
 from wholestep.runtime.compression_state import CompressionState
@@ -102,3 +103,5 @@ class CacheContext:
     compression: CompressionState | None
     choices: Mapping[str, Any]
     """Rank 0's answers so far, by question."""
+    cut_state: CutState | None = None
+    """Of a strategy that shards the state of optimizers: what it does with state that a first call creates."""

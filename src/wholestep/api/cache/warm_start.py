@@ -105,7 +105,7 @@ class StepCache:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache_context: CacheContext, *, may_load: bool
     ) -> CacheLookup:
         try:
-            with StepContext(self._step, args, kwargs) as context:
+            with StepContext(self._step, args, kwargs, cut_state=cache_context.cut_state) as context:
                 fingerprint = fingerprint_of(context, cache_context)
                 try:
                     if self._path is None and not is_enabled():

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -21,6 +22,29 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on this very module."""
     return isinstance(module, FSDPModule)
+
+
+def state_text(thing: Any) -> str | None:
+    """What a trace sees of the object in which torch keeps how a module is sharded; None for any other object.
+
+    The rest of it are streams, groups and events of a process, and what the last eager call has left.
+    """
+    return f"{type(thing).__name__} {thing._mp_policy}" if isinstance(thing, FSDPState) else None
+
+
+def key_text(key: Any) -> str | None:
+    """A name for the key under which torch keeps such objects in a module, which is new in every process."""
+    return {REGISTRY_KEY: "registry of composable APIs", STATE_KEY: "state of composable APIs"}.get(key)
+
+
+def is_bookkeeping(key: Any) -> bool:
+    """Whether torch keeps a count of its own under that name in a sharded parameter."""
+    return isinstance(key, str) and key.startswith("_fsdp_")
+
+
+def lies_in_state(path: str) -> bool:
+    """Whether a path names something inside of what torch keeps under those keys."""
+    return REGISTRY_KEY in path or STATE_KEY in path
 
 
 @contextmanager
