@@ -56,7 +56,7 @@ COSTS = CALLS + [replace(cost, compiles=segment_compiler.may_compile) for cost i
 PARTS = 4
 """Of one property, so that several workers can have a part: those seeds that leave the part's number as a remainder."""
 draws = st.integers(0, 10**6)
-many = settings(max_examples=64 // PARTS, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=32 // PARTS, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,7 +16,7 @@ from benchmarks.random_programs.grammar import STAGES
 from benchmarks.random_programs.judge import judged, shrunk
 from benchmarks.random_programs.program import Line, random_program
 
-PROGRAMS = 60
+PROGRAMS = 40
 
 
 @pytest.fixture

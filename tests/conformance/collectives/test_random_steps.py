@@ -17,7 +17,7 @@ from tests.harness.training import backward_and_step
 from wholestep.ir import op_info
 from wholestep.ir.program import Stage
 
-STEPS, CHUNK, CALLS = 200, 20, 3
+STEPS, CHUNK, CALLS = 100, 20, 3
 
 
 def groups() -> random_collectives.Groups:

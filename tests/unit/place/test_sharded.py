@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ from wholestep.place.strategies import place
 SHARDS, REPLICAS = MeshAxis(name="dp_shard", size=2, group="0"), MeshAxis(name="dp_replicate", size=2, group="1")
 
 
+@lru_cache(maxsize=None)
+def captured(step: Callable[..., Any], model: str, optimizer: str, width: int) -> Program:
+    return capture(step, (*made(model, width, optimizer), *batch(model)), {}).program
+
+
 def placed(
     strategy: Strategy,
     model: str = "mlp",
@@ -33,7 +39,7 @@ def placed(
     step: Callable[..., Any] = train,
     axes: tuple[MeshAxis, ...] = (SHARDS,),
 ) -> Program:
-    program = capture(step, (*made(model, width, optimizer), *batch(model)), {}).program
+    program = captured(step, model, optimizer, width)
     return place(shard_inputs(program, strategy, axes), strategy, axes)
 
 
