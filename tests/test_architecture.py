@@ -93,7 +93,8 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed.tensor.DTensor._spec": "likewise, for the native guard",
     },
     "ir/dtensor/fully_shard_hooks.py": {
-        "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced"
+        "torch.distributed._composable": "the keys under which a module holds its sharding, new in every process",
+        "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced",
     },
     "place/sharded_placer.py": {
         "torch.fx.experimental.symbolic_shapes": "the number of this rank is a symbol of a ShapeEnv"

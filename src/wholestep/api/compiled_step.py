@@ -21,7 +21,7 @@ from wholestep.api.report.records import CacheInfo, Explanation
 from wholestep.api.stages import Entry, PieceStages, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.tracing_thread import is_capturing
-from wholestep.config import DDP
+from wholestep.config import DDP, Strategy
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -96,18 +96,20 @@ class CompiledStep:
     def _go_live(self, refusal: WholestepError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this call and all later ones with the step's own Python, since it was refused as one graph."""
         try:
-            peers = self._stages.peers()
+            peers = self._stages.peers(args, kwargs)
         except CaptureError as error:
             raise refusal from error
         reason = str(refusal)
-        live = LiveStep(self._step, self._stages.name, reason, self._compile_piece, peers)
+        compile_piece = functools.partial(self._compile_piece, strategy=peers.strategy if peers else None)
+        live = LiveStep(self._step, self._stages.name, reason, compile_piece, peers)
         result = live(args, kwargs)  # an error of the step's own leaves it as it was
         self._live = live
         log.info("%s is live, its Python runs at every call: %s", self._stages.name, reason)
         return result
 
-    def _compile_piece(self, function: Callable[..., Any]) -> CompiledStep:
-        return CompiledStep(function, replace(self._options, fullgraph=True), stages=PieceStages)
+    def _compile_piece(self, function: Callable[..., Any], strategy: Strategy | None = None) -> CompiledStep:
+        strategy = strategy or self._options.strategy
+        return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy), stages=PieceStages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
         """A decorated method: one compiled step per instance."""

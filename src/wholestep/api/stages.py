@@ -43,6 +43,7 @@ from wholestep.runtime.distributed.world import World, init
 from wholestep.runtime.executable import Executable, describe_state
 from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.sharding import shard_values
+from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
 from wholestep.runtime.sharding.shard_live import LiveSharding
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
@@ -187,7 +188,7 @@ class Stages:
             self._broadcast(binding.synced(program), axes, world)
         return BufferSync(program, binding.tensors, axes) if strategy.broadcast_buffers else None
 
-    def peers(self) -> Peers | None:
+    def peers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peers | None:
         """What the strategy does in a step that is live; all ranks have agreed that it is. None for a single rank.
 
         Raises CaptureError for a strategy that needs a single graph, RankMissingError where other ranks do not come.
@@ -196,9 +197,13 @@ class Stages:
         strategy = self._strategy(world)
         if strategy is None or all(axis.size == 1 for axis in axes):
             return None
-        peers = Peers(self.step, strategy, axes[0], world)
+        Peers.check(strategy)
         self.rendezvous.agree(f"{self.name} is live", lambda: "", world)
         nccl_connect.wait()
+        peers = Peers(self.step, live_strategy(self.step, args, kwargs, strategy, axes), axes[0], world)
+        peers.note = live_note(strategy)
+        if peers.note:
+            log.warning("%s is live. %s", self.name, peers.note)
         return peers
 
     # What an entry is planned with.

@@ -95,8 +95,14 @@ class LiveStep:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether calls are still recorded; not if too many of them in a row had no piece."""
-        return self._eager_calls < MAX_EAGER_CALLS
+        """Whether calls are recorded; not if too many of them in a row had no piece, or the strategy allows none."""
+        pieces = self._peers is None or self._peers.runs_pieces
+        return pieces and self._eager_calls < MAX_EAGER_CALLS
+
+    @property
+    def note(self) -> str:
+        """What the strategy does in a live step; empty where that is what it always does."""
+        return self._peers.note if self._peers is not None else ""
 
     @property
     def pieces(self) -> list[CompiledPiece]:

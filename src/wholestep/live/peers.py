@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,15 @@ from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.config import DDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
+from wholestep.ir.dtensor.fully_shard_hooks import before_forwards
+from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
 from wholestep.runtime.buffer_sync import broadcast_tensors
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
 
-ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS = 0, 1, 2, 3
+ENDS, RUNS_BACKWARD, RUNS_PIECE, PUTS_GRADIENTS, RUNS_FORWARD = 0, 1, 2, 3, 4
 _LINE_BYTES = 96
 
 
@@ -55,12 +57,12 @@ class Peers:
     """The other ranks of a live step."""
 
     def __init__(self, step: Callable[..., Any], strategy: Strategy, axis: MeshAxis, world: World) -> None:
-        """Raises CaptureError for a strategy that only a graph can carry out."""
-        if not isinstance(strategy, DDP):
-            raise CaptureError(f"{type(strategy).__name__} shards state, which a live step cannot do yet.")
-        if strategy.compress is not None and not isinstance(strategy.compress, CastCompress):
-            raise CaptureError(f"{type(strategy.compress).__name__} keeps state for the buckets of a single graph.")
-        self._step, self._strategy, self._axis, self._world = step, strategy, axis, world
+        """`strategy`: as `live_strategy` gives it. Parameters that it shards are left to the hooks of torch."""
+        self.strategy = strategy
+        self.note = ""
+        """What a reader should know of the strategy in a live step."""
+        self._step, self._axis, self._world = step, axis, world
+        self._wire = strategy.compress if isinstance(strategy, DDP) else None
         self._group = group_named(axis.group)
         self._state = TrainState()
         self._call_name: Callable[[], str] = lambda: ""
@@ -68,13 +70,25 @@ class Peers:
         self._parted: RankMismatchError | None = None
         """What was raised in this call, of which the other ranks know: they come to no other meeting of it."""
 
+    @staticmethod
+    def check(strategy: Strategy) -> None:
+        """Raises CaptureError for a strategy that only a graph can carry out."""
+        compress = strategy.compress if isinstance(strategy, DDP) else None
+        if compress is not None and not isinstance(compress, CastCompress):
+            raise CaptureError(f"{type(compress).__name__} keeps state for the buckets of a single graph.")
+
+    @property
+    def runs_pieces(self) -> bool:
+        """Whether recorded calls may run as graphs; not where hooks of torch gather parameters between them."""
+        return isinstance(self.strategy, DDP)
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call_name: str) -> None:
         """The start of a call: finds parameters and buffers, and makes equal what the strategy wants equal."""
         self._call_name, self._parted = (lambda: call_name), None
         self._state = collect(find_reachable(self._step, args, kwargs))
         kinds = [] if self._is_equal else [InputKind.PARAM, InputKind.BUFFER]
-        kinds += [InputKind.BUFFER] if self._strategy.broadcast_buffers and self._is_equal else []
-        tensors = [slot.tensor for slot in self._state.of_kind(*kinds)]
+        kinds += [InputKind.BUFFER] if self.strategy.broadcast_buffers and self._is_equal else []
+        tensors = [slot.tensor for slot in self._state.of_kind(*kinds) if not is_sharded(slot.tensor)]
         if tensors:
             with self._failures_named():
                 broadcast_tensors(tensors, self._axis)
@@ -84,7 +98,8 @@ class Peers:
         """Tells the others what this rank is about to do; whether all are about to do the same.
 
         Where a rank runs a backward and others a piece, those that run the backward wait until all do. Raises
-        RankMismatchError where some ranks end their call and others do not, and again for what is run after that.
+        RankMismatchError where some ranks end their call, or run a forward that gathers parameters, and others do not,
+        and again for what is run after that.
         """
         if self._parted is not None:
             raise self._parted
@@ -92,7 +107,7 @@ class Peers:
             events, lines = self._exchange(event)
             if len(set(events)) == 1:
                 return True
-            if any(one.kind == ENDS for one in events):
+            if any(one.kind in (ENDS, RUNS_FORWARD) for one in events):
                 self._parted = RankMismatchError(self._mismatch(events, lines))
                 raise self._parted
             if event.kind != RUNS_BACKWARD:
@@ -100,9 +115,18 @@ class Peers:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """While open, gradients that a backward of this thread leaves are reduced."""
-        with backward_replaced(self._reducing_backward):
+        """While open, gradients that a backward of this thread leaves are reduced.
+
+        Ranks meet before a forward that gathers parameters, too.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(backward_replaced(self._reducing_backward))
+            if not self.runs_pieces:
+                stack.enter_context(before_forwards(self._meet_before_forward))
             yield
+
+    def _meet_before_forward(self) -> None:
+        self.meet(Event(RUNS_FORWARD))
 
     def _reducing_backward(self, engine: Engine) -> Engine:
         def run(tensors: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
@@ -120,7 +144,7 @@ class Peers:
         """A backward that adds to ``.grad``: the sums are reduced, of every parameter that any rank has used."""
         params = [slot.tensor for slot in self._reduced_params()]
         before = [(param.grad, param.grad._version if param.grad is not None else 0) for param in params]
-        if self._strategy.reduce == "sum" and any(grad is not None for grad, _ in before):
+        if self.strategy.reduce == "sum" and any(grad is not None for grad, _ in before):
             raise CaptureError(
                 "Gradients are summed over the ranks and there are some already, of which nobody knows whether they "
                 'are sums. Use DDP(reduce="mean"), or clear them before each backward.'
@@ -149,19 +173,23 @@ class Peers:
         return grads
 
     def _reduced_params(self) -> list[Any]:
-        ignored = set(self._strategy.ignore)
-        return [slot for slot in self._state.params if slot.tensor.requires_grad and slot.name not in ignored]
+        ignored = set(self.strategy.ignore)
+        return [
+            slot
+            for slot in self._state.params
+            if slot.tensor.requires_grad and slot.name not in ignored and not is_sharded(slot.tensor)
+        ]
 
     def _reduce(self, grads: Iterable[torch.Tensor]) -> None:
         """In place, one message for each dtype; the arithmetic is that of the placed graph."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for grad in grads:
             by_dtype.setdefault(grad.dtype, []).append(grad)
-        wire = self._strategy.compress
+        wire = self._wire
         for dtype, same in by_dtype.items():
             flat = torch.cat([grad.detach().reshape(-1) for grad in same])
             flat = flat.to(wire.dtype) if isinstance(wire, CastCompress) else flat
-            if self._strategy.reduce == "mean":
+            if self.strategy.reduce == "mean":
                 flat.mul_(1.0 / self._axis.size)
             dist.all_reduce(flat, group=self._group)
             parts = flat.to(dtype).split([grad.numel() for grad in same])
@@ -184,13 +212,14 @@ class Peers:
             RUNS_BACKWARD: "runs a backward",
             RUNS_PIECE: "runs recorded calls",
             PUTS_GRADIENTS: "comes to a backward",
+            RUNS_FORWARD: "runs a forward that gathers parameters",
         }
         ranks = "\n".join(
             f"  rank {rank} {doing[event.kind]}{' at ' + line if line else ''}"
             for rank, (event, line) in enumerate(zip(events, lines, strict=True))
         )
         return (
-            f"The ranks do not run the same backwards in {self._call_name()}:\n{ranks}\nGradients are reduced over all "
+            f"The ranks do not run the same calls in {self._call_name()}:\n{ranks}\nGradients are reduced over all "
             f"ranks, so all have to come. Decide on all ranks alike (reduce what the decision depends on first), or "
             f"multiply the loss by 0 where a batch is to be skipped. Nothing was reduced."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from wholestep.place.strategies import place
 SHARDS, REPLICAS = MeshAxis(name="dp_shard", size=2, group="0"), MeshAxis(name="dp_replicate", size=2, group="1")
 
 
-@lru_cache(maxsize=None)
+@cache
 def captured(step: Callable[..., Any], model: str, optimizer: str, width: int) -> Program:
     return capture(step, (*made(model, width, optimizer), *batch(model)), {}).program
 

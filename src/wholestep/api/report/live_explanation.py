@@ -47,6 +47,8 @@ class LiveReport:
     """Calls of torch that were executed one by one, over all calls of the step."""
     is_recorded: bool
     """False once too many calls in a row had no piece: the step then runs as eager code."""
+    note: str
+    """What the strategy does in a live step; empty where that is what it always does."""
     piece_lines: tuple[PieceLine, ...]
     reads: tuple[ReadLine, ...]
     eager_reasons: tuple[str, ...]
@@ -98,7 +100,7 @@ def explain_live(step: LiveStep, backend: str) -> LiveExplanation:
         )
     report = LiveReport(
         reason=step.reason, calls=step.stats.calls, launches=step.stats.launches, executed=step.stats.executed,
-        is_recorded=step.is_recorded, piece_lines=tuple(pieces),
+        is_recorded=step.is_recorded, note=step.note, piece_lines=tuple(pieces),
         reads=tuple(ReadLine(line=read.line, function=read.name) for read in step.reads),
         eager_reasons=tuple(why for why, _ in step.stats.reasons.most_common()),
         open_modules=tuple(step.modules.open.items()),
@@ -128,6 +130,8 @@ def _rendered(explanation: LiveExplanation) -> Group:
     if live.open_modules:
         rows = (f"- {name}: {why}" for name, why in live.open_modules)
         parts.append(Text("Modules whose own Python runs at every call\n" + "\n".join(rows)))
-    if not live.is_recorded:
+    if live.note:
+        parts.append(Text(live.note))
+    elif not live.is_recorded:
         parts.append(Text("Too many calls in a row had no piece: the step runs as eager code."))
     return Group(*parts)

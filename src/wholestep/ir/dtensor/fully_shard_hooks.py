@@ -6,7 +6,7 @@ parameters are then part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +59,20 @@ def silent_hooks() -> Iterator[None]:
             (FSDPParamGroup, "_prefetch_unshard", staticmethod(lambda *_: None)),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
+        yield
+
+
+@contextmanager
+def before_forwards(do: Callable[[], None]) -> Iterator[None]:
+    """While open, `do` is called before the outermost sharded module of a forward gathers anything."""
+    original = FSDPState._root_pre_forward
+
+    def root_pre_forward(state: FSDPState, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if state._state_ctx.iter_forward_root is None:
+            do()
+        return original(state, module, args, kwargs)
+
+    with patch.object(FSDPState, "_root_pre_forward", root_pre_forward):
         yield
 
 

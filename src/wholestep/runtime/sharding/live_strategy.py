@@ -1,0 +1,72 @@
+"""What a sharded strategy does in a step that is live, whose Python runs at every call.
+
+Under FSDP such a step runs as eager code, with the hooks of ``fully_shard``: they gather and reduce. ZeRO needs a graph
+for its updates on shards, so optimizer state becomes whole again, and the step runs as under DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from wholestep.capture.reach.reachability import find_reachable
+from wholestep.capture.reach.reachable import Reachable
+from wholestep.capture.reach.train_state import collect, states
+from wholestep.config import DDP, FSDP, DataParallelOptions, Strategy, ZeRO
+from wholestep.errors import CaptureError
+from wholestep.ir.dtensor.shards import is_sharded
+from wholestep.ir.program import MeshAxis
+
+
+def live_strategy(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], strategy: Strategy,
+    axes: tuple[MeshAxis, ...],
+) -> Strategy:  # fmt: skip
+    """The strategy under which a step runs live. Every rank has to come: ZeRO gathers state.
+
+    Raises CaptureError for what the hooks of ``fully_shard`` would do otherwise than a graph.
+    """
+    if isinstance(strategy, DDP):
+        return strategy
+    found = find_reachable(step, args, kwargs)
+    if isinstance(strategy, FSDP):
+        _check(found, strategy, axes)
+        return strategy
+    _make_whole(found)
+    return DDP(**{field.name: getattr(strategy, field.name) for field in fields(DataParallelOptions)})
+
+
+def live_note(strategy: Strategy) -> str:
+    """What a user should know of a strategy in a live step."""
+    if isinstance(strategy, FSDP):
+        return "FSDP gathers parameters by the hooks of fully_shard: the step runs as eager code, nothing is compiled."
+    return "ZeRO keeps optimizer state whole on every rank, as DDP does." if isinstance(strategy, ZeRO) else ""
+
+
+def _check(found: Reachable, strategy: FSDP, axes: tuple[MeshAxis, ...]) -> None:
+    params = collect(found).params
+    if strategy.reduce != "mean":
+        raise CaptureError(f"FSDP(reduce={strategy.reduce!r}): the hooks of fully_shard average gradients.")
+    hooked = next((slot.name for slot in params if slot.tensor._backward_hooks and is_sharded(slot.tensor)), None)
+    if hooked is not None:
+        raise CaptureError(f"{hooked} has a hook for its gradient, which fully_shard does not call.")
+    whole = next((slot.name for slot in params if slot.tensor.requires_grad and not is_sharded(slot.tensor)), None)
+    if whole is not None and len(axes) > 1:
+        raise CaptureError(f"{whole} is not sharded, and a live step reduces gradients over one mesh axis alone.")
+
+
+def _make_whole(found: Reachable) -> None:
+    """Gathers the state of optimizers, and gradients, of parameters that are whole."""
+    with torch.no_grad():
+        for _, opt in found.optimizers.values():
+            for param, held in states(opt):
+                if is_sharded(param):
+                    continue
+                for key, value in held.items():
+                    if isinstance(value, torch.Tensor) and is_sharded(value):
+                        held[key] = value.full_tensor()
+                if param.grad is not None and is_sharded(param.grad):
+                    param.grad = param.grad.full_tensor()
