@@ -90,6 +90,64 @@ def grad_scaler_with_autocast_and_clipping() -> Loop:
     return loop(step, model=model, opt=opt, scaler=scaler, norms=norms)
 
 
+@idiom(ranks=True)
+def grad_scaler_around_a_fused_update() -> Loop:
+    """A fused optimizer undoes the scale itself, and is lent scale and `found_inf` for the time of its step."""
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        return loss.detach(), scaler.get_scale()
+
+    return loop(step, one_infinite_batch, model=model, opt=opt, scaler=scaler)
+
+
+@idiom()
+def gradients_unscaled_before_a_fused_update() -> Loop:
+    """The same with clipping in between, and losses read behind it: the update skips by `found_inf`."""
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    losses = []
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        losses.append(loss.item())
+
+    return loop(step, one_infinite_batch, model=model, opt=opt, scaler=scaler, losses=losses)
+
+
+@idiom()
+def loss_read_before_a_fused_update_is_scaled() -> Loop:
+    """The update undoes the scale itself, in a step that is live."""
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    losses = []
+
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+    return loop(step, one_infinite_batch, model=model, opt=opt, scaler=scaler, losses=losses)
+
+
 @idiom()
 def autocast_to_bfloat16() -> Loop:
     """Forward under autocast, the loss in float32."""

@@ -69,11 +69,19 @@ def _is_of_torch(function: types.FunctionType) -> bool:
 def _step(plain: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         run = CURRENT.run
-        if run is None or len(args) != 1 or kwargs or _has_hooks(args[0]):
+        if run is None or len(args) != 1 or kwargs or _has_hooks(args[0]) or _holds_tensors(args[0]):
             return plain(*args, **kwargs)
         return run.called(plain, args, kwargs)
 
     return step
+
+
+def _holds_tensors(opt: Optimizer) -> bool:
+    """Whether tensors are attributes of an optimizer, as a GradScaler lends it its scale for the time of a step.
+
+    A snapshot does not hold them: what reads them has to run now.
+    """
+    return any(isinstance(held, torch.Tensor) for held in vars(opt).values())
 
 
 def _has_hooks(opt: Optimizer) -> bool:
