@@ -7,6 +7,7 @@
 
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.api.entry_points import compile, load
+from wholestep.api.shard import shard
 from wholestep.config import DDP, FSDP, CastCompress, Compressor, Inductor, PowerSGD, ZeRO
 from wholestep.errors import (
     ArtifactError,
@@ -52,4 +53,5 @@ __all__ = [
     "init",
     "load",
     "run",
+    "shard",
 ]

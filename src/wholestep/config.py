@@ -183,7 +183,7 @@ class FSDP(DataParallelOptions):
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """True: gathered parameters are dropped behind the forward and gathered again for the backward; False: they are
-    kept; "auto": they are kept, until this is chosen by predicted time and memory."""
+    kept; "auto": they are kept if the step is predicted to fit the GPU's memory so, which the plan notes."""
     mp_policy: MixedPrecisionPolicy | None = None
     """The types in which parameters are gathered and gradients reduced, as `fully_shard` takes them."""
     units: tuple[str, ...] | Literal["auto"] = "auto"

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wholestep.api.cache.records import CacheContext, CachedStep, CacheLookup, StepToSave
 from wholestep.api.cache.warm_start import StepCache
 from wholestep.api.call_stats import CallStats
+from wholestep.api.reshard_choice import place_and_choose
 from wholestep.capture.bind.binding import Binding
 from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
@@ -34,7 +35,6 @@ from wholestep.passes.comm.bucket_planner import Cuts
 from wholestep.passes.comm.bucketing import Choose
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
-from wholestep.place.strategies import place
 from wholestep.runtime.buffer_sync import BufferSync, StateBroadcast
 from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
 from wholestep.runtime.distributed import nccl_connect
@@ -115,7 +115,8 @@ class Stages:
         world, axes = init(), data_axes(init(), self.options.mesh)
         with self.rendezvous.abandoned_on_error(world):
             report_stage("planning")
-            placed = place(captured.program, self._strategy(world), axes)
+            choose = functools.partial(self.rendezvous.choose, world=world)
+            placed = place_and_choose(captured.program, self._strategy(world), axes, world.device, choose)
             passes = self.passes(captured, self.compression, self._choose_cuts, self.backend.passes(placed))
             scheduled = run_passes(placed, passes)
         programs = {program.stage: program for program in (captured.program, placed, scheduled)}

@@ -38,7 +38,7 @@ class ReplacedParameter(nn.Parameter):
         )
 
 
-def replace_everywhere(pairs: Sequence[tuple[torch.Tensor, DTensor]]) -> None:
+def replace_everywhere(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Has everything hold the second of each pair that holds the first one, which becomes a `ReplacedParameter`."""
     new_of: dict[int, Any] = {id(old): new for old, new in pairs}
     weak = [(ref, weakref.ref(new)) for old, new in pairs for ref in weakref.getweakrefs(old) if _is_plain(ref)]

@@ -26,6 +26,8 @@ from wholestep.config import FSDP, ZeRO
 from wholestep.ir.dtensor.shards import cut, default_dim, is_sharded, replicated_and
 from wholestep.ir.program import MeshAxis
 from wholestep.runtime.buffer_sync import broadcast_over
+from wholestep.runtime.distributed.world import init
+from wholestep.runtime.sharding.materialize import Initialize, check_initializers, is_on_meta, materialize
 from wholestep.runtime.sharding.replace_references import cut_state, replace_everywhere
 from wholestep.runtime.sharding.units import units_of
 
@@ -35,8 +37,9 @@ log = logging.getLogger("wholestep")
 class LiveSharding:
     """Shards what a step can reach before a trace of it, each thing once."""
 
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[..., Any], initialize: Initialize | None = None) -> None:
+        """`initialize`: of modules on the meta device, as `materialize` takes it."""
+        self._step, self._initialize = step, initialize
         self.cut_state: CutState | None = None
         """What a strategy that shards the state of optimizers alone does with new state."""
 
@@ -47,7 +50,7 @@ class LiveSharding:
         """See `shard_parameters` and `shard_state`."""
         found = find_reachable(self._step, args, kwargs)
         if isinstance(config, FSDP):
-            shard_parameters(found, config, mesh, axes)
+            shard_parameters(found, config, mesh, axes, initialize=self._initialize)
             return
         ignored = {
             id(param)
@@ -61,7 +64,9 @@ class LiveSharding:
                 self.cut_state(param, held)
 
 
-def shard_parameters(found: Reachable, config: FSDP, mesh: DeviceMesh, axes: tuple[MeshAxis, ...]) -> None:
+def shard_parameters(
+    found: Reachable, config: FSDP, mesh: DeviceMesh, axes: tuple[MeshAxis, ...], initialize: Initialize | None = None
+) -> None:
     """Shards every module that the step can reach and that is not sharded yet, and moves optimizers over.
 
     Args:
@@ -69,17 +74,43 @@ def shard_parameters(found: Reachable, config: FSDP, mesh: DeviceMesh, axes: tup
         axes: those of the mesh, as graphs see them: state is made equal over all of them.
 
     Raises:
-        PlacementError: for units that share parameters with others.
+        PlacementError: for units that share parameters with others, and for modules on the meta device that cannot
+            initialise themselves.
     """
+    if initialize is None:
+        for name, root in found.modules.values():
+            check_initializers(root, name)
     for name, root in found.modules.values():
         if all(map(is_sharded, _cut_parameters(root, config, name))):
             continue
         if config.sync_at_start:
             tensors = [*root.parameters(), *root.buffers()]
-            broadcast_over([one for one in tensors if not is_sharded(one)], axes)
+            broadcast_over([one for one in tensors if not is_sharded(one) and not one.is_meta], axes)
+        seed = common_seed(axes) if is_on_meta(root) else 0
         for unit in units_of(root, config.units):
-            replace_everywhere(_shard_unit(root, unit, config, mesh, name))
+            made = materialize(root, unit, init().device, seed, initialize) if is_on_meta(unit) else []
+            pairs = _shard_unit(root, unit, config, mesh, name)
+            last = {id(old): new for old, new in pairs}
+            replace_everywhere([*pairs, *((old, last.get(id(new), new)) for old, new in made)])
         log.info("%s is sharded over %d ranks", name, axes[0].size)
+
+
+def materialize_whole(
+    model: nn.Module, axes: tuple[MeshAxis, ...], device: torch.device, initialize: Initialize | None = None
+) -> None:
+    """Makes and initialises all of a model that is on the meta device, whole on every rank."""
+    if not is_on_meta(model):
+        return
+    if initialize is None:
+        check_initializers(model, "model")
+    replace_everywhere(materialize(model, model, device, common_seed(axes), initialize))
+
+
+def common_seed(axes: tuple[MeshAxis, ...]) -> int:
+    """The seed of torch's generator on the first rank."""
+    seed = torch.tensor([torch.initial_seed() % 2**62], device=init().device)
+    broadcast_over([seed], axes)
+    return int(seed.item())
 
 
 def _cut_like_parameter(
