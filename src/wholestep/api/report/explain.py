@@ -61,6 +61,7 @@ def explain(
         predicted=predicted.step,
         peak=predicted.peak,
         measured=_summary(measured) if measured is not None else None,
+        fallbacks=program.fallbacks,
         passes=tuple(
             PassLine(name=r.name or "place", time_ms=r.time_ms, num_nodes=r.num_nodes, notes=r.notes)
             for r in program.history
@@ -86,6 +87,8 @@ def _collectives(
             gradient_bytes=bucket.num_bytes if bucket else 0,
             axis=axes.get(str(node.args[-1]), str(node.args[-1])),
             members=bucket.members if bucket else (),
+            kind=bucket.kind.value if bucket else "",
+            phase=bucket.phase if bucket else "",
             reason=bucket.reason if bucket else f"called at {source}" if source else _BUFFERS,
             start_us=interval.start_us,
             predicted_us=interval.end_us - interval.start_us,

@@ -15,7 +15,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.cost.liveness import at_peak
 from wholestep.cost.simulator import Timeline, simulate
 from wholestep.ir import node_meta, op_info
-from wholestep.ir.node_meta import Region
+from wholestep.ir.node_meta import BucketKind, Region
 from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.passes.analysis.task_graph import Tasks, sharing, tasks_of
 
@@ -28,6 +28,7 @@ class Category(enum.StrEnum):
     OPTIMIZER = "optimizer state"
     ACTIVATIONS = "activations"  # whatever else forward and backward make
     BUCKETS = "buckets"  # what gradients travel in, compressed or not
+    GATHERED = "gathered parameters"  # whole ones, of shards, and what of the shards travels
     OTHER = "other"  # arguments, buffers of modules, what updates and the like make for themselves
 
 
@@ -192,9 +193,9 @@ def _categories(program: Program, tasks: Tasks) -> Iterator[tuple[int, Category]
     """The category of each buffer that a node makes."""
     homes = dict(zip(tasks.nodes, tasks.homes, strict=True))
     carried = {
-        buffer
+        buffer: Category.GATHERED if record.kind is BucketKind.GATHER else Category.BUCKETS
         for node in tasks.nodes
-        if op_info.is_collective(node) and node_meta.bucket(node) is not None
+        if op_info.is_collective(node) and (record := node_meta.bucket(node)) is not None
         for one in (node, *node.all_input_nodes)
         for buffer in homes.get(one, ())
     }
@@ -202,13 +203,13 @@ def _categories(program: Program, tasks: Tasks) -> Iterator[tuple[int, Category]
     states = {buffer for output, value in ends if output.kind is OutputKind.STATE for buffer in homes[value]}
     final = {buffer for output, value in ends if output.kind is OutputKind.GRAD for buffer in homes[value]}
     for node, usage, home in zip(tasks.nodes, tasks.usages, tasks.homes, strict=True):
-        if node_meta.origin(node).region not in _TRAINING or not carried.isdisjoint(home):
+        if node_meta.origin(node).region not in _TRAINING or not carried.keys().isdisjoint(home):
             final.update(usage.reads)
     for node, usage in zip(tasks.nodes, tasks.usages, strict=True):
         region = node_meta.origin(node).region
         for make in usage.makes:
             if make.buffer in carried:
-                yield make.buffer, Category.BUCKETS
+                yield make.buffer, carried[make.buffer]
             elif make.buffer in states:
                 yield make.buffer, Category.OPTIMIZER
             elif make.buffer in final and region is Region.BACKWARD:

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from wholestep.api.report.prediction import ConcurrentCompute, PeakMemory, Prediction
 from wholestep.ir.printer import bytes_text
+from wholestep.ir.program import PlacementFallback
 from wholestep.passes.comm.bucketing import bucket_gradients
+from wholestep.passes.comm.gather_buckets import bucket_gathers
 
 _MAX_SHOWN = 3
 """Modules that are named in the column 'hidden by'."""
@@ -28,10 +30,15 @@ class Collective:
     num_bytes: int
     """Bytes that one rank puts in: what travels."""
     gradient_bytes: int
-    """Bytes of the gradients that it carries: more than `num_bytes` where they are compressed, 0 if it carries none."""
+    """Bytes of the gradients that it carries: more than `num_bytes` where they are compressed, 0 if it carries none. Of
+    a gather, bytes of the whole tensors that it brings."""
     axis: str
     members: tuple[str, ...]
-    """Parameters whose gradients it carries; empty for other collectives."""
+    """Parameters whose gradients it carries, or that it gathers; empty for other collectives."""
+    kind: str
+    """"reduce" and "scatter" of gradients, "gather"; empty for other collectives."""
+    phase: str
+    """The part of the step that a gather is for."""
     reason: str
     """Why it carries what it does."""
     start_us: float
@@ -88,6 +95,8 @@ class Explanation:
     predicted: Prediction
     peak: PeakMemory
     measured: MeasuredStep | None
+    fallbacks: tuple[PlacementFallback, ...]
+    """Operators that run on whole tensors, gathered for them, since placement has no rule for shards."""
     passes: tuple[PassLine, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +107,7 @@ class Explanation:
 
     def bucket_of(self, param: str) -> int | None:
         """The number of the collective that carries the gradient of `param`; None if none does."""
-        return next((c.number for c in self.collectives if param in c.members), None)
+        return next((c.number for c in self.collectives if c.kind != "gather" and param in c.members), None)
 
     def __rich__(self) -> Group:
         return _rendered(self)
@@ -121,6 +130,8 @@ def _rendered(report: Explanation) -> Group:
         f"\nloaded from {report.loaded_from}" if report.loaded_from else "",
     )
     parts: list[Any] = [head, *_collective_table(report), _times(report), _memory(report)]
+    if report.fallbacks:
+        parts.append(_fallback_table(report.fallbacks))
     if any(c.members for c in report.collectives):
         parts.append(_member_table(report.collectives))
     notes = [
@@ -133,7 +144,8 @@ def _rendered(report: Explanation) -> Group:
 
 def _is_in_table(name: str, note: str) -> bool:
     """Whether a table says the same."""
-    return name == bucket_gradients.__name__ and note.startswith("bucket ")
+    starts = {bucket_gradients.__name__: "bucket ", bucket_gathers.__name__: "gather "}
+    return name in starts and note.startswith(starts[name])
 
 
 def _collective_table(explanation: Explanation) -> Iterable[Table | Text]:
@@ -158,6 +170,8 @@ def _collective_table(explanation: Explanation) -> Iterable[Table | Text]:
 def _carried_text(c: Collective) -> str:
     if not c.members:
         return f"axis {c.axis}"
+    if c.kind == "gather":
+        return f"{len(c.members)} tensor{'s' * (len(c.members) != 1)} for {c.phase}, {bytes_text(c.gradient_bytes)}"
     packed = f" of {bytes_text(c.gradient_bytes)}" if c.gradient_bytes != c.num_bytes else ""
     return f"{len(c.members)} gradient{'s' * (len(c.members) != 1)}{packed}"
 
@@ -198,10 +212,24 @@ def _memory(explanation: Explanation) -> Text:
 def _member_table(collectives: Sequence[Collective]) -> Table:
     table = Table(title="Which bucket each parameter is in", title_justify="left")
     table.add_column("bucket (#)", justify="right")
-    table.add_column("parameters, in order of gradient readiness")
+    has_gathers = any(c.kind == "gather" for c in collectives)
+    if has_gathers:
+        table.add_column("carries")
+    what = "gradient readiness, or of use" if has_gathers else "gradient readiness"
+    table.add_column(f"parameters, in order of {what}")
     for c in collectives:
         if c.members:
-            table.add_row(str(c.number), ", ".join(c.members))
+            kind = (f"gather, {c.phase}" if c.kind == "gather" else "gradients",) if has_gathers else ()
+            table.add_row(str(c.number), *kind, ", ".join(c.members))
+    return table
+
+
+def _fallback_table(fallbacks: Sequence[PlacementFallback]) -> Table:
+    table = Table(title="Operators that run on whole tensors, gathered for them", title_justify="left")
+    for column in ("operator", "calls", "gathered, per rank"):
+        table.add_column(column, justify="left" if column == "operator" else "right")
+    for one in fallbacks:
+        table.add_row(one.operator, str(one.count), bytes_text(one.num_bytes))
     return table
 
 

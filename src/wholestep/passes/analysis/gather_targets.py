@@ -11,7 +11,6 @@ from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.passes.analysis.alias_analysis import same_layout
 
-_aten = torch.ops.aten
 _GATHERS = (op_info.c10d.all_gather_into_tensor.default, op_info.c10d.all_gather_into_tensor_coalesced.default)
 
 
@@ -40,11 +39,17 @@ def shards_of(gather: fx.Node) -> list[fx.Node]:
     return [given] if isinstance(given, fx.Node) else list(given)  # type: ignore[arg-type]
 
 
-def is_own_rows(shard: fx.Node, whole: fx.Node, program: Program) -> bool:
-    """Whether a shard is a view of this rank's rows of an input that is whole."""
-    kinds = dict(zip(program.placeholders, program.inputs, strict=True))
-    if shard.target is not _aten.select.int or shard.args[1] != 0:
-        return False
-    rank, split = shard.args[2], shard.args[0]
-    is_rank = isinstance(rank, fx.Node) and rank in kinds and kinds[rank].kind is InputKind.RANK
-    return is_rank and isinstance(split, fx.Node) and split.target is _aten.view.default and split.args[0] is whole
+def is_own_rows(shard: fx.Node, program: Program) -> bool:
+    """Whether a shard, which lies in the memory of an input that is whole, is the rows of this rank."""
+    ranks = [
+        node_meta.value(node)
+        for node, record in zip(program.placeholders, program.inputs, strict=True)
+        if record.kind is InputKind.RANK
+    ]
+    part = node_meta.tensor(shard)
+    offset = part.storage_offset()
+    return (
+        part.is_contiguous()
+        and isinstance(offset, torch.SymInt)
+        and any(offset.node.expr == rank.node.expr * part.numel() for rank in ranks)
+    )

@@ -77,7 +77,8 @@ def updates(program: Program) -> dict[fx.Node, list[fx.Node]]:
 
 
 def readers(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """For each input that the step writes to, the calls that read it or a view of it."""
+    """For each input that the step writes to, the calls that read it or a view of it; of a collective also its waits,
+    until which it reads."""
     targets = {output.target for output in program.outputs if output.kind is OutputKind.WRITE}
     base = {node: node for index, node in enumerate(program.placeholders) if index in targets}
     calls: dict[fx.Node, list[fx.Node]] = {node: [] for node in base}
@@ -85,7 +86,7 @@ def readers(program: Program) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "call_function":
             continue
         for arg in dict.fromkeys(base[arg] for arg in node.all_input_nodes if arg in base):
-            calls[arg].append(node)
+            calls[arg] += [node, *op_info.waits(node)] if op_info.is_collective(node) else [node]
         viewed = [arg for arg in _nodes(node, op_info.viewed_args(node.target)) if arg in base]
         if viewed:
             base[node] = base[viewed[0]]

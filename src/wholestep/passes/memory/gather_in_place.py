@@ -65,7 +65,7 @@ def _is_last_reader(program: Program, memory: Memory, node: fx.Node, shard: fx.N
         return False
     end = max((memory.position[wait] for wait in op_info.waits(node)), default=position)
     later = [value for value in block.values if memory.last_read[value] > position]
-    own_rows = is_own_rows(shard, target, program)
+    own_rows = shard in block.values and is_own_rows(shard, program)
     return all(own_rows and value is shard and memory.last_read[value] <= end for value in later)
 
 

@@ -6,6 +6,8 @@ import pytest
 
 import wholestep as ws
 from tests.unit.place.test_sharded import placed
+from tests.unit.sharded_models import OPTIMIZERS
+from wholestep.config import Strategy
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import op_info
 from wholestep.ir.ops.collectives import ALL_GATHER_INTO
@@ -17,8 +19,14 @@ from wholestep.passes.pass_manager import run_passes
 COST = CostModel.default("cpu+gloo")
 
 
-def scheduled(width: int, *, hold_updates: bool = False, bucket_bytes: int | None = None) -> Program:
-    program = placed(ws.ZeRO(), width=width)
+ZERO = ws.ZeRO()
+
+
+def scheduled(
+    width: int, *, hold_updates: bool = False, bucket_bytes: int | None = None,
+    optimizer: str = "adamw_foreach", strategy: Strategy = ZERO,
+) -> Program:  # fmt: skip
+    program = placed(strategy, width=width, optimizer=optimizer)
     made = run_passes(program, passes_of(cost=COST, hold_updates=hold_updates, bucket_bytes=bucket_bytes))
     verify(made)
     return made
@@ -33,9 +41,17 @@ def gathers(program: Program) -> list[object]:
     return [node.target for node in program.graph.nodes if op_info.is_collective(node) and "gather" in node.name]
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", [ws.FSDP(), ws.FSDP(reshard_after_forward=True)], ids=repr)
+def test_shards_are_updated_where_they_are(strategy: Strategy, optimizer: str) -> None:
+    """Also where the backward gathers a parameter again, of which a decay could be computed any time before."""
+    assert copied(scheduled(8, strategy=strategy, optimizer=optimizer)).startswith("0 B of inputs")
+
+
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
-def test_nothing_is_copied(bucket_bytes: int | None) -> None:
-    program = scheduled(8, bucket_bytes=bucket_bytes)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nothing_is_copied(optimizer: str, bucket_bytes: int | None) -> None:
+    program = scheduled(8, bucket_bytes=bucket_bytes, optimizer=optimizer)
     assert copied(program).startswith("0 B of inputs")
     assert set(gathers(program)) == {ALL_GATHER_INTO}
     writes = [end for end in program.outputs if end.kind is OutputKind.WRITE]
