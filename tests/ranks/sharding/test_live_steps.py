@@ -95,12 +95,14 @@ def test_a_step_that_reads_values_is_not_refused(pool2: Any, strategy: str, firs
 
 def refusal(what: str) -> str:
     model, opt = things()
-    mesh, strategy = None, ws.FSDP()
+    mesh: Any = None
+    strategy: Strategy = ws.FSDP()
     if what == "sum":
         strategy = ws.FSDP(reduce="sum")
     elif what == "hook":
         model.layers[0].weight.register_hook(lambda grad: grad * 2)  # type: ignore[index,union-attr,operator]
-    else:
+    elif what in ("fsdp on a mesh", "zero on a mesh"):
+        strategy = ws.ZeRO() if what.startswith("zero") else ws.FSDP()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     step = ws.compile(train, strategy=strategy, mesh=mesh, backend="eager")
     try:
@@ -117,9 +119,11 @@ def test_what_the_hooks_of_torch_do_otherwise_is_refused(pool2: Any, what: str, 
         assert cause in text
 
 
-def test_a_whole_parameter_on_two_mesh_axes_is_refused(pool4: Any) -> None:
-    for text in pool4.run(refusal, "mesh"):
-        assert "scale is not sharded" in text
+@pytest.mark.parametrize("what", ["fsdp on a mesh", "zero on a mesh"])
+def test_a_mesh_of_two_axes_is_refused(pool4: Any, what: str) -> None:
+    """Gradients of whole parameters would be reduced over one of them alone."""
+    for text in pool4.run(refusal, what):
+        assert "this mesh has two" in text
 
 
 def one_rank_skips() -> str:

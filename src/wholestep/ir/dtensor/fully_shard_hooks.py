@@ -39,7 +39,7 @@ def key_text(key: Any) -> str | None:
 
 def is_bookkeeping(key: Any) -> bool:
     """Whether torch keeps a count of its own under that name in a sharded parameter."""
-    return isinstance(key, str) and key.startswith("_fsdp_")
+    return isinstance(key, str) and key == "_fsdp_orig_uid"
 
 
 def lies_in_state(path: str) -> bool:

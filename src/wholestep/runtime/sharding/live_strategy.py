@@ -27,13 +27,16 @@ def live_strategy(
 ) -> Strategy:  # fmt: skip
     """The strategy under which a step runs live. Every rank has to come: ZeRO gathers state.
 
-    Raises CaptureError for what the hooks of ``fully_shard`` would do otherwise than a graph.
+    Raises CaptureError for a mesh of two axes, and for what the hooks of ``fully_shard`` would do otherwise than a
+    graph.
     """
     if isinstance(strategy, DDP):
         return strategy
+    if len(axes) > 1:
+        raise CaptureError("A live step meets, reduces and broadcasts over one mesh axis, and this mesh has two.")
     found = find_reachable(step, args, kwargs)
     if isinstance(strategy, FSDP):
-        _check(found, strategy, axes)
+        _check(found, strategy)
         return strategy
     _make_whole(found)
     return DDP(**{field.name: getattr(strategy, field.name) for field in fields(DataParallelOptions)})
@@ -46,16 +49,13 @@ def live_note(strategy: Strategy) -> str:
     return "ZeRO keeps optimizer state whole on every rank, as DDP does." if isinstance(strategy, ZeRO) else ""
 
 
-def _check(found: Reachable, strategy: FSDP, axes: tuple[MeshAxis, ...]) -> None:
-    params = collect(found).params
+def _check(found: Reachable, strategy: FSDP) -> None:
     if strategy.reduce != "mean":
         raise CaptureError(f"FSDP(reduce={strategy.reduce!r}): the hooks of fully_shard average gradients.")
+    params = collect(found).params
     hooked = next((slot.name for slot in params if slot.tensor._backward_hooks and is_sharded(slot.tensor)), None)
     if hooked is not None:
         raise CaptureError(f"{hooked} has a hook for its gradient, which fully_shard does not call.")
-    whole = next((slot.name for slot in params if slot.tensor.requires_grad and not is_sharded(slot.tensor)), None)
-    if whole is not None and len(axes) > 1:
-        raise CaptureError(f"{whole} is not sharded, and a live step reduces gradients over one mesh axis alone.")
 
 
 def _make_whole(found: Reachable) -> None:
