@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wholestep.cost.liveness import Make, Usage
 from wholestep.cost.simulator import Task
 from wholestep.passes.schedule.list_scheduler import list_schedule
@@ -88,3 +90,12 @@ def test_no_gather_starts_earlier_than_it_was_placed() -> None:
     place = {names[number]: index for index, number in enumerate(found.tasks)}
     assert all(place[f"g{layer}"] > place[f"f{layer - 2}"] for layer in range(2, 6))
     assert found.exposed_us == GATHER_US
+
+
+def test_a_scheduler_that_starts_all_it_can_keeps_gathers_back() -> None:
+    """Each depends on the task in front of it: else all would start at once, and the order given would be taken."""
+    case, _ = layers(6)
+    early = prefetch(case, 2 * UNIT_BYTES, 1.0)
+    found = list_schedule(replace(early.problem, gathers=()), 2 * UNIT_BYTES)
+    assert found.peak_bytes == 2 * UNIT_BYTES
+    assert found.reason != "the order given"
