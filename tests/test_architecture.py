@@ -23,7 +23,7 @@ SRC = ROOT / "src" / "wholestep"
 ROOMS = """
     errors config util
     ir/ops ir ir/dtensor cost cost/calibration
-    capture/python capture/scalars capture/native capture/reach capture/effects capture/functionalize capture/tracing
+    capture/python capture/scalars capture/native capture/wrappers capture/reach capture/effects capture/functionalize capture/tracing
     capture/guards capture/bind capture
     place
     passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes
@@ -92,7 +92,7 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed.tensor.DTensor._local_tensor": "the very memory of a part, which to_local() hides",
         "torch.distributed.tensor.DTensor._spec": "likewise, for the native guard",
     },
-    "ir/dtensor/fully_shard_hooks.py": {
+    "capture/wrappers/fully_shard_hooks.py": {
         "torch.distributed._composable": "the keys under which a module holds its sharding, new in every process",
         "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced",
     },

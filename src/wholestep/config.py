@@ -96,7 +96,21 @@ class Compressor(Protocol):
         ...
 
 
-Compress = CastCompress | PowerSGD | Compressor
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """A communication hook of DistributedDataParallel, as its ``register_comm_hook`` takes it.
+
+    It is called with a bucket that has the methods of ``torch.distributed.GradBucket`` and gives a future, or a tensor,
+    of the reduced gradients. It is traced into the graph of the step; one that cannot be, or that changes its state,
+    runs as it is at every call, and the step is cut there.
+    """
+
+    hook: Callable[[Any, Any], Any]
+    """``hook(state, bucket)``."""
+    state: Any = None
+
+
+Compress = CastCompress | PowerSGD | CommHook | Compressor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +158,14 @@ class DDP(DataParallelOptions):
     """
 
     compress: Compress | None = None
-    """What travels in the place of gradients: `CastCompress`, `PowerSGD`, or a `Compressor` of one's own."""
+    """What travels in the place of gradients: `CastCompress`, `PowerSGD`, a `Compressor` of one's own, or what a
+    `CommHook` sends."""
 
     def __post_init__(self) -> None:
         DataParallelOptions.__post_init__(self)
-        if self.compress is not None and not isinstance(self.compress, (CastCompress, PowerSGD, Compressor)):
+        if self.compress is not None and not isinstance(self.compress, (CastCompress, PowerSGD, CommHook, Compressor)):
             raise ConfigError(
-                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...) or an object with the functions "
+                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...), CommHook(hook) or an object with the functions "
                 f"compress(flat) and decompress(wire, size), got {self.compress!r}."
             )
 

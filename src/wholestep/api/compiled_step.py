@@ -55,7 +55,7 @@ class CompiledStep:
     ) -> None:
         """`saved`: a trusted file that holds the step for its first call. `stages` makes the stages of the step."""
         functools.update_wrapper(self, step, updated=())
-        self._step, self._options = step, options
+        self._step = step
         self._stats = CallStats()
         self._stages = stages(step, options, self._stats, saved)
         self._dispatcher = Dispatcher(self._stages, self._stats)
@@ -64,6 +64,11 @@ class CompiledStep:
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
         self._live: LiveStep | None = None
         """How calls run once the step was refused as one graph."""
+
+    @property
+    def _options(self) -> Options:
+        """What the user chose, and what wrapped modules were told."""
+        return self._stages.options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""

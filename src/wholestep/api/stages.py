@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.user_frame import naming
+from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.retrace_policy import RetracePolicy
 from wholestep.config import DDP, FSDP, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
@@ -47,6 +48,7 @@ from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
 from wholestep.runtime.sharding.shard_live import LiveSharding
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
+from wholestep.runtime.wrapped_strategy import wrapped_strategy
 from wholestep.util.progress import report_stage
 
 log = logging.getLogger("wholestep")
@@ -74,11 +76,18 @@ class Entry:
         return self.lookup.step.path if self.lookup.step is not None else None
 
 
+def _compression(strategy: Strategy | None) -> CompressionState | None:
+    compress = strategy.compress if isinstance(strategy, DDP) else None
+    return CompressionState(compress) if compress is not None else None
+
+
 class Stages:
     """Makes the entries of one step; holds what they share: backend, compression state, agreed choices."""
 
     uses_cache = True
     """Whether steps are looked up in, and written to, the cache on disk."""
+    adopts_wrappers = True
+    """Whether the settings of DistributedDataParallel and ``fully_shard`` are those of the step."""
 
     def __init__(
         self, step: Callable[..., Any], options: Options, stats: CallStats | None = None, saved: Path | None = None
@@ -89,15 +98,17 @@ class Stages:
         self.rendezvous = Rendezvous(self.name, lambda: stats.calls if stats is not None else 0)
         self.retraces = RetracePolicy(step, options.max_retraces)
         self.cache = StepCache(step, saved)
-        compress = options.strategy.compress if isinstance(options.strategy, DDP) else None
-        self.compression = CompressionState(compress) if compress is not None else None
+        self.compression = _compression(options.strategy)
         self._broadcast = StateBroadcast(self.name)
         self._sharding = LiveSharding(step)
+        self._given = options
+        """What the user chose, where modules bring a strategy with them."""
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
         world = init()
-        self._shard_live(args, kwargs, world)
+        if not self._adopt(args, kwargs, world):
+            self._shard_live(args, kwargs, world)
         lookup = self._lookup(args, kwargs, self.rendezvous if is_first else None)
         if lookup.step is not None:
             with lookup.step.captured.undone_on_error():
@@ -230,6 +241,18 @@ class Stages:
     def _mesh(self, world: World) -> DeviceMesh | None:
         return world.mesh if self.options.mesh is None else self.options.mesh
 
+    def _adopt(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> bool:
+        """Takes over what wrapped modules were told, again before each trace; whether there are any."""
+        if not self.adopts_wrappers:
+            return False
+        wrapped = wrapped_strategy(find_reachable(self.step, args, kwargs), self._given.strategy, world)
+        if wrapped is None:
+            return False
+        if wrapped.strategy != self.options.strategy:
+            self.compression = _compression(wrapped.strategy)
+        self.options = replace(self._given, strategy=wrapped.strategy, mesh=wrapped.mesh)
+        return True
+
     def _shard_live(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> None:
         """Shards what the strategy wants sharded of all that the step can reach."""
         mesh, strategy = self._mesh(world), self._strategy(world)
@@ -293,3 +316,4 @@ class PieceStages(Stages):
     """The stages of a piece of a live step. Its function is made anew in every process, so nothing is cached."""
 
     uses_cache = False
+    adopts_wrappers = False  # the live step has

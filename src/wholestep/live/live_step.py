@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from wholestep.capture.wrappers.ddp import silent_forwards
 from wholestep.errors import CaptureError, PeerRefusedError, RetraceLimitError
 from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
@@ -127,6 +128,10 @@ class LiveStep:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: the user's function runs."""
         self.stats.calls += 1
+        with silent_forwards():
+            return self._called_among_peers(args, kwargs)
+
+    def _called_among_peers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         peers = self._peers
         if peers is None:
             return self._called(args, kwargs)

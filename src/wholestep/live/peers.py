@@ -25,9 +25,10 @@ from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
+from wholestep.capture.wrappers import ddp
 from wholestep.config import DDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
-from wholestep.ir.dtensor.fully_shard_hooks import before_forwards
+from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis
@@ -177,7 +178,10 @@ class Peers:
         return [
             slot
             for slot in self._state.params
-            if slot.tensor.requires_grad and slot.name not in ignored and not is_sharded(slot.tensor)
+            if slot.tensor.requires_grad
+            and slot.name not in ignored
+            and not is_sharded(slot.tensor)
+            and not ddp.is_unsynced(slot.tensor)
         ]
 
     def _reduce(self, grads: Iterable[torch.Tensor]) -> None:

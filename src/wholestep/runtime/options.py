@@ -67,8 +67,8 @@ def data_axes(world: World, mesh: DeviceMesh | None) -> tuple[MeshAxis, ...]:
     if mesh.ndim == 1:
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "data"
         return (MeshAxis(name=name, size=mesh.size(), group=mesh.get_group().group_name),)
-    names = (SHARD_AXIS, REPLICATE_AXIS)
-    return tuple(MeshAxis(name=n, size=mesh[n].size(), group=mesh.get_group(n).group_name) for n in names)
+    names = mesh.mesh_dim_names or (REPLICATE_AXIS, SHARD_AXIS)
+    return tuple(MeshAxis(name=names[dim], size=mesh.size(dim), group=mesh.get_group(dim).group_name) for dim in (1, 0))
 
 
 def _check_mesh(mesh: Any, strategy: Strategy | None) -> None:

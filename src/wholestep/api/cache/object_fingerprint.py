@@ -47,7 +47,7 @@ from wholestep.capture.python.container_views import BUFFERS, ClassView, Content
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import ranks
-from wholestep.ir.dtensor.fully_shard_hooks import is_bookkeeping, key_text, lies_in_state, state_text
+from wholestep.capture.wrappers.fully_shard_hooks import is_bookkeeping, key_text, lies_in_state, state_text
 
 Line = tuple[str, str]
 """One fact: its name and its value."""

@@ -17,7 +17,7 @@ from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach import code_names
-from wholestep.capture.reach.reachability import GLOBAL_HOOKS
+from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
     ArgumentSource,

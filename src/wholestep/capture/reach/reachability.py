@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -45,10 +46,11 @@ from wholestep.capture.python.code_owner import (
 )
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach import code_names, grad_scaler, library_globals, rng_and_iterators
+from wholestep.capture.reach import code_names, grad_scaler, library_globals, module_hooks, rng_and_iterators
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.scalars import hyperparameters
+from wholestep.capture.wrappers import ddp
 
 log = logging.getLogger("wholestep")
 
@@ -56,19 +58,7 @@ _MAX_DEPTH = 12
 _MAX_ITEMS = 4096
 _MOST_BYTES = 1 << 20  # of numbers that every call compares
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch.Size)
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"
-)  # fmt: skip
-GLOBAL_HOOKS = tuple(
-    hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_") and "hooks" in name
-)
-"""The dicts of hooks that run on every module."""
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
-
-
-def is_wrapper(opt: Optimizer) -> bool:
-    """Whether an optimizer has no groups of its own: accelerate and Lightning put such a one around another."""
-    return "param_groups" not in vars(opt)
 
 
 class Walker:
@@ -165,7 +155,18 @@ class Walker:
         self.reachable.tensors[id(tensor)] = (name, tensor)
         self._tensor(name, tensor, depth)
 
+    def _settings(self, name: str, wrapper: DistributedDataParallel) -> None:
+        """The rest of what a wrapper holds moves with its eager calls."""
+        self.reachable.wrappers[id(wrapper)] = (name, wrapper)
+        self._watch(vars(wrapper), name, ddp.SETTINGS)
+        self._watch(wrapper._comm_hooks, f"{name}._comm_hooks", None)
+
     def _module(self, name: str, module: nn.Module, depth: int) -> None:
+        if isinstance(module, DistributedDataParallel):  # names of parameters are those of the module inside
+            self._hooks_of(module, name, depth)
+            self._settings(name, module)
+            self.visit(name, module.module, depth)
+            return
         self.reachable.modules[id(module)] = (name, module)
         for fqn, child in module.named_modules():
             path = f"{name}.{fqn}" if fqn else name
@@ -177,12 +178,11 @@ class Walker:
             for own in (child._parameters, child._buffers, child._modules):
                 self._watch(own, path, None)
                 self._seen.update(id(item) for item in own.values())
+            self._hooks_of(child, path, depth)
+            if isinstance(child, DistributedDataParallel):
+                self._settings(path, child)
+                continue
             self._watch(child.__dict__, path, None)
-            for hooks in _HOOKS:
-                # Which hooks take keywords: looked up for hooks that are there, by nobody else.
-                read = hooks != "_forward_hooks_with_kwargs" or bool(child._forward_hooks)
-                self._watch(getattr(child, hooks), f"{path}.{hooks}", None, guard=read)
-                self.visit_hooks(f"{path}.{hooks}", getattr(child, hooks), depth)
             for key, param in child._parameters.items():
                 if param is not None:
                     self._tensor(f"{path}.{key}", param, depth)
@@ -191,8 +191,13 @@ class Walker:
                     self.visit(f"{path}.{key}", item, depth + 1)
             self._classes.add(type(child), whole=True)
 
+    def _hooks_of(self, module: nn.Module, path: str, depth: int) -> None:
+        for name, hooks, is_read in module_hooks.of(module):
+            self._watch(hooks, f"{path}.{name}", None, guard=is_read)
+            self.visit_hooks(f"{path}.{name}", hooks, depth)
+
     def _optimizer(self, name: str, opt: Optimizer, depth: int) -> None:
-        if is_wrapper(opt):
+        if "param_groups" not in vars(opt):  # accelerate and Lightning put such a one around another
             self._plain_object(name, opt, depth)
             return
         self.reachable.optimizers[id(opt)] = (name, opt)
@@ -380,7 +385,7 @@ def find_reachable(
         for kind in tree_util.classes(arg):
             walker.visit(kind.__name__, kind)
     walker.visit(getattr(step, "__name__", "step"), step)
-    for hooks in GLOBAL_HOOKS:
+    for hooks in module_hooks.GLOBAL_HOOKS:
         walker.visit_hooks("hook of every module", hooks)
     return walker.finish()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep.capture.python.attribute_access import WatchedObject
@@ -20,7 +21,9 @@ class Reachable:
     """Everything that a step can reach, with the names under which it does."""
 
     modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
-    """Root modules only; their children come with them."""
+    """Root modules only; their children come with them. Of a DistributedDataParallel, the module inside."""
+    wrappers: dict[int, tuple[str, DistributedDataParallel]] = field(default_factory=dict)
+    """Every DistributedDataParallel."""
     optimizers: dict[int, tuple[str, Optimizer]] = field(default_factory=dict)
     schedulers: list[tuple[str, Any]] = field(default_factory=list)
     tensors: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
@@ -146,11 +147,11 @@ def _named(entry: tuple[str, Optimizer]) -> tuple[str, Optimizer]:
 
 def _refuse_wrappers(root: str, module: nn.Module) -> None:
     for fqn, child in module.named_modules():
-        kind = type(child).__name__
-        if isinstance(child, nn.parallel.DistributedDataParallel) or kind == "FullyShardedDataParallel":
+        if isinstance(child, FullyShardedDataParallel):
             raise ConfigError(
-                f"{root}{'.' + fqn if fqn else ''} is wrapped in {kind}, which communicates in hooks of its own. "
-                f"Pass the plain module and give the strategy to wholestep.compile(strategy=...)."
+                f"{root}{'.' + fqn if fqn else ''} is wrapped in FullyShardedDataParallel, which holds parameters in flat "
+                f"tensors of its own. Use torch.distributed.fsdp.fully_shard, or pass the plain module with "
+                f"wholestep.compile(strategy=wholestep.FSDP())."
             )
 
 

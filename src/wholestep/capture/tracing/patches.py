@@ -37,7 +37,8 @@ from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
 from wholestep.errors import CaptureError
-from wholestep.ir.dtensor.fully_shard_hooks import silent_hooks
+from wholestep.capture.wrappers.ddp import silent_forwards
+from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
 from wholestep.ir.ops.rng_state import traced_generator
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name
@@ -117,6 +118,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield _casts_of_its_own()
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
+    yield silent_forwards()
     yield recorders.markers.on({id(s.tensor): (s.name, s.tensor) for s in context.state.params})
     yield recorders.origins.recording()
     yield traced_generator()

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.bind.captured import Captured, ResultSink
@@ -155,6 +156,8 @@ class OpaqueModules:
 
 
 def _why_not_worth(module: nn.Module) -> str:
+    if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
+        return "its forward says whether gradients are reduced, and the module inside is looked at"
     if not module._modules and is_library_class(type(module)):
         return "it is a layer of a library"
     if next(chain(module.parameters(), module.buffers()), None) is None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.wrappers import ddp
+
 Modes = tuple[Any, ...]
-"""Gradient mode, inference mode, default dtype, and of autocast the cache and (device, dtype) of each device."""
+"""Gradient mode, inference mode, default dtype, of autocast the cache and (device, dtype) of each device, and the
+wrappers whose gradients stay local (``no_sync()``)."""
 
 _DEVICES = ("cpu", "cuda")
 
@@ -24,7 +27,7 @@ def current_modes() -> Modes:
             casts = (*casts, ("cuda", torch.get_autocast_dtype("cuda")))
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(), casts,
+        torch.is_autocast_cache_enabled(), casts, ddp.unsynced(),
     )  # fmt: skip
 
 
@@ -35,7 +38,7 @@ def _casts(device: str) -> bool:
 @contextmanager
 def under(modes: Modes) -> Iterator[None]:
     """While open, these modes hold."""
-    grad, inference, dtype, caches, casts = modes
+    grad, inference, dtype, caches, casts, unsynced = modes
     dtype_around = torch.get_default_dtype()
     with ExitStack() as stack:
         if inference != torch.is_inference_mode_enabled():
@@ -47,6 +50,7 @@ def under(modes: Modes) -> Iterator[None]:
                 stack.enter_context(
                     torch.autocast(device, dtype=wanted, enabled=wanted is not None, cache_enabled=caches)
                 )
+        stack.enter_context(ddp.with_unsynced(unsynced))
         torch.set_default_dtype(dtype)
         try:
             yield

@@ -1,0 +1,77 @@
+"""``fully_shard``: what its owner set, read from the state that torch keeps for each module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+from wholestep.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FullyShardSettings:
+    """What a module was sharded with."""
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    sums: bool
+    """Whether gradients are summed and not averaged."""
+
+
+def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
+    """Those of every module inside of `root` that was sharded. Raises ConfigError for what no graph can keep."""
+    return [_settings(f"{name}.{fqn}" if fqn else name, group) for fqn, group in _groups(root)]
+
+
+def _groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    for fqn, module in root.named_modules():
+        state = _get_module_fsdp_state(module) if isinstance(module, FSDPModule) else None
+        if state is None:
+            continue
+        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
+        yield from ((fqn, group) for group in ([state._fsdp_param_group] if groups is None else groups) if group)
+
+
+def _settings(name: str, group: Any) -> FullyShardSettings:
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise ConfigError(
+            f"{name} was sharded with fully_shard(offload_policy=CPUOffloadPolicy()). A compiled step keeps parameters "
+            f"on the device: shard without offload_policy."
+        )
+    own = {
+        "set_all_reduce_hook": group._all_reduce_hook is not None,
+        "set_custom_all_gather": not _is_default(group._all_gather_comm, DefaultAllGather),
+        "set_custom_reduce_scatter": not _is_default(group._reduce_scatter_comm, DefaultReduceScatter),
+        "fsdp_pre_all_gather": any(
+            hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in group.fsdp_params
+        ),
+    }
+    for what, is_there in own.items():
+        if is_there:
+            raise ConfigError(
+                f"{name} has {what}, which a graph does not call. Shard it without, or run it in eager code."
+            )
+    factor = group.gradient_divide_factor
+    if factor not in (None, 1, group.mesh_info.mesh.size()):
+        raise ConfigError(
+            f"{name} divides gradients by {factor}. A compiled step averages them over all ranks, or sums them "
+            f"(set_gradient_divide_factor(1)); scale the loss for anything else."
+        )
+    return FullyShardSettings(
+        mesh=group.mesh_info.mesh, mp_policy=group.mp_policy,
+        reshard_after_forward=group.post_forward_mesh_info is not None,
+        sums=factor == 1 and group.mesh_info.mesh.size() > 1,
+    )  # fmt: skip
+
+
+def _is_default(comm: AllGather, default: type) -> bool:
+    return type(comm) is default

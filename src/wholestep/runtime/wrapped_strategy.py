@@ -1,0 +1,141 @@
+"""The strategy of a step whose modules bring their own: DistributedDataParallel or ``fully_shard``."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+
+from wholestep.capture.reach.reachable import Reachable
+from wholestep.capture.reach.train_state import collect
+from wholestep.capture.wrappers import ddp, fully_shard_settings
+from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compress, PowerSGD, Strategy
+from wholestep.errors import ConfigError
+from wholestep.ir.dtensor.shards import is_sharded
+from wholestep.runtime.distributed.world import World
+
+log = logging.getLogger("wholestep")
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedStrategy:
+    """What the wrappers of a step were told, as options of `compile`."""
+
+    strategy: DDP | FSDP
+    mesh: DeviceMesh | None
+    """None: the world."""
+
+
+def wrapped_strategy(found: Reachable, given: Strategy | None, world: World) -> WrappedStrategy | None:
+    """The strategy that a step brings in its modules; None where they are plain, or sharded for `given`.
+
+    Raises:
+        ConfigError: for wrappers that contradict each other or `given`, and for settings that no graph can keep.
+    """
+    sharded = [one for name, root in found.modules.values() for one in fully_shard_settings.settings_of(name, root)]
+    if found.wrappers and sharded:
+        names = [name for name, _ in found.wrappers.values()]
+        raise ConfigError(f"{names} are DistributedDataParallel, and other modules of the step are sharded. Use one.")
+    if not found.wrappers and (not sharded or isinstance(given, FSDP)):
+        return None
+    if given is not None:
+        kind = "DistributedDataParallel" if found.wrappers else "fully_shard"
+        raise ConfigError(
+            f"The step has modules of {kind}, whose settings it takes over, and strategy={type(given).__name__}(...) "
+            f"too. Leave strategy out, or give the step the plain modules."
+        )
+    return _of_sharded(found, sharded) if sharded else _of_wrappers(found, world)
+
+
+def _of_wrappers(found: Reachable, world: World) -> WrappedStrategy:
+    settings = {name: ddp.settings_of(name, wrapper) for name, wrapper in found.wrappers.values()}
+    (first, one), *others = settings.items()
+    for name, other in others:
+        if (other.group, other.bucket_bytes, other.broadcast_buffers, other.hooks) != (
+            one.group, one.bucket_bytes, one.broadcast_buffers, one.hooks
+        ):  # fmt: skip
+            raise ConfigError(
+                f"{first} and {name} are DistributedDataParallel with other settings: {one} and {other}. The graph of "
+                f"a step has one strategy. Wrap them alike, but for ignored parameters, or step them in two functions."
+            )
+    reduced = {
+        id(param)
+        for name, wrapper in found.wrappers.values()
+        for fqn, param in wrapper.module.named_parameters()
+        if fqn not in settings[name].ignored
+    }
+    strategy = DDP(
+        bucket_bytes="auto" if one.bucket_bytes is None else one.bucket_bytes,
+        ignore=_others(found, reduced), sync_at_start=False,
+        broadcast_buffers=one.broadcast_buffers, compress=_compress(one.hooks),
+    )  # fmt: skip
+    is_world = dist.get_world_size(one.group) == world.size
+    return WrappedStrategy(strategy, None if is_world else DeviceMesh.from_group(one.group, world.device.type))
+
+
+def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShardSettings]) -> WrappedStrategy:
+    one = settings[0]
+    for other in settings[1:]:
+        if (other.mesh, other.mp_policy, other.sums) != (one.mesh, one.mp_policy, one.sums):
+            raise ConfigError(
+                f"Modules of the step were given to fully_shard with other meshes, policies or divide factors: {one} "
+                f"and {other}. The graph of a step has one strategy: shard them alike."
+            )
+    reduced = {id(slot.tensor) for slot in collect(found).params if is_sharded(slot.tensor)}
+    strategy = FSDP(
+        reduce="sum" if one.sums else "mean", ignore=_others(found, reduced), sync_at_start=False,
+        broadcast_buffers=False, mp_policy=one.mp_policy,
+        reshard_after_forward=any(other.reshard_after_forward for other in settings),
+    )  # fmt: skip
+    return WrappedStrategy(strategy, one.mesh)
+
+
+def _others(found: Reachable, reduced: set[int]) -> tuple[str, ...]:
+    """Names of parameters that no wrapper reduces: as in eager code, their gradients stay local."""
+    names = [
+        slot.name for slot in collect(found).params if slot.tensor.requires_grad and id(slot.tensor) not in reduced
+    ]
+    if names:
+        log.warning("No wrapper reduces the gradients of %s: they stay local to each rank, as in eager code.", names)
+    return tuple(names)
+
+
+def _compress(hooks: tuple[tuple[Any, Any], ...]) -> Compress | None:
+    """What travels in the place of gradients, for the last hook that was registered."""
+    if not hooks:
+        return None
+    hook, state = hooks[-1]
+    if hook in _PLAIN:
+        return None
+    if hook in _CASTS:
+        return CastCompress(_CASTS[hook])
+    if hook is powerSGD_hook:
+        return _powersgd(state)
+    return CommHook(hook, state)
+
+
+_PLAIN = (dist.BuiltinCommHookType.ALLREDUCE, default_hooks.allreduce_hook)
+_CASTS = {
+    dist.BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+    default_hooks.fp16_compress_hook: torch.float16,
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+}
+"""Hooks of torch whose numbers are those of `CastCompress`: tests compare them bit by bit."""
+
+
+def _powersgd(state: PowerSGDState) -> PowerSGD:
+    """The same algorithm as part of the graph. (The hook keeps its memory by buckets, in Python.)"""
+    if state.iter > 0:
+        log.warning("The state of powerSGD_hook has counted %d iterations: a compiled step starts anew.", state.iter)
+    return PowerSGD(
+        rank=state.matrix_approximation_rank, start_iter=state.start_powerSGD_iter,
+        min_compression_rate=state.min_compression_rate, error_feedback=state.use_error_feedback,
+        warm_start=state.warm_start, orthogonalization_epsilon=state.orthogonalization_epsilon,
+        seed=int(state.rng.get_state()[1][0]),
+    )  # fmt: skip
