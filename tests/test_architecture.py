@@ -23,10 +23,10 @@ SRC = ROOT / "src" / "wholestep"
 ROOMS = """
     errors config util
     ir/ops ir ir/dtensor cost cost/calibration
-    capture/python capture/scalars capture/native capture/wrappers capture/reach capture/effects capture/functionalize capture/tracing
-    capture/guards capture/bind capture
+    capture/python capture/scalars capture/native capture/wrappers capture/reach capture/effects
+    capture/functionalize capture/tracing capture/guards capture/bind capture
     place
-    passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes
+    passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes/compress passes
     runtime/distributed runtime runtime/sharding runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
@@ -95,6 +95,9 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/wrappers/fully_shard_hooks.py": {
         "torch.distributed._composable": "the keys under which a module holds its sharding, new in every process",
         "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced",
+    },
+    "capture/wrappers/fully_shard_settings.py": {
+        "torch.distributed.fsdp._fully_shard": "whether its communication is the default one: no getter says so"
     },
     "place/sharded_placer.py": {
         "torch.fx.experimental.symbolic_shapes": "the number of this rank is a symbol of a ShapeEnv"

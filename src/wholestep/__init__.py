@@ -8,7 +8,7 @@
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.api.entry_points import compile, load
 from wholestep.api.shard import shard
-from wholestep.config import DDP, FSDP, CastCompress, Compressor, Inductor, PowerSGD, ZeRO
+from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compressor, Inductor, PowerSGD, ZeRO
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -34,6 +34,7 @@ __all__ = [
     "CastCompress",
     "PowerSGD",
     "Compressor",
+    "CommHook",
     "ArtifactError",
     "CaptureError",
     "CompiledStep",

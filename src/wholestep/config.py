@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -165,8 +165,8 @@ class DDP(DataParallelOptions):
         DataParallelOptions.__post_init__(self)
         if self.compress is not None and not isinstance(self.compress, (CastCompress, PowerSGD, CommHook, Compressor)):
             raise ConfigError(
-                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...), CommHook(hook) or an object with the functions "
-                f"compress(flat) and decompress(wire, size), got {self.compress!r}."
+                f"DDP(compress=...) wants CastCompress(dtype), PowerSGD(...), CommHook(hook) or an object with the "
+                f"functions compress(flat) and decompress(wire, size), got {self.compress!r}."
             )
 
 

@@ -27,6 +27,7 @@ class Dispatcher:
         """Runs the entry whose guards hold for this call; a new one if there is none."""
         self._stats.dispatched_calls += 1
         self.fast_call = None
+        self._stages.reshard()
         leaves, spec = tree_util.flatten((args, kwargs))
         entry, reason = self._find(leaves, spec)
         if entry is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from wholestep.api.cache.records import CacheContext, CachedStep, CacheLookup, StepToSave
 from wholestep.api.cache.warm_start import StepCache
@@ -25,6 +26,7 @@ from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.user_frame import naming
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.retrace_policy import RetracePolicy
+from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
 from wholestep.config import DDP, FSDP, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir.printer import plan_text
@@ -103,6 +105,7 @@ class Stages:
         self._sharding = LiveSharding(step)
         self._given = options
         """What the user chose, where modules bring a strategy with them."""
+        self._fully_sharded: list[FSDPModule] = []
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
@@ -120,6 +123,11 @@ class Stages:
                 captured = self.capture(args, kwargs)
         with captured.undone_on_error():
             return self.plan(captured, lookup)
+
+    def reshard(self) -> None:
+        """Drops parameters that an eager forward without a backward has left gathered: a step makes them stale."""
+        for module in self._fully_sharded:
+            module.reshard()
 
     def plan(self, captured: Captured, lookup: CacheLookup) -> Entry:
         """Every stage after capture, in order."""
@@ -245,7 +253,10 @@ class Stages:
         """Takes over what wrapped modules were told, again before each trace; whether there are any."""
         if not self.adopts_wrappers:
             return False
-        wrapped = wrapped_strategy(find_reachable(self.step, args, kwargs), self._given.strategy, world)
+        found = find_reachable(self.step, args, kwargs)
+        self._fully_sharded = sharded_modules(root for _, root in found.modules.values())
+        self.reshard()
+        wrapped = wrapped_strategy(found, self._given.strategy, world)
         if wrapped is None:
             return False
         if wrapped.strategy != self.options.strategy:

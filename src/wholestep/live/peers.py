@@ -26,9 +26,9 @@ from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import TrainState, collect
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.wrappers import ddp
+from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
 from wholestep.config import DDP, CastCompress, Strategy
 from wholestep.errors import CaptureError, RankMismatchError
-from wholestep.capture.wrappers.fully_shard_hooks import before_forwards
 from wholestep.ir.dtensor.shards import is_sharded
 from wholestep.ir.ops.collectives import group_named
 from wholestep.ir.program import InputKind, MeshAxis

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from wholestep.config import CastCompress, Compress, PowerSGD
+from wholestep.config import CastCompress, CommHook, Compress, PowerSGD
 from wholestep.errors import ConfigError
 from wholestep.ir import node_meta
+from wholestep.ir.ops.comm_hook import BucketFunction
 from wholestep.ir.program import Input, InputKind, OutputKind, Placement, Program
-from wholestep.passes.comm.compress import compress
+from wholestep.passes.compress.compress import compress
 from wholestep.passes.pass_manager import Pass
 
 _LARGEST_SEED = 1_000_000_000
@@ -71,6 +72,8 @@ class CompressionState:
         self._tensors: dict[str, torch.Tensor] = {}
         self._calls = self._loads = 0
         self._seeds = self._seeds_from(0)
+        self._functions: list[BucketFunction] = []
+        """What graphs call by number."""
 
     @property
     def started(self) -> bool:
@@ -84,11 +87,13 @@ class CompressionState:
     def __str__(self) -> str:
         """The same on every rank, for the plan that they agree on."""
         ours = isinstance(self._how, (CastCompress, PowerSGD))
+        if isinstance(self._how, CommHook):
+            return f"reduced by {getattr(self._how.hook, '__qualname__', type(self._how.hook).__qualname__)}"
         return str(self._how) if ours else f"compressed by {type(self._how).__qualname__}"
 
     def as_pass(self) -> Pass:
         """The pass that compresses what the next call sends."""
-        return partial(compress, how=self._how, started=self.started)
+        return partial(compress, how=self._how, started=self.started, keep=self._functions.append)
 
     def buffers_for(self, program: Program) -> CompressionBuffers:
         """The tensors behind the COMM inputs of `program`, on their devices.

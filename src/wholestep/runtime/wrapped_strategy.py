@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -120,9 +121,9 @@ def _compress(hooks: tuple[tuple[Any, Any], ...]) -> Compress | None:
     return CommHook(hook, state)
 
 
-_PLAIN = (dist.BuiltinCommHookType.ALLREDUCE, default_hooks.allreduce_hook)
+_PLAIN = (ddp.BUILTIN_HOOKS.ALLREDUCE, default_hooks.allreduce_hook)
 _CASTS = {
-    dist.BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+    ddp.BUILTIN_HOOKS.FP16_COMPRESS: torch.float16,
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
@@ -137,5 +138,11 @@ def _powersgd(state: PowerSGDState) -> PowerSGD:
         rank=state.matrix_approximation_rank, start_iter=state.start_powerSGD_iter,
         min_compression_rate=state.min_compression_rate, error_feedback=state.use_error_feedback,
         warm_start=state.warm_start, orthogonalization_epsilon=state.orthogonalization_epsilon,
-        seed=int(state.rng.get_state()[1][0]),
+        seed=_seed(state.rng),
     )  # fmt: skip
+
+
+def _seed(generator: np.random.RandomState) -> int:
+    """What a generator was made with, which is the first word of its state."""
+    state: Any = generator.get_state()
+    return int(state[1][0])

@@ -18,8 +18,8 @@ import wholestep as ws
 import wholestep.runtime.buffer_sync
 from tests.behaviour.warm.steps import losses, things, train
 from wholestep.api.cache import artifact
-from wholestep.config import Strategy
 from wholestep.capture.wrappers import fully_shard_hooks
+from wholestep.config import Strategy
 from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.program_compiler import ProgramCompiler
 from wholestep.runtime.distributed import nccl_connect

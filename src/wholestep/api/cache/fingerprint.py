@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from wholestep.api.cache.object_fingerprint import object_fingerprint
+from wholestep.api.cache.object_fingerprint import NotComparable, object_fingerprint
 from wholestep.api.cache.records import CacheContext, Fingerprint, Header, Line
 from wholestep.capture.guards.environment import Environment, source_digest, torch_switches
 from wholestep.capture.reach.step_context import StepContext
+from wholestep.config import DDP, CommHook
 from wholestep.cost.calibration import calibrate
 from wholestep.runtime.distributed.world import World
 from wholestep.runtime.options import data_axes
@@ -24,6 +25,8 @@ from wholestep.runtime.shared_costs import COSTS, host_fingerprint
 def fingerprint_of(context: StepContext, cache_context: CacheContext) -> Fingerprint:
     """The facts a compiled step depends on that are known before a trace. Raises NotComparable."""
     options, world, compression = cache_context.options, cache_context.world, cache_context.compression
+    if isinstance(options.strategy, DDP) and isinstance(options.strategy.compress, CommHook):
+        raise NotComparable("the step has a communication hook, which a graph calls in this process alone")
     chosen = {"strategy": options.strategy, "backend": options.backend, "passes": options.passes}
     axes = data_axes(world, options.mesh)
     mesh = [("the axes", str(axes)), ("the number of ranks", str(world.size)), ("the rank", str(world.rank))]

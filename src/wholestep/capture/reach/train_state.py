@@ -149,8 +149,8 @@ def _refuse_wrappers(root: str, module: nn.Module) -> None:
     for fqn, child in module.named_modules():
         if isinstance(child, FullyShardedDataParallel):
             raise ConfigError(
-                f"{root}{'.' + fqn if fqn else ''} is wrapped in FullyShardedDataParallel, which holds parameters in flat "
-                f"tensors of its own. Use torch.distributed.fsdp.fully_shard, or pass the plain module with "
+                f"{root}{'.' + fqn if fqn else ''} is wrapped in FullyShardedDataParallel, which holds parameters in "
+                f"flat tensors of its own. Use torch.distributed.fsdp.fully_shard, or pass the plain module with "
                 f"wholestep.compile(strategy=wholestep.FSDP())."
             )
 

@@ -36,9 +36,9 @@ from wholestep.capture.tracing.module_to import module_to_is_identity
 from wholestep.capture.tracing.process_group_rules import RULES
 from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
-from wholestep.errors import CaptureError
 from wholestep.capture.wrappers.ddp import silent_forwards
 from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
+from wholestep.errors import CaptureError
 from wholestep.ir.ops.rng_state import traced_generator
 
 _optimizer_module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of that name

@@ -21,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from wholestep.capture.python import tree_util
 from wholestep.errors import ConfigError
 
+BUILTIN_HOOKS: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined] # public, and in no list of names
+"""Names of the hooks for communication that are written in C++."""
+
 SYNC_KEY = "require_backward_grad_sync"
 """Where a wrapper notes that it reduces gradients: False inside of ``no_sync()``."""
 
@@ -49,8 +52,8 @@ def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
     """What the owner of the wrapper `name` set. Raises ConfigError for settings that no graph can keep."""
     if wrapper.mixed_precision is not None:
         raise ConfigError(
-            f"{name} is DistributedDataParallel(mixed_precision=...), which casts parameters in hooks of its own. Leave "
-            f"it out and use torch.autocast in the step, or fully_shard with a MixedPrecisionPolicy."
+            f"{name} is DistributedDataParallel(mixed_precision=...), which casts parameters in hooks of its own. "
+            f"Leave it out and use torch.autocast in the step, or fully_shard with a MixedPrecisionPolicy."
         )
     if getattr(wrapper, "buffer_hook", None) is not None:
         raise ConfigError(
@@ -76,7 +79,7 @@ def _hooks(wrapper: DistributedDataParallel) -> tuple[tuple[Any, Any], ...]:
         return tuple(wrapper._comm_hooks)
     # One that is written in C++ leaves its name in what is logged, and nothing in Python.
     name = str(wrapper._get_ddp_logging_data().get("comm_hook", "")).rpartition(".")[2]
-    builtin = getattr(dist.BuiltinCommHookType, name, None)
+    builtin = getattr(BUILTIN_HOOKS, name, None)
     return () if builtin is None else ((builtin, None),)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 from wholestep.errors import ConfigError
 
@@ -27,6 +26,11 @@ class FullyShardSettings:
     """Whether gradients are summed and not averaged."""
 
 
+def sharded_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
+    """The modules inside of `roots` that were given to ``fully_shard``."""
+    return [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
     """Those of every module inside of `root` that was sharded. Raises ConfigError for what no graph can keep."""
     return [_settings(f"{name}.{fqn}" if fqn else name, group) for fqn, group in _groups(root)]
@@ -34,9 +38,9 @@ def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
 
 def _groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
     for fqn, module in root.named_modules():
-        state = _get_module_fsdp_state(module) if isinstance(module, FSDPModule) else None
-        if state is None:
+        if not isinstance(module, FSDPModule):
             continue
+        state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
         yield from ((fqn, group) for group in ([state._fsdp_param_group] if groups is None else groups) if group)
 

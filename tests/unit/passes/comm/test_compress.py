@@ -17,7 +17,7 @@ from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import InputKind, OutputKind, Program, Stage
 from wholestep.passes.comm.bucketing import bucket_gradients
-from wholestep.passes.comm.compress import compress
+from wholestep.passes.compress.compress import compress
 from wholestep.passes.memory.reinplace import reinplace
 from wholestep.passes.pass_manager import run_passes
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wholestep.config import PowerSGD
-from wholestep.passes.comm.powersgd import Factor, Reduced, exchange, find_factors, orthogonalize
+from wholestep.passes.compress.powersgd import Factor, Reduced, exchange, find_factors, orthogonalize
 
 BARE = {"start_iter": 0, "error_feedback": False, "warm_start": False}
 

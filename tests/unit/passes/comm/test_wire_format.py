@@ -24,9 +24,9 @@ from wholestep.lower.inductor_backend import InductorBackend
 from wholestep.lower.kernels import sparse_all_reduce
 from wholestep.passes.analysis import task_graph
 from wholestep.passes.comm import wire_format
-from wholestep.passes.comm.compress import compress
 from wholestep.passes.comm.use_copy_engine import use_copy_engine
 from wholestep.passes.comm.wire_format import WireFormat, lookup_indices
+from wholestep.passes.compress.compress import compress
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.passes.rewrites.dead_code import eliminate_dead_code

@@ -25,12 +25,14 @@ import torch.fx as fx
 from torch import Tensor
 
 from wholestep.capture.functionalize.functionalize import functional_call
-from wholestep.config import CastCompress, Compress, Compressor, PowerSGD
+from wholestep.config import CastCompress, CommHook, Compress, Compressor, PowerSGD
 from wholestep.errors import ConfigError
 from wholestep.ir import graph_edit, node_meta, op_info, printer
+from wholestep.ir.ops.comm_hook import CALL_ON_BUCKET, BucketFunction
 from wholestep.ir.program import Input, InputKind, Output, OutputKind, Placement, Program
-from wholestep.passes.comm import powersgd
-from wholestep.passes.comm.powersgd import Messages
+from wholestep.passes.compress import powersgd
+from wholestep.passes.compress.comm_hook import HookCall, reads_state
+from wholestep.passes.compress.powersgd import Messages
 
 _aten = torch.ops.aten
 
@@ -57,12 +59,19 @@ Algorithm = Callable[..., Generator[Messages, Messages, list[Tensor]]]
 """Takes the flat bucket and what it remembers; gives the flat bucket reduced, and the new memory."""
 
 
-def compress(program: Program, *, how: Compress, started: bool = True) -> Program:
+def _dropped(function: BucketFunction) -> None:
+    """For programs that are not run."""
+
+
+def compress(
+    program: Program, *, how: Compress, started: bool = True, keep: Callable[[BucketFunction], None] = _dropped
+) -> Program:
     """The program with its buckets compressed; they are those that carry gradients as they are.
 
     Args:
         how: what travels.
         started: False in the calls before ``PowerSGD.start_iter``, where gradients travel as they are.
+        keep: takes what the graph calls by number, and holds it as long as the graph may run.
 
     Raises:
         ConfigError: a compressor of the user's cannot be traced, or gives other shapes than it has to.
@@ -71,7 +80,10 @@ def compress(program: Program, *, how: Compress, started: bool = True) -> Progra
     if not started:
         return program.with_notes(*_notes_of_start(program, how, buckets))
     work = _Compress(program, how)
-    notes = [work.bucket(one) for one in buckets]
+    if isinstance(how, CommHook):
+        notes = [work.by_hook(one, how, is_last=one is buckets[-1], keep=keep) for one in buckets]
+    else:
+        notes = [work.bucket(one) for one in buckets]
     return work.finish().with_notes(*notes)
 
 
@@ -127,10 +139,29 @@ class _Compress:
             name = f"cast to {str(how.dtype).removeprefix('torch.')}"
             starts = self._insert(one, partial(_cast, how=how, divisor=one.divisor, name=name), {name: None})
         else:
+            assert not isinstance(how, CommHook)  # `by_hook`
             starts = self._of_users(one, how)
         travel = sum(node_meta.num_bytes(start) for start in starts)
         travels, whole = printer.bytes_text(travel), printer.bytes_text(num_bytes)
         return f"bucket {record.index}: {travels} travel for {whole} of gradients"
+
+    def by_hook(self, one: _Bucket, how: CommHook, *, is_last: bool, keep: Callable[[BucketFunction], None]) -> str:
+        """Has a hook of the user's reduce one bucket: traced, or else called as it is. Gives a note on which."""
+        record, shapes = one.record, [self.shapes[name] for name in one.record.members]
+        call = HookCall(how, record.index, is_last, partial(_split, shapes=shapes, orders=record.orders))
+        reason = reads_state(how)
+        if not reason:
+            try:
+                self._insert(one, partial(_hooked, call=call.traced), {"hook": None})
+                return f"bucket {record.index} is reduced by {call.name}, which is part of the graph"
+            except ConfigError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+        function = BucketFunction(call)
+        keep(function)
+        self._insert(one, partial(_hooked, call=lambda flat: CALL_ON_BUCKET(flat, function.number)), {"hook": None})
+        return f"bucket {record.index} is reduced by {call.name}, called at every run, since it reads {reason}"
 
     def _of_users(self, one: _Bucket, how: Compressor) -> list[fx.Node]:
         name = type(how).__name__
@@ -206,7 +237,7 @@ class _Compress:
         for node in added:
             node_meta.set_origin(node, node_meta.origin(one.start))
         starts = [node for node in added if op_info.is_collective(node)]
-        for start, name in zip(starts, sent, strict=True):
+        for start, name in zip(starts, sent or ["hook"] * len(starts), strict=True):
             members = carried[name]
             record = replace(
                 one.record, members=one.record.members if members is None else tuple(members), orders=(),
@@ -220,7 +251,7 @@ class _Compress:
     def _replace(self, one: _Bucket, added: list[fx.Node], result: fx.Node) -> None:
         """What read the reduction reads `result`; what waits stands where the wait stood."""
         waits = sorted(op_info.waits(one.start))
-        first_wait = next(index for index, node in enumerate(added) if node.target is op_info.WAIT)
+        first_wait = next((index for index, node in enumerate(added) if node.target is op_info.WAIT), len(added))
         for node in added[first_wait:]:
             waits[0].prepend(node)
         for wait in waits:
@@ -285,6 +316,17 @@ def _custom(flat: Tensor, *, how: Compressor, divisor: int, name: str) -> Genera
     return [_line(result.to(flat.dtype))]
 
 
+def _hooked(flat: Tensor, *, call: Callable[[Tensor], Tensor]) -> Generator[Messages, Messages, list[Tensor]]:
+    yield from ()
+    return [call(flat)]
+
+
+def _split(flat: Tensor, *, shapes: Sequence[tuple[int, ...]], orders: Sequence[Sequence[int] | None]) -> list[Tensor]:
+    """The gradients in a bucket, in the shapes of their parameters."""
+    parts = flat.split([prod(shape) for shape in shapes]) if len(shapes) > 1 else [flat]
+    return [_shaped(part, shape, order) for part, shape, order in zip(parts, shapes, orders, strict=True)]
+
+
 def _low_rank(
     flat: Tensor,
     errors: list[Tensor],
@@ -295,8 +337,7 @@ def _low_rank(
     how: PowerSGD,
 ) -> Generator[Messages, Messages, list[Tensor]]:
     orders = bucket.record.orders
-    parts = flat.split([prod(shape) for shape in shapes]) if len(shapes) > 1 else [flat]
-    grads = [_shaped(part, shape, order) for part, shape, order in zip(parts, shapes, orders, strict=True)]
+    grads = _split(flat, shapes=shapes, orders=orders)
     reduced = yield from powersgd.exchange(grads, errors, qs, config=how, num_ranks=bucket.num_ranks)
     grads = reduced.grads if bucket.averaged else list(_aten._foreach_mul.Scalar(reduced.grads, bucket.num_ranks))
     flats = [_line(g if order is None else g.permute(order)) for g, order in zip(grads, orders, strict=True)]

@@ -1,0 +1,1 @@
+"""Modules that bring their own communication: DistributedDataParallel and ``fully_shard``."""

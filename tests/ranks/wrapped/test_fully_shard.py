@@ -1,0 +1,183 @@
+"""A module of ``fully_shard`` given to a compiled step: one graph with its settings, equal to its eager training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import wholestep as ws
+
+pytestmark = pytest.mark.ranks
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.ReLU()) for _ in range(3)), nn.Linear(9, 4))
+
+
+def sharded(**settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = net()
+    for block in list(model)[:3]:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def accumulating(model: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.set_requires_gradient_sync(False)
+    nn.functional.cross_entropy(model(x[:3]).float(), y[:3]).backward()
+    model.set_requires_gradient_sync(True)
+    return train(model, opt, x[3:], y[3:])
+
+
+def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1 + dist.get_rank())
+    return [(torch.randn(6, 9), torch.randint(0, 4, (6,))) for _ in range(count)]
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [one.full_tensor() if isinstance(one, DTensor) else one for one in model.state_dict().values()]
+
+
+SETTINGS: dict[str, Any] = {
+    "again": {},
+    "keep": {"reshard_after_forward": False},
+    "half": {"mp_policy": HALF},
+}
+
+
+def equal_to_eager(step: Any, settings: dict[str, Any]) -> tuple[int, int]:
+    """Bitwise, with an eager step and an evaluation among the compiled ones."""
+    eager, ours, compiled = sharded(**settings), sharded(**settings), ws.compile(step, fullgraph=True)
+    for number, (x, y) in enumerate(batches()):
+        given = (step if number == 2 else compiled)(*ours, x, y)
+        assert torch.equal(step(*eager, x, y), given), number
+        with torch.no_grad():
+            assert torch.equal(eager[0](x), ours[0](x)), number
+    for one, other in zip(whole(eager[0]), whole(ours[0]), strict=True):
+        assert torch.equal(one, other)
+    calls = [str(node.target) for node in compiled.graph.graph.nodes]
+    return compiled.cache_info().traces, sum("reduce_scatter_tensor" in call for call in calls)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_give_the_numbers_of_eager_training(pool2: Any, name: str) -> None:
+    assert [traces for traces, _ in pool2.run(equal_to_eager, train, SETTINGS[name])] == [1, 1]
+
+
+def test_micro_batches_without_sync_are_reduced_once(pool2: Any) -> None:
+    for traces, scatters in pool2.run(equal_to_eager, accumulating, {}):
+        assert traces == 1
+        assert scatters == 1
+
+
+def plans(settings: dict[str, Any], axes: tuple[int, int] | None) -> tuple[str, str]:
+    names = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=names) if axes is not None else ws.init().mesh
+    assert mesh is not None
+    x, y = batches(1)[0]
+    ours = ws.compile(train)
+    ours(*sharded(mesh=mesh, **settings), x, y)
+    strategy = ws.FSDP(
+        broadcast_buffers=False, mp_policy=settings.get("mp_policy"),
+        reshard_after_forward=settings.get("reshard_after_forward", True),
+    )  # fmt: skip
+    other, plain = ws.compile(train, strategy=strategy, mesh=mesh), net()
+    other(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), x, y)
+    return ours.plan, other.plan
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_plan_is_that_of_the_plain_module_with_the_strategy(pool2: Any, name: str) -> None:
+    for ours, other in pool2.run(plans, SETTINGS[name], None):
+        assert ours == other
+
+
+def test_a_mesh_of_two_axes_is_that_of_the_module(pool4: Any) -> None:
+    for ours, other in pool4.run(plans, {}, (2, 2)):
+        assert ours == other
+        assert "mesh dp_shard=2, dp_replicate=2" in ours
+
+
+def ignored_parameter() -> None:
+    def make() -> tuple[Any, Any]:
+        model: Any = net()
+        fully_shard(model, ignored_params={model[3].bias})
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    eager, ours, compiled = make(), make(), ws.compile(train, fullgraph=True)
+    for x, y in batches():
+        assert torch.equal(train(*eager, x, y), compiled(*ours, x, y))
+    assert torch.equal(eager[0][3].bias, ours[0][3].bias)
+
+
+def test_ignored_parameters_stay_local(pool2: Any) -> None:
+    pool2.run(ignored_parameter)
+
+
+def refusals() -> None:
+    x, y = batches(1)[0]
+    with pytest.raises(ws.ConfigError, match="shard without offload_policy"):
+        ws.compile(train)(*sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), x, y)
+    with pytest.raises(ws.ConfigError, match=r"too\. Leave strategy out"):
+        ws.compile(train, strategy=ws.DDP())(*sharded(), x, y)
+    model, opt = sharded()
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(ws.ConfigError, match="divides gradients by 3"):
+        ws.compile(train)(model, opt, x, y)
+    model, opt = sharded()
+    model.set_all_reduce_hook(lambda grad: None)
+    with pytest.raises(ws.ConfigError, match="has set_all_reduce_hook, which a graph does not call"):
+        ws.compile(train)(model, opt, x, y)
+
+
+def test_what_no_graph_can_keep_is_refused_by_name(pool2: Any) -> None:
+    pool2.run(refusals)
+
+
+def old_wrapper(use_orig_params: bool) -> None:
+    wrapper = FullyShardedDataParallel(net(), use_orig_params=use_orig_params)
+    opt = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    with pytest.raises(ws.ConfigError, match=r"Use torch\.distributed\.fsdp\.fully_shard"):
+        ws.compile(partial(train, wrapper, opt))(*batches(1)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_the_older_wrapper_is_refused_by_name(nccl2: Any, use_orig_params: bool) -> None:
+    nccl2.run(old_wrapper, use_orig_params)
+
+
+def sums() -> None:
+    eager, ours, compiled = sharded(), sharded(), ws.compile(train, fullgraph=True)
+    for model, _ in (eager, ours):
+        for one in model.modules():
+            if hasattr(one, "set_gradient_divide_factor"):
+                one.set_gradient_divide_factor(1.0)
+    for x, y in batches():
+        x, y = x.cuda(), y.cuda()
+        torch.testing.assert_close(train(*eager, x, y), compiled(*ours, x, y))
+
+
+@pytest.mark.gpu
+def test_a_divide_factor_of_one_sums_gradients(nccl2: Any) -> None:
+    """gloo has no factors."""
+    nccl2.run(sums)
