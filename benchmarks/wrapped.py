@@ -68,7 +68,7 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer, casts: bool) -> Call
 def contender(name: str, way: str, size: LanguageModelSize, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """One loop's step. Under torch.compile each block of a sharded model is compiled, as FSDP2's guide has it."""
     model = wrapped(name, size, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     if way == "torch.compile" and name == "ddp":
         model = torch.compile(model)
     elif way == "torch.compile":
@@ -120,10 +120,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=sorted(SIZES), default="small")
     parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     is_slow = not torch.cuda.is_available()  # Inductor needs minutes there
-    ways = tuple(way for way in WAYS if not (is_slow and way == "torch.compile"))
+    ways = tuple(way for way in options.ways if not (is_slow and way == "torch.compile"))
     found = ws.run(functools.partial(measure, options.workload, ways), options.nproc)[0]
     if options.json:
         print(json.dumps(found))

@@ -51,6 +51,7 @@ from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp
+from wholestep.capture.wrappers.fully_shard_settings import refuse_flat_parameters
 
 log = logging.getLogger("wholestep")
 
@@ -165,19 +166,18 @@ class Walker:
         if isinstance(module, DistributedDataParallel):  # names of parameters are those of the module inside
             self._hooks_of(module, name, depth)
             self._settings(name, module)
-            self.visit(name, module.module, depth)
-            return
+            return self.visit(name, module.module, depth)
         self.reachable.modules[id(module)] = (name, module)
         for fqn, child in module.named_modules():
             path = f"{name}.{fqn}" if fqn else name
             self._seen.add(id(child))
-            if is_compiled(child):
-                self.reachable.compiled.append(path)
+            self.reachable.compiled += [path] if is_compiled(child) else []
             if child is not module:
                 self.reachable.modules.pop(id(child), None)
             for own in (child._parameters, child._buffers, child._modules):
                 self._watch(own, path, None)
                 self._seen.update(id(item) for item in own.values())
+            refuse_flat_parameters(path, child)
             self._hooks_of(child, path, depth)
             if isinstance(child, DistributedDataParallel):
                 self._settings(path, child)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from wholestep.capture.python import tree_util
 from wholestep.capture.reach.reachable import Reachable
-from wholestep.errors import CaptureError, ConfigError, HyperparameterError
+from wholestep.errors import CaptureError, HyperparameterError
 from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 
@@ -101,14 +100,13 @@ class Address:
 def collect(found: Reachable) -> TrainState:
     """Gives all tensors that outlive a call a name and a fixed order.
 
-    Raises ConfigError for modules that bring their own communication, CaptureError for parameters without a shape.
+    Raises CaptureError for parameters without a shape.
     """
     state = TrainState(optimizers=[_named(opt) for opt in found.optimizers.values()])
     single = len(found.modules) == 1
     for wanted in (InputKind.PARAM, InputKind.BUFFER):
         for root, module in found.modules.values():
             prefix = "" if single else root + "."
-            _refuse_wrappers(root, module)
             tensors: Iterable[tuple[str, torch.Tensor]]
             tensors = module.named_parameters() if wanted is InputKind.PARAM else module.named_buffers()
             for fqn, tensor in tensors:
@@ -143,16 +141,6 @@ def _refuse_lazy(state: TrainState) -> None:
 
 def _named(entry: tuple[str, Optimizer]) -> tuple[str, Optimizer]:
     return entry[0].removeprefix("self."), entry[1]
-
-
-def _refuse_wrappers(root: str, module: nn.Module) -> None:
-    for fqn, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel):
-            raise ConfigError(
-                f"{root}{'.' + fqn if fqn else ''} is wrapped in FullyShardedDataParallel, which holds parameters in "
-                f"flat tensors of its own. Use torch.distributed.fsdp.fully_shard, or pass the plain module with "
-                f"wholestep.compile(strategy=wholestep.FSDP())."
-            )
 
 
 def _add_optimizer(state: TrainState, name: str, opt: Optimizer) -> None:

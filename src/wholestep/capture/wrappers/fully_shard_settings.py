@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -29,6 +29,16 @@ class FullyShardSettings:
 def sharded_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
     """The modules inside of `roots` that were given to ``fully_shard``."""
     return [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def refuse_flat_parameters(name: str, module: nn.Module) -> None:
+    """Raises ConfigError for a module of the older wrapper."""
+    if isinstance(module, FullyShardedDataParallel):
+        raise ConfigError(
+            f"{name} is wrapped in FullyShardedDataParallel, which holds parameters in flat tensors of its own. Use "
+            f"torch.distributed.fsdp.fully_shard, or pass the plain module with "
+            f"wholestep.compile(strategy=wholestep.FSDP())."
+        )
 
 
 def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
