@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +29,7 @@ from wholestep.capture.retrace_policy import RetracePolicy
 from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
 from wholestep.config import DDP, FSDP, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
+from wholestep.errors import CaptureError, ConfigError
 from wholestep.ir.printer import plan_text
 from wholestep.ir.program import Program, Stage
 from wholestep.live.peers import Peers
@@ -50,7 +51,7 @@ from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
 from wholestep.runtime.sharding.shard_live import LiveSharding
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
-from wholestep.runtime.wrapped_strategy import wrapped_strategy
+from wholestep.runtime.wrapped_strategy import tensor_parallel, wrapped_strategy
 from wholestep.util.progress import report_stage
 
 log = logging.getLogger("wholestep")
@@ -106,6 +107,8 @@ class Stages:
         self._given = options
         """What the user chose, where modules bring a strategy with them."""
         self._fully_sharded: list[FSDPModule] = []
+        self.runs_eagerly = False
+        """Whether no call of the step may be part of a graph, since its modules communicate by themselves."""
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
@@ -123,6 +126,20 @@ class Stages:
                 captured = self.capture(args, kwargs)
         with captured.undone_on_error():
             return self.plan(captured, lookup)
+
+    def _refuse_tensor_parallel(self, names: tuple[str, ...]) -> NoReturn:
+        if self._given.strategy is not None:
+            raise ConfigError(
+                f"{names[0]} is a DTensor of parallelize_module, and the step has strategy="
+                f"{type(self._given.strategy).__name__}(...) too. Leave strategy out: such a model communicates itself."
+            )
+        self.runs_eagerly = True
+        why = (
+            f"{len(names)} parameters such as {names[0]} are DTensors of parallelize_module. No graph is made of them "
+            f"yet: the step runs as eager code, and its modules communicate as ever."
+        )
+        log.warning("%s is not compiled. %s", self.name, why)
+        raise CaptureError(why)
 
     def reshard(self) -> None:
         """Drops parameters that an eager forward without a backward has left gathered: a step makes them stale."""
@@ -214,7 +231,7 @@ class Stages:
         Raises CaptureError for a strategy that needs a single graph, RankMissingError where other ranks do not come.
         """
         world, axes = init(), data_axes(init(), self.options.mesh)
-        strategy = self._strategy(world)
+        strategy = None if self.runs_eagerly else self._strategy(world)
         if strategy is None or all(axis.size == 1 for axis in axes):
             return None
         Peers.check(strategy)
@@ -256,6 +273,8 @@ class Stages:
         found = find_reachable(self.step, args, kwargs)
         self._fully_sharded = sharded_modules(root for _, root in found.modules.values())
         self.reshard()
+        if names := tensor_parallel(found):
+            self._refuse_tensor_parallel(names)
         wrapped = wrapped_strategy(found, self._given.strategy, world)
         if wrapped is None:
             return False

@@ -81,8 +81,13 @@ class LiveStep:
         reason: str,
         compile_piece: Callable[[Callable[..., Any]], Any],
         peers: Peers | None = None,
+        *,
+        has_pieces: bool = True,
     ) -> None:
-        """`name` goes into the names of pieces, `reason` says why the step is live. `peers` of several ranks."""
+        """`name` goes into the names of pieces, `reason` says why the step is live. `peers` of several ranks.
+
+        `has_pieces`: whether recorded calls may run as graphs.
+        """
         self.name, self.reason = name, reason
         self.stats = LiveStats()
         self._step, self._compile, self._peers = step, compile_piece, peers
@@ -91,14 +96,14 @@ class LiveStep:
         self._paths = Paths()
         self._pieces: dict[tuple[Path, PieceSpec], CompiledPiece] = {}
         self._last: CompiledPiece | None = None
+        self._has_pieces = has_pieces and (peers is None or peers.runs_pieces)
         self._eager_calls = 0
         self._looks = True
 
     @property
     def is_recorded(self) -> bool:
         """Whether calls are recorded; not if too many of them in a row had no piece, or the strategy allows none."""
-        pieces = self._peers is None or self._peers.runs_pieces
-        return pieces and self._eager_calls < MAX_EAGER_CALLS
+        return self._has_pieces and self._eager_calls < MAX_EAGER_CALLS
 
     @property
     def note(self) -> str:

@@ -18,7 +18,7 @@ from wholestep.capture.reach.train_state import collect
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compress, PowerSGD, Strategy
 from wholestep.errors import ConfigError
-from wholestep.ir.dtensor.shards import is_sharded
+from wholestep.ir.dtensor.shards import is_dtensor, is_sharded
 from wholestep.runtime.distributed.world import World
 
 log = logging.getLogger("wholestep")
@@ -31,6 +31,14 @@ class WrappedStrategy:
     strategy: DDP | FSDP
     mesh: DeviceMesh | None
     """None: the world."""
+
+
+def tensor_parallel(found: Reachable) -> tuple[str, ...]:
+    """Names of parameters that are DTensors, and that ``fully_shard`` has not cut alone: of ``parallelize_module``."""
+    known = {id(one) for _, root in found.modules.values() for one in fully_shard_settings.parameters_of(root)}
+    return tuple(
+        slot.name for slot in collect(found).params if is_dtensor(slot.tensor) and id(slot.tensor) not in known
+    )
 
 
 def wrapped_strategy(found: Reachable, given: Strategy | None, world: World) -> WrappedStrategy | None:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import Replicate
 
 from wholestep.errors import ConfigError
 
@@ -29,6 +31,12 @@ class FullyShardSettings:
 def sharded_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
     """The modules inside of `roots` that were given to ``fully_shard``."""
     return [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def parameters_of(root: nn.Module) -> list[torch.Tensor]:
+    """The sharded parameters of every module inside of `root` that was sharded over data alone."""
+    found = [one.sharded_param for _, group in _groups(root) for one in group.fsdp_params]
+    return [one for one in found if sum(not isinstance(placed, Replicate) for placed in one.placements) <= 1]
 
 
 def refuse_flat_parameters(name: str, module: nn.Module) -> None:
