@@ -115,7 +115,8 @@ class CompiledStep:
 
     def _compile_piece(self, function: Callable[..., Any], strategy: Strategy | None = None) -> CompiledStep:
         strategy = strategy or self._options.strategy
-        return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy), stages=PieceStages)
+        stages = functools.partial(PieceStages, wrapped=self._stages.wrapped)
+        return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy), stages=stages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
         """A decorated method: one compiled step per instance."""

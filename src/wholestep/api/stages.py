@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,13 +25,14 @@ from wholestep.capture.capture import capture
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.user_frame import naming
 from wholestep.capture.reach.reachability import find_reachable
+from wholestep.capture.reach.train_state import collect
 from wholestep.capture.retrace_policy import RetracePolicy
 from wholestep.capture.wrappers.fully_shard_settings import sharded_modules
-from wholestep.config import DDP, FSDP, Strategy, ZeRO
+from wholestep.config import DDP, FSDP, Compress, Strategy, ZeRO
 from wholestep.cost.cost_model import CostModel
 from wholestep.errors import CaptureError, ConfigError
 from wholestep.ir.printer import plan_text
-from wholestep.ir.program import Program, Stage
+from wholestep.ir.program import InputKind, Program, Stage
 from wholestep.live.peers import Peers
 from wholestep.lower.auto_backend import backend_for
 from wholestep.lower.base.protocol import Backend
@@ -51,7 +52,7 @@ from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
 from wholestep.runtime.sharding.shard_live import LiveSharding
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
-from wholestep.runtime.wrapped_strategy import tensor_parallel, wrapped_strategy
+from wholestep.runtime.wrapped_strategy import WrappedStrategy, tensor_parallel, with_ignored, wrapped_strategy
 from wholestep.util.progress import report_stage
 
 log = logging.getLogger("wholestep")
@@ -79,8 +80,12 @@ class Entry:
         return self.lookup.step.path if self.lookup.step is not None else None
 
 
+def _compress(strategy: Strategy | None) -> Compress | None:
+    return strategy.compress if isinstance(strategy, DDP) else None
+
+
 def _compression(strategy: Strategy | None) -> CompressionState | None:
-    compress = strategy.compress if isinstance(strategy, DDP) else None
+    compress = _compress(strategy)
     return CompressionState(compress) if compress is not None else None
 
 
@@ -106,6 +111,8 @@ class Stages:
         self._sharding = LiveSharding(step)
         self._given = options
         """What the user chose, where modules bring a strategy with them."""
+        self.wrapped: WrappedStrategy | None = None
+        """What wrapped modules were told."""
         self._fully_sharded: list[FSDPModule] = []
         self.runs_eagerly = False
         """Whether no call of the step may be part of a graph, since its modules communicate by themselves."""
@@ -149,6 +156,10 @@ class Stages:
     def plan(self, captured: Captured, lookup: CacheLookup) -> Entry:
         """Every stage after capture, in order."""
         world, axes = init(), data_axes(init(), self.options.mesh)
+        rows = zip(captured.program.inputs, captured.binding.tensors, strict=True)
+        self._ignore((one.name, it) for one, it in rows if one.kind is InputKind.PARAM and one.shard is None)
+        if self.wrapped is not None and self.options.strategy is not None and (left := self.options.strategy.ignore):
+            log.warning("%s: no wrapper reduces the gradients of %s: they stay local to each rank.", self.name, left)
         with self.rendezvous.abandoned_on_error(world):
             report_stage("planning")
             choose = functools.partial(self.rendezvous.choose, world=world)
@@ -231,6 +242,7 @@ class Stages:
         Raises CaptureError for a strategy that needs a single graph, RankMissingError where other ranks do not come.
         """
         world, axes = init(), data_axes(init(), self.options.mesh)
+        self._ignore((one.name, one.tensor) for one in collect(find_reachable(self.step, args, kwargs)).params)
         strategy = None if self.runs_eagerly else self._strategy(world)
         if strategy is None or all(axis.size == 1 for axis in axes):
             return None
@@ -278,10 +290,18 @@ class Stages:
         wrapped = wrapped_strategy(found, self._given.strategy, world)
         if wrapped is None:
             return False
-        if wrapped.strategy != self.options.strategy:
+        if self.wrapped is None or _compress(wrapped.strategy) != _compress(self.wrapped.strategy):
             self.compression = _compression(wrapped.strategy)
+        self.wrapped = wrapped
         self.options = replace(self._given, strategy=wrapped.strategy, mesh=wrapped.mesh)
         return True
+
+    def _ignore(self, params: Iterable[tuple[str, Any]]) -> None:
+        """Has those parameters of a wrapped step stay local that no wrapper reduces."""
+        strategy = self.options.strategy
+        if self.wrapped is not None and strategy is not None:
+            strategy = with_ignored(strategy, self.wrapped.reduced, params)
+            self.options = replace(self.options, strategy=strategy)
 
     def _shard_live(self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World) -> None:
         """Shards what the strategy wants sharded of all that the step can reach."""
@@ -347,3 +367,8 @@ class PieceStages(Stages):
 
     uses_cache = False
     adopts_wrappers = False  # the live step has
+
+    def __init__(self, *args: Any, wrapped: WrappedStrategy | None, **kwargs: Any) -> None:
+        """`wrapped`: that of the live step."""
+        super().__init__(*args, **kwargs)
+        self.wrapped = wrapped

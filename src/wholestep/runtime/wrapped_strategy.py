@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ class WrappedStrategy:
     strategy: DDP | FSDP
     mesh: DeviceMesh | None
     """None: the world."""
+    reduced: frozenset[int]
+    """ids of the parameters whose gradients are reduced."""
 
 
 def tensor_parallel(found: Reachable) -> tuple[str, ...]:
@@ -73,19 +76,19 @@ def _of_wrappers(found: Reachable, world: World) -> WrappedStrategy:
                 f"{first} and {name} are DistributedDataParallel with other settings: {one} and {other}. The graph of "
                 f"a step has one strategy. Wrap them alike, but for ignored parameters, or step them in two functions."
             )
-    reduced = {
+    reduced = frozenset(
         id(param)
         for name, wrapper in found.wrappers.values()
         for fqn, param in wrapper.module.named_parameters()
         if fqn not in settings[name].ignored
-    }
+    )
     strategy = DDP(
         bucket_bytes="auto" if one.bucket_bytes is None else one.bucket_bytes,
-        ignore=_others(found, reduced), sync_at_start=False,
-        broadcast_buffers=one.broadcast_buffers, compress=_compress(one.hooks),
+        sync_at_start=False, broadcast_buffers=one.broadcast_buffers, compress=_compress(one.hooks),
     )  # fmt: skip
     is_world = dist.get_world_size(one.group) == world.size
-    return WrappedStrategy(strategy, None if is_world else DeviceMesh.from_group(one.group, world.device.type))
+    mesh = None if is_world else DeviceMesh.from_group(one.group, world.device.type)
+    return WrappedStrategy(strategy, mesh, reduced)
 
 
 def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShardSettings]) -> WrappedStrategy:
@@ -96,23 +99,21 @@ def _of_sharded(found: Reachable, settings: list[fully_shard_settings.FullyShard
                 f"Modules of the step were given to fully_shard with other meshes, policies or divide factors: {one} "
                 f"and {other}. The graph of a step has one strategy: shard them alike."
             )
-    reduced = {id(slot.tensor) for slot in collect(found).params if is_sharded(slot.tensor)}
+    reduced = frozenset(id(slot.tensor) for slot in collect(found).params if is_sharded(slot.tensor))
     strategy = FSDP(
-        reduce="sum" if one.sums else "mean", ignore=_others(found, reduced), sync_at_start=False,
-        broadcast_buffers=False, mp_policy=one.mp_policy,
+        reduce="sum" if one.sums else "mean", sync_at_start=False, broadcast_buffers=False, mp_policy=one.mp_policy,
         reshard_after_forward=any(other.reshard_after_forward for other in settings),
     )  # fmt: skip
-    return WrappedStrategy(strategy, one.mesh)
+    return WrappedStrategy(strategy, one.mesh, reduced)
 
 
-def _others(found: Reachable, reduced: set[int]) -> tuple[str, ...]:
-    """Names of parameters that no wrapper reduces: as in eager code, their gradients stay local."""
-    names = [
-        slot.name for slot in collect(found).params if slot.tensor.requires_grad and id(slot.tensor) not in reduced
-    ]
-    if names:
-        log.warning("No wrapper reduces the gradients of %s: they stay local to each rank, as in eager code.", names)
-    return tuple(names)
+def with_ignored(strategy: Strategy, reduced: frozenset[int], params: Iterable[tuple[str, torch.Tensor]]) -> Strategy:
+    """A strategy that leaves those of a step's parameters local that no wrapper reduces, as eager code does.
+
+    `reduced`: ids of the parameters that one does.
+    """
+    names = tuple(name for name, one in params if one.requires_grad and not is_sharded(one) and id(one) not in reduced)
+    return replace(strategy, ignore=names)
 
 
 def _compress(hooks: tuple[tuple[Any, Any], ...]) -> Compress | None:

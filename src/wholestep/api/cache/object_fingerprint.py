@@ -256,7 +256,7 @@ class _ObjectWriter:
                 f"{{{', '.join(f'{self.text_of(k)}: {self.text_of(v)}' for k, v in list(thing.items()))}}}"
             )
         if isinstance(thing, nn.Module):
-            if id(thing) not in self._modules:
+            if id(thing) not in self._modules and id(thing) not in self._context.reachable.wrappers:
                 raise NotComparable(f"a module {type(thing).__name__} that the walk did not reach")
             return ""
         if isinstance(thing, Optimizer):
