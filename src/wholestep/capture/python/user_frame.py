@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -69,17 +69,26 @@ def user_line(trace: TracebackType | None) -> str:
 
 def current_line() -> str:
     """``file.py:12`` of the innermost running frame that is the user's, with the file's base name; "" if none."""
-    return line_of(sys._getframe(1))
-
-
-def line_of(frame: FrameType | None) -> str:
-    """`current_line` of a stack that `frame` is the innermost frame of, which may be another thread's."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not library_frame(file) and (not file.startswith(_STANDARD) or "site-packages" in file):
-            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        if _is_user_file(file := frame.f_code.co_filename):
+            return _place(file, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def line_among(frames: Iterable[tuple[str, int]]) -> str:
+    """`current_line` of a stack that is given as (file, line) of its frames, innermost first."""
+    return next((_place(file, line) for file, line in frames if _is_user_file(file)), "")
+
+
+def _is_user_file(file: str) -> bool:
+    """Whether code of this file is the user's, and neither of a library nor of Python."""
+    return not library_frame(file) and (not file.startswith(_STANDARD) or "site-packages" in file)
+
+
+def _place(file: str, line: int) -> str:
+    return f"{file.rpartition('/')[2]}:{line}"
 
 
 def calling_function(word: str) -> str | None:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from wholestep.capture.python.user_frame import line_of
+from wholestep.capture.python.user_frame import line_among
 from wholestep.runtime.distributed.store import PrefixStore, Store, own_connection
+from wholestep.util.thread_stack import ThreadStack
 
 BEAT_EVERY_S = 0.5
 RANKS_PER_BEAT_PERIOD = 256  # above so many ranks each beats less often, to bound the load on the store
@@ -65,9 +66,7 @@ class Heartbeat:
         self._count = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wholestep-heartbeat", daemon=True)
-        self._observed_thread = (
-            threading.get_ident()
-        )  # the thread whose place in the code is told: the one that makes this
+        self._stack = ThreadStack(threading.get_ident())  # of the thread that makes this: its place is told
         self._last_seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
         self._activity_since: dict[
             int, tuple[str, float]
@@ -150,13 +149,10 @@ class Heartbeat:
         )
 
     def _line(self) -> str:
-        """The line of the watched thread, or nothing: its stack moves while it is read.
-
-        Seen on CPython 3.11 under load: ``f_back`` gave a function. A rank must not pass for dead because of that.
-        """
+        """The user's line that the watched thread is at; empty where it cannot be told, which must stop no beat."""
         try:
-            return line_of(sys._current_frames().get(self._observed_thread))
-        except Exception:
+            return line_among(self._stack.frames())
+        except OSError:
             return ""
 
 

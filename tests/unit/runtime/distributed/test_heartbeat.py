@@ -1,5 +1,6 @@
 """Signs of life in one process: what a beat tells, and when a rank counts as waiting in a call."""
 
+import errno
 import threading
 import time
 
@@ -61,10 +62,10 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
 
 
 def test_a_stack_that_cannot_be_read_stops_no_beat(heartbeats, monkeypatch):
-    def moved(frame):
-        raise AttributeError("'function' object has no attribute 'f_code'")
+    def full(stack):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "line_of", moved)
+    monkeypatch.setattr(module.ThreadStack, "frames", full)
     heartbeats[1].beat_every_s = 0.01
     heartbeats[1].start()
     first = heartbeats[0].beats([1])[1]
