@@ -15,13 +15,15 @@
         ranks2.run(check, 3.0)
 
 An error on a rank is raised in the test with its own class. Expect it there, or (quicker, as the pool then needs no
-repair) with `pytest.raises` inside of the function.
+repair) with `pytest.raises` inside of the function. A rank that a signal ends leaves the stacks of its threads in a
+note on the error.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -31,6 +33,7 @@ import pytest
 import torch
 
 from tests.harness import fork_server, shared_gpu
+from tests.harness.crash_reports import crash_reports, report_crashes
 from wholestep.runtime.distributed.launch import Workers
 from wholestep.runtime.distributed.world import close_current, enter
 
@@ -51,6 +54,7 @@ class Pool:
         # What the test that happens to be the first sets for itself is not for those behind it.
         self._environment = dict(os.environ)
         self._workers: Workers | None = None
+        self._reports = tempfile.TemporaryDirectory(prefix="wholestep-crashes-")
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = COLLECTIVE_TIMEOUT_S + 20, grace_s: float = 5.0
@@ -62,7 +66,9 @@ class Pool:
         try:
             task = functools.partial(from_a_clean_state, fn)
             return self._workers.call(task, args, timeout_s=timeout_s, grace_s=grace_s)
-        except BaseException:
+        except BaseException as error:
+            for report in crash_reports(self._reports.name):
+                error.add_note(report)
             self._repair()
             raise
 
@@ -80,13 +86,17 @@ class Pool:
         if self._workers is not None:
             self._workers.close(orderly=self.backend != "gloo")  # eight processes that say goodbye take their time
             self._workers = None
+        self._reports.cleanup()
 
     def _start(self) -> Workers:
         if self.backend == "nccl":
             needs_gpus(self.nproc)
         quickly = fork_server.instead_of_spawning() if self.backend == "gloo" else nullcontext()
+        self._reports.cleanup()  # what is there was told with the error that it is about
+        self._reports = tempfile.TemporaryDirectory(prefix="wholestep-crashes-")
+        setup = functools.partial(begin_rank, self._reports.name, self.backend)
         with patch.dict(os.environ, self._environment, clear=True), quickly:
-            return Workers(self.nproc, functools.partial(enter, self.backend, COLLECTIVE_TIMEOUT_S), close_current)
+            return Workers(self.nproc, setup, close_current)
 
     def _repair(self) -> None:
         """New process groups when every rank has reported, else new processes at the next call."""
@@ -102,6 +112,12 @@ class Pool:
                 self._workers = workers
         else:
             workers.close(orderly=False)
+
+
+def begin_rank(reports: str, backend: str) -> None:
+    """The first that a worker does, and again when it gets new process groups."""
+    report_crashes(reports, int(os.environ["RANK"]))
+    enter(backend, COLLECTIVE_TIMEOUT_S)
 
 
 def from_a_clean_state(fn: Callable[..., Any], *args: Any) -> Any:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from wholestep.capture.python.user_frame import line_among
 from wholestep.runtime.distributed.store import PrefixStore, Store, own_connection
-from wholestep.util.thread_stack import ThreadStack
+from wholestep.util.thread_stack import frames_of
 
 BEAT_EVERY_S = 0.5
 RANKS_PER_BEAT_PERIOD = 256  # above so many ranks each beats less often, to bound the load on the store
@@ -66,7 +66,7 @@ class Heartbeat:
         self._count = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wholestep-heartbeat", daemon=True)
-        self._stack = ThreadStack(threading.get_ident())  # of the thread that makes this: its place is told
+        self._observed_thread = threading.get_ident()  # the thread that makes this: its place in the code is told
         self._last_seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
         self._activity_since: dict[
             int, tuple[str, float]
@@ -143,17 +143,9 @@ class Heartbeat:
 
     def _send(self) -> None:
         self._count += 1
-        activity = self.activity
-        self.store.set(
-            f"beat/{self.rank}", json.dumps([self._count, OUTSIDE if activity is None else activity(), self._line()])
-        )
-
-    def _line(self) -> str:
-        """The user's line that the watched thread is at; empty where it cannot be told, which must stop no beat."""
-        try:
-            return line_among(self._stack.frames())
-        except OSError:
-            return ""
+        activity, line = self.activity, line_among(frames_of(self._observed_thread))
+        beat = [self._count, OUTSIDE if activity is None else activity(), line]
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
 
 def _how_this_program_ends() -> str:

@@ -1,6 +1,5 @@
 """Signs of life in one process: what a beat tells, and when a rank counts as waiting in a call."""
 
-import errno
 import threading
 import time
 
@@ -59,18 +58,6 @@ def test_a_beat_tells_the_call_and_the_line_of_the_thread_that_made_it(store):
     made[0].stop("over")
     assert (beat.activity, beat.line) == ("train_step, call 7", f"test_heartbeat.py:{line}")
     assert str(beat) == f"in train_step, call 7 (test_heartbeat.py:{line})"
-
-
-def test_a_stack_that_cannot_be_read_stops_no_beat(heartbeats, monkeypatch):
-    def full(stack):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module.ThreadStack, "frames", full)
-    heartbeats[1].beat_every_s = 0.01
-    heartbeats[1].start()
-    first = heartbeats[0].beats([1])[1]
-    beat = awaited(heartbeats[0], lambda beat: beat.count >= first.count + 3)
-    assert (beat.activity, beat.line) == ("outside of any compiled step", "")
 
 
 def test_a_rank_outside_and_one_that_has_not_come(heartbeats):
