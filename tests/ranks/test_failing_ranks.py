@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,85 @@ def test_a_rank_that_exits_before_the_first_step_is_named(pool2: Any, how: str) 
     with pytest.raises(ws.RankMissingError, match=r"[Rr]ank 1"):
         pool2.run(exits_before_the_first_step, how, grace_s=60)
     assert time.monotonic() - started < 70
+
+
+@contextmanager
+def in_a_group_of_its_own(timeout_s: float, name: str) -> Iterator[dist.Store]:
+    """As in a program that makes its process group itself, and no World. After an error the process has to end."""
+    usual_s, where = ws.init().timeout_s, int(os.environ["MASTER_PORT"])
+    ws.init().close()
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", where, is_master=False))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    yield store
+    ws.init().close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ws.init("gloo", usual_s)
+
+
+def never_calls_the_step() -> tuple[type, str, int, float] | None:
+    """The last line of rank 1 is where it is when the other gives up."""
+    with in_a_group_of_its_own(3.0, "never calls the step") as store:
+        module = mlp()
+        opt = sgd(module)
+        step = ddp_step(module, opt)
+        if dist.get_rank() == 0:
+            found = outcome(step, [batch()], module=module, opt=opt)
+            store.set("over", "")
+            return found
+        store.wait(["over"], timedelta(seconds=60))
+        return None
+
+
+def test_a_rank_that_never_calls_the_step_is_named_within_the_time_of_the_group(pool2: Any) -> None:
+    found, _ = pool2.run(never_calls_the_step)
+    kind, text, call, waited_s = found
+    line = never_calls_the_step.__code__.co_firstlineno + 10
+    assert (kind, call) == (ws.RankMissingError, 0)
+    assert re.search(r"Rank 1 of 2 did not come to .+ in 3\.\d s; rank 0 \(" + HERE, text)
+    assert f"Rank 1 was last outside of any compiled step ({HERE}:{line})." in text
+    assert "now 3 s" in text
+    assert waited_s < 8
+
+
+def ends_without_a_world(how: str) -> None:
+    """Raises on rank 0 what it is told in its World of rank 1, which ends without one."""
+    module = mlp()
+    opt = sgd(module)
+    step = ddp_step(module, opt)  # as a decorator that runs before there is a group
+    with in_a_group_of_its_own(100.0, f"ends without a World, {how}"):
+        if dist.get_rank() == 0:
+            heartbeat.SILENT_AFTER_S = 4.0  # here only: this rank's process ends with the test that changes it
+            kind, text, *_ = outcome(step, [batch()], module=module, opt=opt)
+            assert kind is ws.RankMissingError
+            raise ws.RankMissingError(text)
+        if how == "ends":
+            sys.exit(0)
+        if how == "is killed":
+            ddp_step(module, opt)
+            time.sleep(1.5)  # some signs of life
+            os._exit(4)
+        dist.destroy_process_group()
+        time.sleep(100)  # and another group, or none: this one has no need of rank 1 any more
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "grace_s"),
+    [
+        ("ends", "ended its program", 60),
+        ("is killed", "has given no sign of life", 60),
+        ("leaves", "left its process group", 0.1),
+    ],
+)
+def test_a_rank_that_ends_without_a_world_is_noticed(pool2: Any, how: str, said: str, grace_s: float) -> None:
+    pool2.begin()
+    started = time.monotonic()
+    with pytest.raises(ws.RankMissingError) as caught:
+        pool2.run(ends_without_a_world, how, grace_s=grace_s)
+    assert "Rank 1 of 2 did not come to " in str(caught.value)
+    assert f"It will not come any more:\n  rank 1 {said}" in str(caught.value)
+    assert time.monotonic() - started < 40
 
 
 FUSE = {"calls_left": -1}

@@ -14,7 +14,7 @@ from wholestep.api.cache import warm_start
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.config import Strategy
 from wholestep.errors import ArtifactError, ConfigError
-from wholestep.runtime.distributed.world import init
+from wholestep.runtime.distributed.world import announce, init
 from wholestep.runtime.options import Backend, Passes, checked_options
 
 
@@ -82,6 +82,7 @@ def compile(
         raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
     if isinstance(fn, torch.nn.Module):
         raise ConfigError("wholestep.compile wants a whole step, got a module. Write a function that calls it.")
+    announce()
     return CompiledStep(fn, options)
 
 

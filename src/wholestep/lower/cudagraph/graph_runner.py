@@ -37,7 +37,7 @@ from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import grad_ownership, output_copies, rng_replay
 from wholestep.lower.cudagraph.graph_pool import Pool
 from wholestep.lower.cudagraph.partition import Partition, Piece, partition
-from wholestep.runtime.distributed import teardown
+from wholestep.runtime.distributed import process_group
 
 log = logging.getLogger("wholestep")
 
@@ -109,7 +109,7 @@ class GraphRunner:
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
         pool.add(self)
-        teardown.release_before_teardown(self)
+        process_group.release_before_teardown(self)
 
     def _use(self, parts: Partition) -> None:
         """Begins with some parts: they run as they are at first."""

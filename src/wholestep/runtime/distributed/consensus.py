@@ -254,9 +254,9 @@ class _Agreement:
         where = self.peers.locations(absent) if self.peers is not None else {}
         seen = "".join(f" Rank {rank} was last {where[rank]}." for rank in sorted(where))
         why = why or (
-            f"A missing rank may still be compiling (then raise timeout_s, now {self.timeout_s:g} s), have crashed "
-            "(see its output), or have taken another branch: every rank must make the same calls in the same order, "
-            "the same number of times."
+            f"A missing rank may still be compiling (then raise the timeout, now {self.timeout_s:g} s: that of "
+            "init_process_group or of wholestep.init), have crashed (see its output), or have taken another branch: "
+            "every rank must make the same calls in the same order, the same number of times."
         )
         _publish(
             self.store,

@@ -29,6 +29,7 @@ SILENT_AFTER_S = 15.0
 stopped, swapped out or inside one long call that lets no other thread run."""
 STUCK_AFTER_S = 5.0
 """In the same call for so long a rank counts as waiting there, when others wait for it elsewhere."""
+_PREFIX = "wholestep/heartbeat"
 OUTSIDE, BEFORE_INIT = "outside of any compiled step", "not yet in its World"
 
 
@@ -58,13 +59,13 @@ class Heartbeat:
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         # A connection of its own: a call that blocks in the main thread must not hold up the beats.
-        self.store = PrefixStore("wholestep/heartbeat", own_connection(store))
+        self.store = PrefixStore(_PREFIX, own_connection(store))
         self.rank = rank
         self.size = size
         self.activity: Callable[[], str] | None = None
         self.beat_every_s = BEAT_EVERY_S * max(1.0, size / RANKS_PER_BEAT_PERIOD)
         self._count = 0
-        self._stopped = threading.Event()
+        self._stopped, self._is_store_gone = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="wholestep-heartbeat", daemon=True)
         self._observed_thread = threading.get_ident()  # the thread that makes this: its place in the code is told
         self._last_seen: dict[int, tuple[bytes, float]] = {}  # rank -> last beat, when this process first saw it
@@ -83,14 +84,15 @@ class Heartbeat:
         """End the thread, and say farewell: by default how this program ends."""
         if self._stopped.is_set():
             return
+        self.stop_silently()
+        if not self._is_store_gone:
+            _say_farewell(self.store, self.rank, farewell)
+
+    def stop_silently(self) -> None:
+        """End the thread: what the others hear of next is another heartbeat of this rank."""
         self._stopped.set()
         atexit.unregister(self.stop)
         self._thread.join(timeout=2.0)
-        try:
-            number = self.store.add("farewells", 1)
-            self.store.set(f"farewell/{number}", json.dumps([self.rank, farewell or _how_this_program_ends()]))
-        except dist.DistError:
-            return  # nobody is left to read it
 
     def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
         """The last beat of each rank, as seen now and compared with what was seen before."""
@@ -139,13 +141,27 @@ class Heartbeat:
             try:
                 self._send()
             except dist.DistError:
-                return  # the store has ended, and the job with it
+                self._is_store_gone = True  # and the job with it
+                return
 
     def _send(self) -> None:
         self._count += 1
         activity, line = self.activity, line_among(frames_of(self._observed_thread))
         beat = [self._count, OUTSIDE if activity is None else activity(), line]
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
+
+
+def say_farewell(store: Store, rank: int, farewell: str = "") -> None:
+    """What `Heartbeat.stop` says, of a rank that has no heartbeat. Makes no connection."""
+    _say_farewell(PrefixStore(_PREFIX, store), rank, farewell)
+
+
+def _say_farewell(store: Store, rank: int, farewell: str) -> None:
+    try:
+        number = store.add("farewells", 1)
+        store.set(f"farewell/{number}", json.dumps([rank, farewell or _how_this_program_ends()]))
+    except dist.DistError:
+        return  # nobody is left to read it
 
 
 def _how_this_program_ends() -> str:

@@ -1,4 +1,4 @@
-"""Worker processes that run functions: started in parallel, watched, and ended together.
+"""Worker processes that run functions: started in parallel, watched, and ended together; what a launcher has set.
 
 The parent keeps the rendezvous store, so no port is guessed and the store outlives every rank. A function travels
 by name, as pickle does it; results and errors travel back as bytes.
@@ -28,6 +28,9 @@ from wholestep.errors import ConfigError, RankMissingError, WholestepError
 from wholestep.runtime.distributed.function_pickle import dump_function, load_function
 from wholestep.runtime.distributed.rank_diff import ranks_text
 from wholestep.runtime.distributed.store import TCPStore
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that torchrun sets for every process and `init` reads."""
 
 REPORT_GRACE_S = 1.0
 """After the first failure the other ranks may report for so long; then they are ended."""
@@ -322,3 +325,51 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+# ---- what a launcher has set --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """The rank of this process and the rendezvous, as environment variables say."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+
+
+def read_environment() -> RankEnvironment | None:
+    """None when no launcher has set anything.
+
+    Raises:
+        ConfigError: naming the variable that is missing or makes no sense.
+    """
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if len(missing) == len(VARIABLES):
+        return None
+    if missing:
+        present = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name not in missing)
+        raise ConfigError(
+            f"The environment is set by half: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, "
+            f"while {present}. Start the program with `wholestep run` or torchrun, which set all of them; or, for a "
+            f"single process, unset {', '.join(name for name in VARIABLES if name not in missing)}."
+        )
+    rank, size, local_rank, port = (
+        number_in_environment(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    )
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
+    if not 0 <= local_rank < size:
+        raise ConfigError(f"LOCAL_RANK={local_rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
+    return RankEnvironment(rank=rank, size=size, local_rank=local_rank, host=os.environ["MASTER_ADDR"], port=port)
+
+
+def number_in_environment(name: str) -> int:
+    """An environment variable as a whole number. Raises ConfigError for another text, KeyError where there is none."""
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} wants a whole number, got {os.environ[name]!r}.") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
 import warnings
@@ -17,15 +19,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wholestep.errors import ConfigError, RankMissingError
 from wholestep.runtime.distributed.consensus import agree
-from wholestep.runtime.distributed.heartbeat import Heartbeat
-from wholestep.runtime.distributed.launch import REPORT_GRACE_S, Workers
+from wholestep.runtime.distributed.heartbeat import Heartbeat, say_farewell
+from wholestep.runtime.distributed.launch import (
+    REPORT_GRACE_S,
+    RankEnvironment,
+    Workers,
+    number_in_environment,
+    read_environment,
+)
+from wholestep.runtime.distributed.process_group import (
+    chosen_backend,
+    default_backend,
+    device_of_rank,
+    own_timeout_s,
+    release_before_teardown,
+    with_gloo,
+)
 from wholestep.runtime.distributed.store import HashStore, PrefixStore, Store, TCPStore, default_store
+
+TIMEOUT_S = 600.0
+"""How long ranks wait for each other where nobody says."""
 
 DATA_AXIS = "data"
 """The name of the one axis of the default mesh."""
-
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that torchrun sets for every process and `init` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +111,7 @@ class World:
 
     def close(self) -> None:
         """Leave: end the process group if `init` made it, so that a later `init` starts anew. Closing twice is fine."""
-        global _session
+        global _session, _announcement
         session = _session
         if session is None or session.world is not self:
             return
@@ -104,6 +120,7 @@ class World:
             session.heartbeat.stop("left its World")
         if session.owned and dist.is_initialized():
             dist.destroy_process_group()
+        _announcement = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,11 +137,23 @@ class _Session:
     barriers: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announcement:
+    """Signs of life of this rank, from before its World is made on: other ranks may wait for it to come."""
+
+    group: dist.ProcessGroup | None
+    number: int
+    """Of the World."""
+    heartbeat: Heartbeat
+
+
 _session: _Session | None = None
+_announcement: _Announcement | None = None
+_groups_left = 0  # without a World; a later group may have the same store, in which a farewell lies
 _sessions_made = 0  # part of every key, so that a second World in the same processes reads no old news
 
 
-def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
+def init(backend: str | None = None, timeout_s: float | None = None) -> World:
     """The World of this process. The first call makes it, later ones return it.
 
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). With none of them set this is
@@ -132,7 +161,9 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
     GPU is the one that the group was made for (`device_id`), else that of LOCAL_RANK, else of the rank, around.
 
     `backend` is "gloo", "nccl", a list such as "cpu:gloo,cuda:nccl", or None: that list where CUDA is available,
-    else gloo. A backend without CUDA in it makes the CPU the device. `timeout_s` bounds every wait for other ranks.
+    else gloo. A backend without CUDA in it makes the CPU the device. `timeout_s` bounds every wait for other ranks, by
+    default ten minutes. In a group that exists already no wait is longer than the group's own
+    (``init_process_group(timeout=...)``), which is the default there.
 
     Raises:
         ConfigError: the environment is half set or contradicts itself, or the backend cannot be used here.
@@ -140,7 +171,7 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
     """
     global _session, _sessions_made
     if _session is not None and _is_current(_session):
-        if backend is not None and _session.backend not in (backend, _with_gloo(backend)):
+        if backend is not None and _session.backend not in (backend, with_gloo(backend)):
             raise ConfigError(
                 f"init(backend={backend!r}) was called in a World that uses {_session.backend!r}. "
                 "Call World.close() first, or leave the backend out."
@@ -148,25 +179,74 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> World:
         return _session.world
     if _session is not None:
         _session.world.close()
-    if not timeout_s > 0:
+    if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"init(timeout_s=...) wants a positive number of seconds, got {timeout_s!r}.")
     _sessions_made += 1
     if dist.is_initialized():
         _session = _from_existing_group(timeout_s)
-    elif (environment := _read_environment()) is None:
-        _session = _single_process(backend, timeout_s)
+    elif (environment := read_environment()) is None:
+        _session = _single_process(backend, timeout_s or TIMEOUT_S)
     else:
-        _session = _from_launcher(environment, backend, timeout_s)
-    if _session.heartbeat is not None:
-        _session.heartbeat.start()
+        _session = _from_launcher(environment, backend, timeout_s or TIMEOUT_S)
     return _session.world
+
+
+def announce() -> None:
+    """From now on gives signs of life where there is a process group, and says farewell where one is made later.
+
+    Others may be in their World, and wait for this rank. Nothing is done in a World, and for a single rank.
+    """
+    atexit.unregister(_leave_unseen)
+    atexit.register(_leave_unseen)
+    release_before_teardown(_leaving)
+    in_world = _session is not None and _is_current(_session)
+    if not in_world and dist.is_initialized() and dist.get_world_size() > 1:
+        with contextlib.suppress(RuntimeError):  # a store that makes no second connection; `init` says so
+            _heartbeat(_sessions_made + 1, default_store(), dist.get_rank(), dist.get_world_size())
+
+
+def _heartbeat(number: int, store: Store, rank: int, size: int) -> Heartbeat:
+    """The heartbeat of the World of that number, which may have begun before it."""
+    global _announcement
+    known, group = _announcement, dist.group.WORLD
+    if known is not None and known.number == number and known.group is group:
+        return known.heartbeat
+    if known is not None:
+        known.heartbeat.stop_silently()
+    made = Heartbeat(PrefixStore(_key(number), store), rank=rank, size=size)
+    made.start()
+    _announcement = _Announcement(group=group, number=number, heartbeat=made)
+    return made
+
+
+def _key(number: int) -> str:
+    return f"wholestep/world/{number}/{_groups_left}"
+
+
+class _Leaving:
+    """Told of groups that end (`release_before_teardown`)."""
+
+    def release_group(self, group: str) -> None:
+        if dist.group.WORLD is not None and dist.group.WORLD.group_name == group:
+            _leave_unseen("left its process group")
+
+
+_leaving = _Leaving()
+
+
+def _leave_unseen(how: str = "") -> None:
+    """The group, or the program, ends without a World. Makes no connection: the others may be gone as well."""
+    global _groups_left
+    if _session is None and _announcement is None and dist.is_initialized() and dist.get_world_size() > 1:
+        say_farewell(PrefixStore(_key(_sessions_made + 1), default_store()), dist.get_rank(), how)
+        _groups_left += 1
 
 
 def run(
     fn: Callable[..., Any],
     nproc: int,
     *args: Any,
-    timeout_s: float = 600.0,
+    timeout_s: float = TIMEOUT_S,
     backend: str | None = None,
     grace_s: float = REPORT_GRACE_S,
 ) -> list[Any]:
@@ -202,27 +282,16 @@ def close_current() -> None:
 # ---- the three ways to come by a World ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankEnvironment:
-    """The rank of this process and the rendezvous, as environment variables say."""
-
-    rank: int
-    size: int
-    local_rank: int
-    host: str
-    port: int
-
-
 def _single_process(backend: str | None, timeout_s: float) -> _Session:
-    backend = _chosen_backend(backend)
-    device = _device(backend, 0)
+    backend = chosen_backend(backend)
+    device = device_of_rank(backend, 0)
     world = World(rank=0, size=1, local_rank=0, device=device, mesh=None, timeout_s=timeout_s)
     return _session_record(world, None, HashStore(), backend, owned=False)
 
 
-def _from_launcher(environment: _RankEnvironment, backend: str | None, timeout_s: float) -> _Session:
-    backend = _chosen_backend(backend)
-    device = _device(backend, environment.local_rank)
+def _from_launcher(environment: RankEnvironment, backend: str | None, timeout_s: float) -> _Session:
+    backend = chosen_backend(backend)
+    device = device_of_rank(backend, environment.local_rank)
     store = _rendezvous(environment, timeout_s)
     dist.init_process_group(
         backend, store=store, rank=environment.rank, world_size=environment.size, timeout=timedelta(seconds=timeout_s)
@@ -238,37 +307,37 @@ def _from_launcher(environment: _RankEnvironment, backend: str | None, timeout_s
     return _session_record(world, dist.group.WORLD, default_store(), backend, owned=True)
 
 
-def _from_existing_group(timeout_s: float) -> _Session:
-    rank, size, backend = dist.get_rank(), dist.get_world_size(), _group_backend()
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+def _from_existing_group(timeout_s: float | None) -> _Session:
+    group = dist.group.WORLD
+    own_s = TIMEOUT_S if group is None else own_timeout_s(group) or TIMEOUT_S
+    timeout_s = own_s if timeout_s is None else min(timeout_s, own_s)
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), default_backend()
+    bound = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         local_rank = bound.index
     elif os.environ.get("LOCAL_RANK"):
-        local_rank = _number("LOCAL_RANK")
+        local_rank = number_in_environment("LOCAL_RANK")
     else:
         local_rank = rank % max(1, torch.cuda.device_count())
-    device = _device(backend, local_rank)
+    device = device_of_rank(backend, local_rank)
     world = World(
         rank=rank, size=size, local_rank=local_rank, device=device, mesh=_mesh(device, size), timeout_s=timeout_s
     )
-    return _session_record(world, dist.group.WORLD, default_store(), backend, owned=False)
+    return _session_record(world, group, default_store(), backend, owned=False)
 
 
 def _session_record(
     world: World, group: dist.ProcessGroup | None, store: Store, backend: str, *, owned: bool
 ) -> _Session:
     number = _sessions_made
-    heartbeat = None
-    if world.size > 1:
-        heartbeat = Heartbeat(PrefixStore(f"wholestep/world/{number}", store), rank=world.rank, size=world.size)
     return _Session(
         world=world,
         group=group,
         store=store,
-        heartbeat=heartbeat,
+        heartbeat=_heartbeat(number, store, world.rank, world.size) if world.size > 1 else None,
         owned=owned,
         number=number,
-        backend=_with_gloo(backend),
+        backend=with_gloo(backend),
     )
 
 
@@ -283,7 +352,7 @@ def _is_current(session: _Session) -> bool:
     return (dist.group.WORLD if dist.is_initialized() else None) is session.group
 
 
-def _rendezvous(environment: _RankEnvironment, timeout_s: float) -> Store:
+def _rendezvous(environment: RankEnvironment, timeout_s: float) -> Store:
     """Connect to the store, and wait until every rank has."""
     kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -315,82 +384,6 @@ def _rendezvous(environment: _RankEnvironment, timeout_s: float) -> Store:
         what="the rendezvous",
     )
     return prefixed
-
-
-# ---- environment, backend, device, mesh --------------------------------------------------------------------------
-
-
-def _read_environment() -> _RankEnvironment | None:
-    """None when no launcher has set anything.
-
-    Raises:
-        ConfigError: naming the variable that is missing or makes no sense.
-    """
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if len(missing) == len(VARIABLES):
-        return None
-    if missing:
-        present = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name not in missing)
-        raise ConfigError(
-            f"The environment is set by half: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, "
-            f"while {present}. Start the program with `wholestep run` or torchrun, which set all of them; or, for a "
-            f"single process, unset {', '.join(name for name in VARIABLES if name not in missing)}."
-        )
-    rank, size, local_rank, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    if not 0 <= rank < size:
-        raise ConfigError(f"RANK={rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
-    if not 0 <= local_rank < size:
-        raise ConfigError(f"LOCAL_RANK={local_rank} wants to be at least 0 and less than WORLD_SIZE={size}.")
-    return _RankEnvironment(rank=rank, size=size, local_rank=local_rank, host=os.environ["MASTER_ADDR"], port=port)
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ConfigError(f"{name} wants a whole number, got {os.environ[name]!r}.") from None
-
-
-def _with_gloo(backend: str) -> str:
-    """nccl alone cannot carry CPU tensors, such as the step counters of optimizers, so gloo goes with it."""
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-
-
-def _chosen_backend(backend: str | None) -> str:
-    if backend is None:
-        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    backend = _with_gloo(backend)
-    known = {name.lower() for name in dist.Backend.backend_list}
-    for part in backend.split(","):
-        if part.rpartition(":")[2] not in known:
-            raise ConfigError(f"init(backend={backend!r}): {part!r} is no backend; torch has {sorted(known)}.")
-    if "nccl" in backend and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise ConfigError(f"init(backend={backend!r}) wants CUDA and NCCL, which are not available here. Use gloo.")
-    return backend
-
-
-def _group_backend() -> str:
-    """The backend of the adopted group, as ``cpu:gloo,cuda:nccl`` or ``gloo``."""
-    if dist.get_backend() == "nccl":
-        return "nccl"
-    return "cpu:gloo,cuda:nccl" if "nccl" in str(dist.get_backend_config()) else str(dist.get_backend())
-
-
-def _device(backend: str, local_rank: int) -> torch.device:
-    """The device of this rank, made the current one when it is a GPU."""
-    if "nccl" not in backend:
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if not 0 <= local_rank < count:
-        raise ConfigError(
-            f"LOCAL_RANK={local_rank} wants a GPU of its own, and this process sees {count} "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')}). Start at most one process "
-            "per GPU on a host and let all of them see all of its GPUs, as torchrun does; or use "
-            'init(backend="gloo") on the CPU.'
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _mesh(device: torch.device, size: int) -> DeviceMesh:

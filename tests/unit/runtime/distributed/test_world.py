@@ -1,6 +1,7 @@
 """What `init` and `run` make of environments and arguments, without a second process."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from tests.harness import fork_server
 from wholestep.errors import ConfigError, InternalError, RankMissingError
 from wholestep.runtime.distributed.consensus import default_store
-from wholestep.runtime.distributed.world import VARIABLES, close_current, init, run
+from wholestep.runtime.distributed.launch import VARIABLES
+from wholestep.runtime.distributed.world import close_current, init, run
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -52,6 +54,19 @@ def test_a_launcher_with_one_process_makes_a_group(monkeypatch):
     assert not dist.is_initialized()
     with pytest.raises(ConfigError, match="closed or replaced"):
         world.barrier("after")
+
+
+@pytest.mark.parametrize(("asked_s", "waits_s"), [(None, 21.5), (3.0, 3.0), (100.0, 21.5)])
+def test_ranks_wait_no_longer_than_their_group(asked_s, waits_s):
+    group = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "timeout": timedelta(seconds=21.5)}
+    dist.init_process_group("gloo", **group)
+    assert init(timeout_s=asked_s).timeout_s == waits_s
+    close_current()
+    dist.destroy_process_group()
+
+
+def test_ranks_wait_ten_minutes_where_nobody_says():
+    assert init("gloo").timeout_s == 600.0
 
 
 @pytest.mark.parametrize("name", VARIABLES)

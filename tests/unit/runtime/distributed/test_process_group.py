@@ -1,4 +1,4 @@
-"""Who is asked to let go before a process group ends, and by whom that is noticed."""
+"""What a process group says of itself; who is asked to let go before one ends, and by whom that is noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import destroy_process_group  # as users import it, before anything of ours runs
 
-from wholestep.runtime.distributed import teardown
+from wholestep.runtime.distributed import process_group
 
 
 class Graph:
@@ -30,7 +30,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def test_it_lets_go_before_the_groups_end(group):
     graph = Graph()
-    teardown.release_before_teardown(graph)
+    process_group.release_before_teardown(graph)
     other = dist.new_group([0])
     names = other.group_name, group.group_name
     destroy_process_group(other)
@@ -42,14 +42,14 @@ def test_it_lets_go_before_the_groups_end(group):
 def test_once_however_many_hold_something(group):
     graphs = [Graph() for _ in range(3)]
     for graph in graphs:
-        teardown.release_before_teardown(graph)
+        process_group.release_before_teardown(graph)
     destroy_process_group()
     assert [len(graph.asked) for graph in graphs] == [1, 1, 1]
 
 
 def test_what_is_gone_is_not_kept(group):
     asked = (graph := Graph()).asked
-    teardown.release_before_teardown(graph)
+    process_group.release_before_teardown(graph)
     del graph
     gc.collect()
     destroy_process_group()
