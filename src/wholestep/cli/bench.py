@@ -251,7 +251,7 @@ def _listed(values: list[str] | None) -> list[str]:
 def command(
     *,
     suite: Annotated[
-        Suite | None, typer.Option(help="gpu: W1, W2, W3; cpu: mlp, gpt, conv, tiny; all contenders.")
+        Suite | None, typer.Option(help="gpu: W1, W2, W3, W4 on request; cpu: mlp, gpt, conv, tiny; all contenders.")
     ] = None,
     workload: Annotated[
         list[str] | None,

@@ -32,12 +32,15 @@ class Kind(Enum):
     DDP_COMPILED = "DDP(torch.compile)"
     EAGER_BF16 = "eager DDP, gradients in bf16"
     JAX = "JAX, jit over a mesh"
+    JAX_FSDP = "JAX, fully sharded"
 
 
 OWN = (Kind.OURS, Kind.LIMIT, Kind.OURS_BF16, Kind.FSDP_OURS, Kind.ZERO1_OURS)
 STOCK = (Kind.EAGER, Kind.COMPILED_DDP, Kind.FSDP, Kind.DDP_COMPILED, Kind.EAGER_BF16)
 """What PyTorch has without us."""
-_ON_REQUEST = (Kind.EAGER_BF16, Kind.FSDP_OURS, Kind.ZERO1_OURS)
+JAX_KINDS = (Kind.JAX, Kind.JAX_FSDP)
+"""What runs in a process of its own, without torch's ranks."""
+_ON_REQUEST = (Kind.EAGER_BF16, Kind.FSDP_OURS, Kind.ZERO1_OURS, Kind.JAX_FSDP)
 DEFAULT = tuple(kind for kind in Kind if kind not in _ON_REQUEST)
 """The order in which contenders are opened: what others are compared with comes first."""
 

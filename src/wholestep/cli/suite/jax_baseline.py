@@ -1,7 +1,8 @@
-"""The same language model, step and batch under JAX: data parallel, jit over a mesh.
+"""The same language model, step and batch under JAX, jit over a mesh: data parallel or fully sharded.
 
-``python -m wholestep.cli.suite.jax_baseline W1 4 60`` trains on four devices and prints one line of JSON. It is a
-process of its own because JAX and torch want the same GPUs for themselves, and is run where JAX is installed.
+``python -m wholestep.cli.suite.jax_baseline jax W1 4 60`` trains on four devices and prints one line of JSON; under
+``jax_fsdp`` parameters and optimizer state are cut over the devices. It is a process of its own because JAX and torch
+want the same GPUs for themselves, and is run where JAX is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wholestep.cli.suite.contenders import LEARNING_RATE
+from wholestep.cli.suite.contenders import LEARNING_RATE, Kind
 from wholestep.cli.suite.rank_session import BLOCK_STEPS
 from wholestep.cli.suite.results import LOSS_STEPS
 from wholestep.cli.suite.workloads import draw_tokens
@@ -26,6 +27,9 @@ from wholestep.cli.workloads.reference_lm import REFERENCE, LanguageModelSize
 
 # The defaults of torch.optim.AdamW.
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01
+
+AXIS = "data"
+"""Of the mesh, which has no other one."""
 
 Tree = Any
 
@@ -109,34 +113,52 @@ def train_step(state: Tree, tokens: Any, targets: Any, *, size: LanguageModelSiz
     return (params, means, squares, count), loss
 
 
-def measure(name: str, nproc: int, num_steps: int) -> dict[str, Any]:
+def cut(array: Any, mesh: Mesh) -> NamedSharding:
+    """An array in equal parts over all devices, along the first dim that allows it; whole on each where none does."""
+    count = mesh.devices.size
+    dim = next((dim for dim, length in enumerate(array.shape) if length and length % count == 0), None)
+    return NamedSharding(mesh, PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, AXIS))
+
+
+def start(size: LanguageModelSize, mesh: Mesh, *, sharded: bool) -> tuple[Tree, Tree]:
+    """Parameters, averages and count, and how each of them lies on the devices. No device ever holds more than that."""
+
+    def made() -> Tree:
+        params = parameters(size, jax.random.key(0))
+        means, squares = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return params, means, squares, jnp.zeros((), jnp.float32)
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda one: cut(one, mesh) if sharded else whole, jax.eval_shape(made))
+    return jax.jit(made, out_shardings=shardings)(), shardings
+
+
+def measure(kind: Kind, name: str, nproc: int, num_steps: int) -> dict[str, Any]:
     """What a `ContenderResult` of this contender holds."""
     size, devices = REFERENCE[name], jax.devices()[:nproc]
     if len(devices) < nproc:
         raise RuntimeError(f"JAX sees {len(devices)} devices, and {nproc} were asked for")
-    mesh = Mesh(np.array(devices), ("data",))
-    whole, spread = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    mesh = Mesh(np.array(devices), (AXIS,))
     drawn = zip(*(draw_tokens(size, rank) for rank in range(nproc)), strict=True)
-    tokens, targets = (jax.device_put(np.concatenate([one.numpy() for one in each]), spread) for each in drawn)
-    params = jax.jit(partial(parameters, size), out_shardings=whole)(jax.random.key(0))
-    means, squares = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    state = jax.device_put((params, means, squares, jnp.zeros((), jnp.float32)), whole)
-    del params, means, squares
-    step = jax.jit(partial(train_step, size=size), donate_argnums=0, out_shardings=(whole, whole))
-    start = time.perf_counter()
+    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+    tokens, targets = (jax.device_put(np.concatenate([one.numpy() for one in each]), rows) for each in drawn)
+    state, shardings = start(size, mesh, sharded=kind is Kind.JAX_FSDP)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(partial(train_step, size=size), donate_argnums=0, out_shardings=(shardings, whole))
+    began = time.perf_counter()
     state, loss = step(state, tokens, targets)
     loss.block_until_ready()
-    first_s = time.perf_counter() - start
+    first_s = time.perf_counter() - began
     for _ in range(LOSS_STEPS - 1):
         state, loss = step(state, tokens, targets)
     behind = float(loss)
     times_ms = []
     for _ in range(max(2, num_steps // BLOCK_STEPS)):
-        start = time.perf_counter()
+        began = time.perf_counter()
         for _ in range(BLOCK_STEPS):
             state, loss = step(state, tokens, targets)
         loss.block_until_ready()
-        times_ms.append(1e3 * (time.perf_counter() - start) / BLOCK_STEPS)
+        times_ms.append(1e3 * (time.perf_counter() - began) / BLOCK_STEPS)
     times_ms.sort()
     median_ms = statistics.median(times_ms)
     memory = devices[0].memory_stats() or {}
@@ -149,4 +171,4 @@ def measure(name: str, nproc: int, num_steps: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(measure(Kind[sys.argv[1].upper()], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))

@@ -25,7 +25,7 @@ class ContenderResult:
     """One contender. What was not measured is None."""
 
     outcome: str = "ok"
-    """"ok", "differs" (its loss is not that of eager DDP), "failed" or "not run"."""
+    """"ok", "differs" (its loss is not that of a stock contender), "failed" or "not run"."""
     note: str = ""
     median_ms: float | None = None
     """Of blocks of steps that took turns with the other contenders, or ran alone where the note says so; the slowest
@@ -39,7 +39,7 @@ class ContenderResult:
     loss: float | None = None
     """Mean over the ranks, of the last of `LOSS_STEPS` steps."""
     loss_difference: float | None = None
-    """From eager DDP, relative to it."""
+    """From eager DDP, relative to it; where that did not run, from the first stock contender."""
     peak_bytes: int | None = None
     """Most that was allocated at once, by this contender alone; the rank with most."""
     reserved_bytes: int | None = None
@@ -95,8 +95,8 @@ class SuiteReport:
         caption = (
             f"torch {self.torch_version}, {self.date}, {self.command}. Blocks of steps in turn, the slowest rank "
             f"counts; memory is that of the contender alone; first: the first call, which compiles, with an empty "
-            "cache; "
-            f"loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP."
+            f"cache; loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP or, "
+            "without that, from the first stock contender."
         )
         table = Table(title=f"{self.training}: {self.nproc} x {self.device}", title_justify="left")
         table.add_column("contender", no_wrap=True)

@@ -18,16 +18,16 @@ import torch
 from rich.console import Console
 
 import wholestep as ws
-from wholestep.cli.suite.contenders import DEFAULT, Kind
+from wholestep.cli.suite.contenders import DEFAULT, JAX_KINDS, Kind
 from wholestep.cli.suite.rank_session import Plan, on_rank
 from wholestep.cli.suite.results import ContenderResult, SuiteReport, load, save
 from wholestep.cli.suite.roofline import floors
 from wholestep.cli.suite.targets import judge
-from wholestep.cli.suite.workloads import SUITES, training
+from wholestep.cli.suite.workloads import ON_REQUEST, SUITES, training
 from wholestep.errors import ConfigError
 
 JAX_RESERVE_S = 90.0
-"""What is kept of the time for JAX, which runs last."""
+"""What is kept of the time for each contender of JAX, which run last."""
 GRACE_S = 120.0
 """How long the ranks may go on behind the end of their time."""
 
@@ -70,7 +70,7 @@ def parse_trainings(suite: str, names: Sequence[str]) -> tuple[str, ...]:
 
     Raises ConfigError for unknown ones.
     """
-    known = [*SUITES["gpu"], *SUITES["cpu"]]
+    known = [*SUITES["gpu"], *ON_REQUEST, *SUITES["cpu"]]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--workload wants some of {', '.join(known)} with --suite, got {', '.join(unknown)}.")
     return tuple(names) or SUITES[suite]
@@ -107,9 +107,9 @@ def _run_training(
         floor=str(floors(chosen.size, nproc=nproc)) if chosen.size is not None else "",
     )  # fmt: skip
     save(path, [*earlier, report])
-    with_jax = Kind.JAX in settings.kinds
-    kinds = tuple(kind for kind in settings.kinds if kind is not Kind.JAX)
-    deadline = end - (JAX_RESERVE_S if with_jax and _has_jax() and torch.cuda.is_available() else 0)
+    of_jax = [kind for kind in settings.kinds if kind in JAX_KINDS]
+    kinds = tuple(kind for kind in settings.kinds if kind not in JAX_KINDS)
+    deadline = end - (JAX_RESERVE_S * len(of_jax) if _has_jax() and torch.cuda.is_available() else 0)
     if kinds:
         with TemporaryDirectory() as caches:
             plan = Plan(
@@ -117,9 +117,9 @@ def _run_training(
                 caches=Path(caches),
             )  # fmt: skip
             report = _on_ranks(plan, nproc)
-    if with_jax:
-        contenders = {**report.contenders, Kind.JAX.name.lower(): _jax(settings, name, nproc=nproc, end=end)}
-        report = replace(report, contenders=contenders)
+    for kind in of_jax:
+        found = _jax(kind, settings, name, nproc=nproc, end=end)
+        report = replace(report, contenders={**report.contenders, kind.name.lower(): found})
     return judge(report)
 
 
@@ -146,19 +146,20 @@ def _has_jax() -> bool:
     return importlib.util.find_spec("jax") is not None
 
 
-def _jax(settings: SuiteSettings, name: str, *, nproc: int, end: float) -> ContenderResult:
-    """The contender of JAX, in a process of its own behind those of torch."""
+def _jax(kind: Kind, settings: SuiteSettings, name: str, *, nproc: int, end: float) -> ContenderResult:
+    """A contender of JAX, in a process of its own behind those of torch."""
     if not _has_jax():
         return ContenderResult(outcome="not run", note="not installed")
     if training(name).size is None:
         return ContenderResult(outcome="not run", note="there is no JAX version of this training")
     if (left_s := end - time.time()) < 10:
         return ContenderResult(outcome="not run", note="no time was left")
-    Console(stderr=True).print(f"{name}: {Kind.JAX.value}", highlight=False)
+    Console(stderr=True).print(f"{name}: {kind.value}", highlight=False)
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if not torch.cuda.is_available():
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={nproc}"}
-    command = [sys.executable, "-m", "wholestep.cli.suite.jax_baseline", name, str(nproc), str(settings.num_steps)]
+    arguments = [kind.name.lower(), name, str(nproc), str(settings.num_steps)]
+    command = [sys.executable, "-m", "wholestep.cli.suite.jax_baseline", *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:

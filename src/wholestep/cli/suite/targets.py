@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wholestep.cli.suite.contenders import STOCK, Kind
+from wholestep.cli.suite.contenders import JAX_KINDS, STOCK, Kind
 from wholestep.cli.suite.results import Check, ContenderResult, SuiteReport
 
 MAX_EXPOSED = 0.02
@@ -42,21 +42,21 @@ AIMS: Mapping[str, Aim] = {
 
 
 def judge(report: SuiteReport) -> SuiteReport:
-    """The report with losses compared with eager DDP's, and with checks."""
-    eager_loss = report.contender(Kind.EAGER).loss
+    """The report with losses compared with eager DDP's, or with those of the first stock contender, and with checks."""
+    stock_loss = next((loss for kind in STOCK if (loss := report.contender(kind).loss) is not None), None)
     contenders = {
-        name: _compare(Kind[name.upper()], result, eager_loss, report.loss_tolerance)
+        name: _compare(Kind[name.upper()], result, stock_loss, report.loss_tolerance)
         for name, result in report.contenders.items()
     }
     report = replace(report, contenders=contenders)
     return replace(report, checks=tuple(_checks(report, AIMS.get(report.training, Aim()))))
 
 
-def _compare(kind: Kind, result: ContenderResult, eager_loss: float | None, tolerance: float) -> ContenderResult:
+def _compare(kind: Kind, result: ContenderResult, stock_loss: float | None, tolerance: float) -> ContenderResult:
     # The limit trains every rank on its own; JAX draws other weights; bfloat16 on the wire rounds gradients besides.
-    if eager_loss is None or result.loss is None or kind in (Kind.LIMIT, Kind.JAX):
+    if stock_loss is None or result.loss is None or kind in (Kind.LIMIT, *JAX_KINDS):
         return result
-    difference = abs(result.loss - eager_loss) / abs(eager_loss)
+    difference = abs(result.loss - stock_loss) / abs(stock_loss)
     # Written so that a loss that is no number differs.
     outcome = result.outcome if difference <= tolerance or result.outcome != "ok" else "differs"
     return replace(result, loss_difference=difference, outcome=outcome)

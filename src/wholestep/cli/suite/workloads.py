@@ -101,6 +101,8 @@ def _small(name: small_models.WorkloadName) -> Training:
 
 SUITES: Mapping[str, tuple[str, ...]] = {"gpu": ("W1", "W2", "W3"), "cpu": ("mlp", "gpt", "conv", "tiny")}
 """The trainings of each suite, in order."""
+ON_REQUEST = ("W4",)
+"""Trainings of the suites that run only where they are named: most contenders cannot hold them."""
 
 
 def training(name: str) -> Training:

@@ -29,9 +29,11 @@ REFERENCE = {
     "W1": LanguageModelSize(num_layers=12, width=768, num_heads=12, vocabulary=50304, length=1024, rows=1),
     "W2": LanguageModelSize(num_layers=12, width=768, num_heads=12, vocabulary=50304, length=1024, rows=8),
     "W3": LanguageModelSize(num_layers=20, width=2048, num_heads=16, vocabulary=32000, length=2048, rows=4, gated=5376),
+    "W4": LanguageModelSize(num_layers=28, width=3072, num_heads=24, vocabulary=32000, length=2048, rows=4, gated=8192),
     "tiny": LanguageModelSize(num_layers=2, width=64, num_heads=4, vocabulary=256, length=64, rows=2),
 }
-"""W1 is bound by launches and communication, W2 by neither alone, W3 by arithmetic; "tiny" is for trying things out."""
+"""W1 is bound by launches and communication, W2 by neither alone, W3 by arithmetic. W4 has 3.4 billion parameters; with
+whole state and gradients (54 GB in float32) a GPU of 80 GB has too little left. "tiny" is for trying things out."""
 
 
 class Block(nn.Module):

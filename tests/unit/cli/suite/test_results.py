@@ -56,10 +56,15 @@ def test_a_loss_is_compared_with_eager_ddp(loss: float, outcome: str) -> None:
     assert found.is_sound is (outcome == "ok")
 
 
+def test_where_eager_ddp_cannot_run_the_first_stock_contender_says_what_the_loss_is() -> None:
+    found = judge(report(fsdp=CONTENDER, fsdp_ours=replace(CONTENDER, loss=8.1), zero1_ours=CONTENDER))
+    assert outcomes(found) == {"fsdp": "ok", "fsdp_ours": "differs", "zero1_ours": "ok"}
+
+
 def test_the_limit_and_jax_have_losses_of_their_own_and_what_failed_stays_so() -> None:
     away = replace(CONTENDER, loss=1.0)
-    found = judge(report(eager=CONTENDER, limit=away, jax=away, ours=replace(away, outcome="failed")))
-    assert outcomes(found) == {"eager": "ok", "limit": "ok", "jax": "ok", "ours": "failed"}
+    found = judge(report(eager=CONTENDER, limit=away, jax=away, jax_fsdp=away, ours=replace(away, outcome="failed")))
+    assert outcomes(found) == {"eager": "ok", "limit": "ok", "jax": "ok", "jax_fsdp": "ok", "ours": "failed"}
     assert not found.is_sound
     assert judge(report(ours=away)).is_sound  # nothing to compare it with
     assert report(fsdp=ContenderResult(outcome="not run")).is_sound

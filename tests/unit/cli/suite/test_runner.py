@@ -110,8 +110,10 @@ def test_what_was_done_is_kept_where_the_ranks_end_early(tmp_path: Path, monkeyp
     assert reports[1].contender(Kind.OURS).outcome == "differs"  # float32
 
 
-def jax_contender(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tuple[ContenderResult, list[Any]]:
-    """The contender of JAX whose process ends so, and what was started."""
+def jax_contender(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: Kind = Kind.JAX, **done: Any
+) -> tuple[ContenderResult, list[Any]]:
+    """A contender of JAX whose process ends so, and what was started."""
     started: list[Any] = []
 
     def process(asked: list[str], **options: Any) -> Any:
@@ -122,16 +124,17 @@ def jax_contender(monkeypatch: pytest.MonkeyPatch, name: str, **done: Any) -> tu
 
     monkeypatch.setattr(runner, "_has_jax", lambda: True)
     monkeypatch.setattr(runner.subprocess, "run", process)
-    settings = SuiteSettings(suite="cpu", trainings=(name,), kinds=(Kind.JAX,), budget_s=60.0)
+    settings = SuiteSettings(suite="cpu", trainings=(name,), kinds=(kind,), budget_s=60.0)
     (report,) = run_suite(settings, nproc=2)
-    return report.contender(Kind.JAX), started
+    return report.contender(kind), started
 
 
-def test_jax_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Kind.JAX, Kind.JAX_FSDP])
+def test_jax_runs_in_a_process_of_its_own(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     out = 'a warning\n{"median_ms": 3.0, "loss": 1.5, "note": "jax 1"}\n'
-    contender, ((asked, options),) = jax_contender(monkeypatch, "tiny", status=0, out=out)
+    contender, ((asked, options),) = jax_contender(monkeypatch, "tiny", kind, status=0, out=out)
     assert contender == ContenderResult(median_ms=3.0, loss=1.5, note="jax 1")
-    assert asked[1:] == ["-m", "wholestep.cli.suite.jax_baseline", "tiny", "2", "60"]
+    assert asked[1:] == ["-m", "wholestep.cli.suite.jax_baseline", kind.name.lower(), "tiny", "2", "60"]
     assert options["env"]["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     assert 0 < options["timeout"] <= 60
 
