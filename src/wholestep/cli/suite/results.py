@@ -95,8 +95,8 @@ class SuiteReport:
         caption = (
             f"torch {self.torch_version}, {self.date}, {self.command}. Blocks of steps in turn, the slowest rank "
             f"counts; memory is that of the contender alone; first: the first call, which compiles, with an empty "
-            f"cache; loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP or, "
-            "without that, from the first stock contender."
+            f"cache; loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP or "
+            "else from the first stock contender."
         )
         table = Table(title=f"{self.training}: {self.nproc} x {self.device}", title_justify="left")
         table.add_column("contender", no_wrap=True)
