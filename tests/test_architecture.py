@@ -155,6 +155,7 @@ DOORS: dict[str, dict[str, str]] = {
     "lower/inductor/war_order.py": {"torch._inductor": "what it forgets of an order where it fits loops to each other"},
     "lower/inductor/config_fallback.py": {"torch._inductor": "what it does where Triton cannot compile a kernel"},
     "lower/cudagraph/graph_pool.py": {
+        "torch._C._cuda_clearCublasWorkspaces": "to give up what a library keeps in the memory of graphs",
         "torch._C._cuda_endAllocateToPool": "to end what a capture that failed has begun in the allocator",
         "torch._C._cuda_releasePool": "likewise",
     },

@@ -322,11 +322,11 @@ class _Session:
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def _memory(self) -> tuple[int, int]:
-        """Most bytes allocated and reserved since `_settle`."""
+        """The most bytes allocated at once since `_settle`, and those held from the device now."""
         if not self.on_gpu:
             return 0, 0
         device = self.world.device
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
 
     def _use_cache(self, kind: Kind) -> None:
         """Gives compilers an empty cache; contenders of ours share one, as they share kernels."""

@@ -43,7 +43,7 @@ class ContenderResult:
     peak_bytes: int | None = None
     """Most that was allocated at once, by this contender alone; the rank with most."""
     reserved_bytes: int | None = None
-    """Most that was held from the device at once, memory of CUDA graphs included."""
+    """What was held from the device behind these steps, memory of CUDA graphs included."""
     exposed_ms: float | None = None
     """Of a step: nothing but communication runs. The largest over the ranks."""
     exposed_ms_by_rank: tuple[float, ...] = ()

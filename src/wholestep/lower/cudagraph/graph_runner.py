@@ -37,6 +37,7 @@ from wholestep.lower.base import eager_backend
 from wholestep.lower.cudagraph import grad_ownership, output_copies, rng_replay
 from wholestep.lower.cudagraph.graph_pool import Pool
 from wholestep.lower.cudagraph.partition import Partition, Piece, partition
+from wholestep.passes.analysis.task_graph import live_bytes
 from wholestep.runtime.distributed import process_group
 
 log = logging.getLogger("wholestep")
@@ -108,7 +109,7 @@ class GraphRunner:
         """How to copy results out of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
-        pool.add(self)
+        pool.add(self, max(live_bytes(program).values(), default=0))
         process_group.release_before_teardown(self)
 
     def _use(self, parts: Partition) -> None:

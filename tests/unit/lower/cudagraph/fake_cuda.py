@@ -29,6 +29,10 @@ class FakeCuda:
         self.stream = self.make_Stream("users")
         self.full = False
         """Whether there is no memory for another graph."""
+        self.free_bytes = 1 << 40
+        """The largest piece of memory that there is."""
+        self.num_clears = 0
+        """How often workspaces of cuBLAS were given up."""
         self.numbers = itertools.count(1)
         self.alive: set[str] = set()
         for name in ("graph", "CUDAGraph", "device", "Stream", "stream"):
@@ -37,9 +41,22 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: f"pool {next(self.numbers)}")
+        monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", self.allocate)
+        monkeypatch.setattr(torch.cuda, "caching_allocator_delete", lambda given: self.log.append(f"{given} free"))
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, raising=False)
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             told = partial(lambda what, *args: self.log.append(f"{what} {args}"), name)
             monkeypatch.setattr(torch._C, name, told, raising=False)
+
+    def clear_workspaces(self) -> None:
+        assert self.stream == "users", "a graph is being captured"
+        self.num_clears += 1
+
+    def allocate(self, num_bytes: int, device: torch.device, stream: str) -> str:
+        if num_bytes > self.free_bytes:
+            raise torch.OutOfMemoryError("out of memory")
+        self.log.append(f"{num_bytes} bytes on {stream}")
+        return f"{num_bytes} bytes"
 
     def make_CUDAGraph(self, keep_graph: bool = False) -> Any:
         fake, name = self, f"graph {next(self.numbers)}"

@@ -30,6 +30,47 @@ def test_a_pool_outlives_its_graphs(cuda: FakeCuda) -> None:
     assert set(cuda.log) == {"capture into pool 1, thread_local", "users waits for stream 2"}
 
 
+class Nobody:
+    """A member of a pool."""
+
+    def give_up(self) -> None:
+        raise AssertionError("nobody is asked to")
+
+
+def test_a_pool_begins_with_room_for_its_members_in_one_piece(cuda: FakeCuda) -> None:
+    pool, members = Pool(torch.device("cpu")), [Nobody(), Nobody()]
+    pool.add(members[0], 1000)
+    pool.add(members[1], 100)
+    pool.capture(lambda: ())
+    room = ["1020 bytes on stream 2", "1020 bytes free"]
+    captured = ["capture into pool 1, thread_local", "users waits for stream 2"]
+    assert cuda.log == [captured[0], *room, captured[1], *captured]
+    del cuda.log[:]
+    pool.capture(lambda: ())
+    assert cuda.log == captured
+    with pytest.raises(RuntimeError):
+        pool.capture(lambda: [][0])
+    assert cuda.log[-3].startswith("1020 bytes on ")  # the new pool has room, too
+
+
+def test_no_workspace_stays_in_a_pool(cuda: FakeCuda) -> None:
+    """It would keep the piece that it was cut from, which is all of the pool."""
+    pool = Pool(torch.device("cpu"))
+    pool.capture(lambda: ())
+    assert cuda.num_clears == 1
+    with pytest.raises(RuntimeError):
+        pool.capture(lambda: [][0])
+    assert cuda.num_clears == 2
+
+
+def test_without_a_piece_as_large_a_step_is_captured_all_the_same(cuda: FakeCuda) -> None:
+    pool, member = Pool(torch.device("cpu")), Nobody()
+    pool.add(member, 1000)
+    cuda.free_bytes = 1019
+    assert pool.capture(lambda: ("result",))[1] == ("result",)
+    assert cuda.log == ["capture into pool 1, thread_local", "users waits for stream 2"] * 2
+
+
 def test_nothing_is_collected_during_a_capture(cuda: FakeCuda) -> None:
     pool, seen = Pool(torch.device("cpu")), []
 
