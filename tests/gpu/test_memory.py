@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gpu
 SIZE = LanguageModelSize(
     num_layers=6, width=2048, num_heads=16, vocabulary=32000, length=2048, rows=4, gated=5376
 )  # fmt: skip
-"""W3 with fewer layers: 434 million parameters, 5.2 GB with the state of AdamW. What libraries keep is little beside it,
-and an allocator that takes a segment for each tensor that fits nowhere holds a third too much."""
+"""W3 with fewer layers: 434 million parameters, 5.2 GB with the state of AdamW. What libraries keep is little beside
+that, and an allocator that takes a segment for each tensor that fits nowhere holds a third too much."""
 CALLS = 8
 """The graph is captured in the third one."""
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
