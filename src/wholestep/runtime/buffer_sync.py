@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,9 +14,9 @@ from wholestep.ir.program import InputKind, MeshAxis, OutputKind, Program
 from wholestep.runtime.distributed.failure_report import named_failures
 from wholestep.runtime.distributed.world import World
 
-MESSAGE_BYTES = 64 << 20
-"""Tensors travel together up to here. An allocator keeps the memory of a message for others, and cannot give it back
-while one of them is in use: of a message of all state, 4.2 GiB, 32 MiB were, for the workspace of a library."""
+LARGE_BYTES = 64 << 20
+"""What messages took is given back from here on. An allocator keeps it for others, and of a message of 4.2 GiB they
+were 32 MiB, the workspace of a library, which kept all of it from the device."""
 
 _may_differ: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Buffers that a step of this process wrote since they were last equal on all ranks, by id."""
@@ -73,33 +73,28 @@ def broadcast_over(tensors: list[torch.Tensor], axes: tuple[MeshAxis, ...]) -> N
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], axis: MeshAxis) -> None:
-    """Gives `tensors` the values of the axis's first rank, many in a message, as DistributedDataParallel does.
+    """Gives `tensors` the values of the axis's first rank, one message per dtype, as DistributedDataParallel does.
 
     None of them is changed before all have arrived.
     """
-    group = group_named(axis.group)
-    source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        sent = [(same, torch.cat([t.detach().reshape(-1) for t in same])) for same in messages(tensors)]
-        for _, flat in sent:
-            dist.broadcast(flat, source, group=group)
-        for same, flat in sent:
-            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
-                _may_differ.pop(id(tensor), None)
-
-
-def messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors by dtype and device, in lists of at most `MESSAGE_BYTES`, or of one that is larger."""
     by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in by_dtype.values():
-        message, num_bytes = list[torch.Tensor](), 0
-        for tensor in same:
-            if message and num_bytes + tensor.nbytes > MESSAGE_BYTES:
-                yield message
-                message, num_bytes = [], 0
-            message.append(tensor)
-            num_bytes += tensor.nbytes
-        yield message
+    _in_messages([*by_dtype.values()], axis)
+    for tensor in tensors:
+        _may_differ.pop(id(tensor), None)
+    if sum(tensor.nbytes for tensor in tensors if tensor.is_cuda) >= LARGE_BYTES:
+        torch.cuda.empty_cache()
+
+
+def _in_messages(contents: list[list[torch.Tensor]], axis: MeshAxis) -> None:
+    """Broadcasts each list of tensors as one message, all of them before the first is read."""
+    group = group_named(axis.group)
+    source = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        sent = [torch.cat([tensor.detach().reshape(-1) for tensor in same]) for same in contents]
+        for flat in sent:
+            dist.broadcast(flat, source, group=group)
+        for same, flat in zip(contents, sent, strict=True):
+            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))

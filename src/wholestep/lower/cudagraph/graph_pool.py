@@ -99,7 +99,7 @@ class Pool:
         gc.collect()  # and nothing meanwhile: to destroy a graph, a kernel or a group ends a capture
         with torch.cuda.device(self.device), gc_paused():
             if self._keeper is None:
-                self._renew()
+                self._renew(room_bytes=int(ROOM * self._room_bytes))
             try:
                 graph, results = self._captured(body, rng)
             finally:
@@ -134,20 +134,20 @@ class Pool:
         assert self._stream is not None
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _renew(self) -> None:
+    def _renew(self, *, room_bytes: int) -> None:
         """A pool that nobody uses, with the graph that keeps it, and a stream to capture on."""
         self._handle, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         number, keeper = torch.zeros(1, device=self.device), torch.cuda.CUDAGraph()
         with self._capturing(keeper):
-            self._make_room()
+            self._make_room(room_bytes)
             number.zero_()
         self._keeper = keeper
 
-    def _make_room(self) -> None:
+    def _make_room(self, num_bytes: int) -> None:
         """See "room in one piece". Without a piece as large the allocator takes what there is."""
-        if self._room_bytes:
+        if num_bytes:
             with contextlib.suppress(torch.OutOfMemoryError):
-                room = torch.cuda.caching_allocator_alloc(int(ROOM * self._room_bytes), self.device, self._stream)
+                room = torch.cuda.caching_allocator_alloc(num_bytes, self.device, self._stream)
                 torch.cuda.caching_allocator_delete(room)
 
     def _mend(self, graph: torch.cuda.CUDAGraph, before: torch.cuda.Stream) -> None:
@@ -161,5 +161,5 @@ class Pool:
         with contextlib.suppress(RuntimeError):  # raised by the first where the allocator knows that it has ended
             torch._C._cuda_endAllocateToPool(index, self._handle)
             torch._C._cuda_releasePool(index, self._handle)
-        self._keeper = None
-        self._renew()
+        self._renew(room_bytes=0)
+        self._keeper = None  # nobody may capture any more; who does makes a pool with room

@@ -50,7 +50,11 @@ def test_a_pool_begins_with_room_for_its_members_in_one_piece(cuda: FakeCuda) ->
     assert cuda.log == captured
     with pytest.raises(RuntimeError):
         pool.capture(lambda: [][0])
-    assert cuda.log[-3].startswith("1020 bytes on ")  # the new pool has room, too
+    pool.capture(lambda: ())
+    new = next(line for line in reversed(cuda.log) if line.startswith("capture"))
+    assert new != captured[0]
+    assert cuda.log.count("1020 bytes free") == 1
+    assert cuda.log.index("1020 bytes free") > cuda.log.index(new)  # who captures again has room, too
 
 
 def test_no_workspace_stays_in_a_pool(cuda: FakeCuda) -> None:
@@ -112,8 +116,11 @@ def test_torch_is_mended_after_a_capture_that_failed(cuda: FakeCuda) -> None:
     assert rest[2].startswith("capture into pool ")
     assert rest[2] != begun
     assert (waits, rest[3]) == ("users waits for stream 2", "users waits for stream 7")
+    del cuda.log[:]
     pool.capture(lambda: ())
-    assert cuda.log[-2] == rest[2]
+    begun_anew, *_ = cuda.log
+    assert cuda.log[-2] == begun_anew
+    assert begun_anew not in (begun, rest[2])  # the pool of that capture has gone with it
 
 
 def test_torch_is_mended_where_a_graph_cannot_be_made_ready(cuda: FakeCuda) -> None:
