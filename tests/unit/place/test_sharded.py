@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -89,6 +88,33 @@ def test_micro_batches_in_one_call_are_reduced_once() -> None:
     assert collectives(program) == {"gather": 6, "scatter": 6}
 
 
+def stays(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A step that adds to the gradients that are there, and leaves them."""
+    nn.functional.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+def with_gradients() -> Program:
+    model, opt = made("mlp", 7, "adamw_foreach")
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    return capture(stays, (model, opt, *batch("mlp")), {}).program
+
+
+@pytest.mark.parametrize("strategy", [ws.FSDP(reduce="sum"), ws.ZeRO(stage=2, reduce="sum")], ids=["f", "z"])
+def test_gradients_from_before_a_call_are_added_behind_the_reduction(strategy: Strategy) -> None:
+    """They are sums over the ranks already."""
+    program = place(shard_inputs(with_gradients(), strategy, (SHARDS,)), strategy, (SHARDS,))
+    assert collectives(program) == {"gather" if isinstance(strategy, ws.FSDP) else "gather end": 6, "scatter": 6}
+    starts = [node for node in program.graph.nodes if "reduce_scatter_tensor" in str(node.target)]
+    added = [user for start in starts for wait in start.users for user in wait.users if "add" in str(user.target)]
+    assert len(added) == len(starts)
+    gradients = [
+        node for node, one in zip(program.placeholders, program.inputs, strict=True) if one.kind is InputKind.GRAD
+    ]
+    assert {arg for node in added for arg in node.all_input_nodes} >= {*gradients}
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", [ws.FSDP(), ws.FSDP(reshard_after_forward=True), ws.ZeRO()], ids=["f", "r", "z"])
@@ -121,15 +147,7 @@ def test_inputs_are_padded_parts_and_the_rank_is_one_more() -> None:
     ],
 )
 def test_which_inputs_a_strategy_cuts(strategy: Strategy, kinds: set[InputKind]) -> None:
-    def step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-        nn.functional.cross_entropy(model(x), y).backward()
-        opt.step()
-
-    model, opt = made("mlp", 7, "adamw_foreach")
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    program = capture(step, (model, opt, *batch("mlp")), {}).program
-    cut = shard_inputs(replace(program), strategy, (SHARDS,)).inputs
+    cut = shard_inputs(with_gradients(), strategy, (SHARDS,)).inputs
     assert {record.kind for record in cut if record.shard is not None} == kinds
     assert all(record.shape for record in cut if record.shard is not None)
     assert all(record.shard is not None for record in cut if record.kind in kinds and record.shape)

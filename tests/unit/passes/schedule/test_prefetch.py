@@ -59,6 +59,11 @@ def test_it_goes_as_far_as_it_is_asked_to_and_collectives_keep_their_order() -> 
     assert text(case, names, 3 * UNIT_BYTES, reach=9.0) == "c0 g0 c1 g1 c2 g2 w0 f0 w1 f1 w2 f2"
 
 
+def test_what_has_moved_takes_room_from_gathers_behind_it() -> None:
+    case, names = layers(3)
+    assert text(case, names, 2 * UNIT_BYTES, reach=9.0) == "c0 g0 c1 g1 w0 f0 c2 g2 w1 f1 w2 f2"
+
+
 def test_no_gather_moves_past_a_point_without_room() -> None:
     """Layer 1 fills the bound: gather 2 stays behind it, gather 1 still stands in front of layer 0."""
     case, names = layers(4, crowded=1)
