@@ -27,7 +27,7 @@ ROOMS = """
     capture/functionalize capture/tracing capture/guards capture/bind capture
     place
     passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes/compress passes
-    runtime/distributed runtime runtime/sharding runtime/verify
+    runtime/distributed runtime runtime/sharding runtime/checkpoint runtime/verify
     lower/codecache lower/gemm lower/kernels lower/decompositions lower/base lower/cudagraph lower/foreach
     lower/inductor lower
     live/recording live/opaque live api/report api/cache api spmd __init__
@@ -40,7 +40,7 @@ DOOR_PLATES = {"__init__.py", "__main__.py", "py.typed"}
 MAX_ENTRIES = 12
 """Files, and sub-folders, that a folder may hold; those that Python asks for do not count."""
 
-OPTIONAL_PACKAGES = {"cloudpickle", "transformers"}
+OPTIONAL_PACKAGES = {"cloudpickle", "safetensors", "transformers"}
 """The only packages that may be imported inside a function: they are not dependencies."""
 
 MAX_FILE_LINES = 400

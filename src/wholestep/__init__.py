@@ -5,6 +5,7 @@
 ... def train_step(model, opt, x, y): ...
 """
 
+from wholestep.api.checkpoint import from_safetensors, load_checkpoint, load_safetensors, save_checkpoint
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.api.entry_points import compile, load
 from wholestep.api.shard import shard
@@ -12,6 +13,7 @@ from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compressor, Indu
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
+    CheckpointError,
     ConfigError,
     HyperparameterError,
     InternalError,
@@ -23,6 +25,7 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.passes.default_passes import default_passes
+from wholestep.runtime.checkpoint.save_and_load import PendingCheckpoint
 from wholestep.runtime.distributed.world import World, init, run
 from wholestep.runtime.verify.verification import Verification
 
@@ -37,10 +40,12 @@ __all__ = [
     "CommHook",
     "ArtifactError",
     "CaptureError",
+    "CheckpointError",
     "CompiledStep",
     "ConfigError",
     "HyperparameterError",
     "InternalError",
+    "PendingCheckpoint",
     "PlacementError",
     "RankMismatchError",
     "RankMissingError",
@@ -51,8 +56,12 @@ __all__ = [
     "World",
     "compile",
     "default_passes",
+    "from_safetensors",
     "init",
     "load",
+    "load_checkpoint",
+    "load_safetensors",
     "run",
+    "save_checkpoint",
     "shard",
 ]

@@ -11,6 +11,7 @@
     ├── RetraceLimitError             more signatures than ``max_retraces``; lists the reasons
     ├── VerificationError             what ranks would run differs from what it should be; names the first value
     ├── ArtifactError                 a saved step that does not fit here
+    ├── CheckpointError               a checkpoint that cannot be written, or does not fit what it is loaded into
     └── InternalError                 an invariant of wholestep itself is broken: please report it
 
 A message says what was wanted, what came, and what to change. An error leaves parameters, buffers,
@@ -60,6 +61,10 @@ class VerificationError(WholestepError):
 
 class ArtifactError(WholestepError):
     """A saved step that does not fit this program, mesh or version of torch."""
+
+
+class CheckpointError(WholestepError):
+    """A checkpoint that cannot be written or read, or does not fit what it is loaded into."""
 
 
 class InternalError(WholestepError):

@@ -19,6 +19,8 @@ class CallStats:
     """Entries that were captured."""
     loaded: int = 0
     """Entries that were loaded from a file."""
+    resumed_calls: int = 0
+    """Calls before this process, which a checkpoint has told; less than none if it was an earlier one."""
     fast_calls: list[FastCall] = field(default_factory=list)
 
     @property
@@ -29,7 +31,7 @@ class CallStats:
     @property
     def calls(self) -> int:
         """All calls, one that runs now among them."""
-        return self.dispatched_calls + self.fast_hits
+        return self.resumed_calls + self.dispatched_calls + self.fast_hits
 
     @property
     def hits(self) -> int:

@@ -34,6 +34,7 @@ from wholestep.ir.ops.assertions import is_of_check
 from wholestep.ir.program import MeshAxis, Program, Stage
 from wholestep.live.live_step import LiveStep
 from wholestep.live.recording.handle import CURRENT
+from wholestep.runtime.checkpoint.optimizers import LayoutOf, cut_like_parameter
 from wholestep.runtime.distributed.world import init
 from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.verify.verification import Verification
@@ -208,6 +209,20 @@ class CompiledStep:
             self._stages.compression.load_state_dict(state)
         elif state:
             raise ConfigError(f"{self._stages.name} compresses nothing and has no state to load, got {sorted(state)}.")
+
+    @property
+    def calls(self) -> int:
+        """How many calls it has run; behind `wholestep.load_checkpoint`, with those before the checkpoint."""
+        live_calls = max(0, self._live.stats.calls - 1) if self._live is not None else 0  # the first was counted before
+        return self._stats.calls + live_calls
+
+    def resume_at(self, calls: int) -> None:
+        """Goes on counting calls there, as `wholestep.load_checkpoint` does."""
+        self._stats.resumed_calls += calls - self.calls
+
+    def state_layout(self) -> LayoutOf:
+        """How its strategy cuts new state of optimizers: what `wholestep.load_checkpoint` asks."""
+        return cut_like_parameter if self._live is not None else self._stages.state_layout()
 
     def verify(
         self, *args: Any, ranks: int | tuple[int, int] = 4, steps: int = 3, whole_batch: bool = True, **kwargs: Any

@@ -41,6 +41,7 @@ from wholestep.passes.comm.bucketing import Choose
 from wholestep.passes.default_passes import passes_of
 from wholestep.passes.pass_manager import Pass, run_passes
 from wholestep.runtime.buffer_sync import BufferSync, StateBroadcast
+from wholestep.runtime.checkpoint.optimizers import LayoutOf, cut_like_parameter
 from wholestep.runtime.compression_state import CompressionBuffers, CompressionState
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.rendezvous import Rendezvous
@@ -49,7 +50,7 @@ from wholestep.runtime.executable import Executable, describe_state
 from wholestep.runtime.options import Options, data_axes
 from wholestep.runtime.sharding import shard_values
 from wholestep.runtime.sharding.live_strategy import live_note, live_strategy
-from wholestep.runtime.sharding.shard_live import LiveSharding
+from wholestep.runtime.sharding.shard_live import LiveSharding, layout_of_state
 from wholestep.runtime.shared_costs import agreed_costs
 from wholestep.runtime.step_timer import Runner
 from wholestep.runtime.wrapped_strategy import WrappedStrategy, tensor_parallel, with_ignored, wrapped_strategy
@@ -274,6 +275,14 @@ class Stages:
         """What reports call the strategy of an entry."""
         is_alone = all(axis.size == 1 for axis in entry.programs[Stage.PLACED].mesh[:1])
         return "no communication" if is_alone else type(self._strategy(init()) or DDP()).__name__
+
+    def state_layout(self) -> LayoutOf:
+        """How the strategy cuts new state of optimizers, before the first call too."""
+        world = init()
+        mesh, strategy = self._mesh(world), self._strategy(world)
+        if mesh is None or mesh.size() == 1 or not isinstance(strategy, ZeRO):
+            return cut_like_parameter
+        return functools.partial(layout_of_state, strategy, mesh)
 
     def _mesh(self, world: World) -> DeviceMesh | None:
         return world.mesh if self.options.mesh is None else self.options.mesh

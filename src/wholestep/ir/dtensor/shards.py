@@ -81,15 +81,26 @@ def as_dtensor(local: torch.Tensor, spec: ShardSpec, mesh: DeviceMesh) -> DTenso
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """This rank's part of a tensor that every rank holds, in memory of its own with room for the padding."""
+    made = zero_shard(whole.shape, whole.dtype, whole.device, mesh, placements, stride=whole.stride())
     axis, dim = _sharded_axis(placements, mesh)
-    num_ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
-    spec = ShardSpec(axis="", num_ranks=num_ranks, dim=dim, whole_shape=tuple(whole.shape))
-    length = local_length(whole.shape[dim], num_ranks, rank)
-    held = whole.new_zeros(spec.shard_shape)
-    own = held.narrow(dim, 0, length)
-    first = min(rank * spec.shard_length, whole.shape[dim])
-    own.copy_(whole.detach().narrow(dim, first, length))
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    own = made._local_tensor
+    first = min(mesh.get_local_rank(axis) * -(-whole.shape[dim] // mesh.size(axis)), whole.shape[dim])
+    own.copy_(whole.detach().narrow(dim, first, own.shape[dim]))
+    return made
+
+
+def zero_shard(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh, placements: tuple[Placement, ...],
+    *, stride: tuple[int, ...] | None = None,
+) -> DTensor:  # fmt: skip
+    """This rank's part of a tensor of zeros, in memory of its own with room for the padding."""
+    axis, dim = _sharded_axis(placements, mesh)
+    num_ranks = mesh.size(axis)
+    spec = ShardSpec(axis="", num_ranks=num_ranks, dim=dim, whole_shape=tuple(shape))
+    held = torch.zeros(spec.shard_shape, dtype=dtype, device=device)
+    own = held.narrow(dim, 0, local_length(shape[dim], num_ranks, mesh.get_local_rank(axis)))
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_length(length: int, num_ranks: int, rank: int) -> int:

@@ -32,7 +32,7 @@ def check_initializers(root: nn.Module, name: str) -> None:
     unable = [
         f"{fqn or name} ({type(module).__name__})"
         for fqn, module in root.named_modules()
-        if _own_meta(module) and _reset(module) is None
+        if _own_meta(module) and reset_method(module) is None
     ]
     if unable:
         raise PlacementError(
@@ -64,7 +64,7 @@ def materialize(
     for module in owners:
         _make(module, device, made)
     for module in owners:
-        set_values = _reset(module) if initialize is None else functools.partial(initialize, module)
+        set_values = reset_method(module) if initialize is None else functools.partial(initialize, module)
         assert set_values is not None  # `check_initializers` has looked
         with _seeded(seed, names[module], device), torch.no_grad(), device:
             set_values()
@@ -88,7 +88,7 @@ def _own_meta(module: nn.Module) -> bool:
     return any(one.is_meta for _, one in _own(module))
 
 
-def _reset(module: nn.Module) -> Callable[[], Any] | None:
+def reset_method(module: nn.Module) -> Callable[[], Any] | None:
     """The method under which torch's modules, and those written like them, set what they have."""
     found: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None

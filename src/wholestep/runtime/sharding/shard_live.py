@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.reachable import Reachable
@@ -117,7 +118,24 @@ def _cut_like_parameter(
     mesh: DeviceMesh, num_ranks: int, ignored: set[int], param: torch.Tensor, held: dict[Any, Any]
 ) -> None:
     if param.dim() > 0 and id(param) not in ignored:
-        cut_state(param, held, mesh, replicated_and(default_dim(tuple(param.shape), num_ranks), mesh))
+        cut_state(param, held, mesh, _state_placements(param, mesh, num_ranks))
+
+
+def _state_placements(param: torch.Tensor, mesh: DeviceMesh, num_ranks: int) -> tuple[Placement, ...]:
+    return replicated_and(default_dim(tuple(param.shape), num_ranks), mesh)
+
+
+def layout_of_state(
+    config: ZeRO, mesh: DeviceMesh, name: str, param: torch.Tensor
+) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """How `ZeRO` cuts state of the shape of a parameter, as a first call would; None: it stays whole.
+
+    `name` is the parameter's in its model; `ZeRO(ignore=...)` may have that of the model in front.
+    """
+    is_ignored = any(one == name or one.endswith(f".{name}") for one in config.ignore)
+    if param.dim() == 0 or is_ignored:
+        return None
+    return mesh, _state_placements(param, mesh, mesh.size(mesh.ndim - 1))
 
 
 def _cut_parameters(root: nn.Module, config: FSDP, name: str) -> list[torch.Tensor]:
