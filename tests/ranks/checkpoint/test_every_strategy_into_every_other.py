@@ -90,4 +90,3 @@ def test_before_the_first_call(checkpoints: Any, request: pytest.FixtureRequest,
         assert differences(after, again) == []
         assert differences(before, after) != []
         assert traces == 1
-

@@ -109,7 +109,7 @@ class Contents:
         paths: dict[str, Path] = metadata.planner_data or {}
         wanted = {"model"} | ({"optimizer"} if self._optimizers else set())
         wanted |= ({"extra"} if self._extra else set()) | ({"step"} if self._step is not None else set())
-        parts = [(part,) for part in wanted] + [("extra", name) for name in self._extra]
+        parts = [(part,) for part in wanted - {"extra"}] + [("extra", name) for name in self._extra]
         saved = {path[:length] for path in paths.values() for length in (1, 2)}
         absent = [" ".join(part) for part in parts if part not in saved]
         if absent:

@@ -67,10 +67,9 @@ def load(optimizer: Optimizer, saved: dict[str, Any], names: Mapping[int, str], 
     for param, number in zip((p for group in optimizer.param_groups for p in group["params"]), by_number, strict=True):
         if is_kept(by_number[number]):
             _undo_cast(optimizer.state.get(param, {}), state.get(number, {}))
-    optimizer.state, optimizer.param_groups = (
-        _with_contents(old, new, in_place)
-        for old, new in zip(before, (optimizer.state, optimizer.param_groups), strict=True)
-    )
+    after = (optimizer.state, optimizer.param_groups)
+    with torch.no_grad():
+        optimizer.state, optimizer.param_groups = map(_with_contents, before, after, (in_place, in_place))
 
 
 def check_groups(optimizer: Optimizer, saved: dict[str, Any], names: Mapping[int, str], what: str) -> None:
@@ -133,13 +132,19 @@ def _with_contents(old: Any, new: Any, in_place: Set[int]) -> Any:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old[:] = [_with_contents(a, b, in_place) for a, b in zip(old, new, strict=True)]
         return old
-    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape and id(old) in in_place:
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        inside = [_with_contents(a, b, in_place) for a, b in zip(old, new, strict=True)]
+        return old if all(a is b for a, b in zip(old, inside, strict=True)) else new
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or old.shape != new.shape:
+        return new
+    if id(old) in in_place:  # it has its values
         return old
-    return new
+    return old.copy_(new) if old.dtype == new.dtype else new
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Those that values are read into: a tuple is one value, and is read whole."""
     if isinstance(tree, Tensor):
         return [tree]
-    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     return [tensor for one in inside for tensor in _tensors(one)]
