@@ -25,7 +25,7 @@ from wholestep.errors import (
     WholestepError,
 )
 from wholestep.passes.default_passes import default_passes
-from wholestep.runtime.checkpoint.save_and_load import PendingCheckpoint
+from wholestep.runtime.checkpoint.pending import PendingCheckpoint
 from wholestep.runtime.distributed.world import World, init, run
 from wholestep.runtime.verify.verification import Verification
 

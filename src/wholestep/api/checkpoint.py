@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.errors import ConfigError
-from wholestep.runtime.checkpoint import safetensors_files, save_and_load
-from wholestep.runtime.checkpoint.contents import Contents, HasState, Optimizers
-from wholestep.runtime.checkpoint.models import Models
-from wholestep.runtime.checkpoint.safetensors_files import Rename
-from wholestep.runtime.checkpoint.save_and_load import PendingCheckpoint
+from wholestep.runtime.checkpoint.pending import PendingCheckpoint, finish_pending
 from wholestep.runtime.distributed import nccl_connect
 from wholestep.runtime.distributed.world import init
 from wholestep.runtime.sharding.materialize import Initialize
+from wholestep.util.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    from wholestep.runtime.checkpoint import contents, safetensors_files, save_and_load
+    from wholestep.runtime.checkpoint.contents import HasState, Optimizers
+    from wholestep.runtime.checkpoint.models import Models
+    from wholestep.runtime.checkpoint.safetensors_files import Rename
+else:  # torch's checkpoints take half a second to import, which most processes that start warm need not spend
+    contents = lazy_import("wholestep.runtime.checkpoint.contents")
+    safetensors_files = lazy_import("wholestep.runtime.checkpoint.safetensors_files")
+    save_and_load = lazy_import("wholestep.runtime.checkpoint.save_and_load")
 
 
 def save_checkpoint(
@@ -51,9 +59,9 @@ def save_checkpoint(
         CheckpointError: the folder cannot be written or holds something else; the checkpoint before is untouched.
         RankMissingError: a rank did not come, or died.
     """
-    contents = _contents(model, optimizer, step, extra)
+    objects = _contents(model, optimizer, step, extra)
     nccl_connect.wait()
-    return save_and_load.save(Path(path).resolve(), contents, init(), asynchronous=asynchronous)
+    return save_and_load.save(Path(path).resolve(), objects, init(), asynchronous=asynchronous)
 
 
 def load_checkpoint(
@@ -85,9 +93,9 @@ def load_checkpoint(
             has been changed then. Where a file cannot be read to its end it says so, and values may be mixed.
         RankMissingError: a rank did not come, or died.
     """
-    contents = _contents(model, optimizer, step, extra)
+    objects = _contents(model, optimizer, step, extra)
     nccl_connect.wait()
-    save_and_load.load(Path(path).resolve(), contents, init())
+    save_and_load.load(Path(path).resolve(), objects, init())
 
 
 def load_safetensors(path: str | Path, model: nn.Module, *, rename: Rename | None = None, strict: bool = True) -> None:
@@ -106,7 +114,7 @@ def load_safetensors(path: str | Path, model: nn.Module, *, rename: Rename | Non
         CheckpointError: there are no such files, or they do not fit the model. Nothing has been changed then.
     """
     nccl_connect.wait()
-    save_and_load.finish_pending()
+    finish_pending()
     safetensors_files.load(Path(path).resolve(), model, init(), rename or str, strict=strict)
 
 
@@ -132,7 +140,9 @@ def from_safetensors(
 
 def _contents(
     model: Models, optimizer: Optimizers | None, step: CompiledStep | None, extra: Mapping[str, HasState] | None
-) -> Contents:
+) -> contents.Contents:
     if step is not None and not isinstance(step, CompiledStep):
         raise ConfigError(f"A checkpoint wants a step that wholestep.compile has made, got a {type(step).__name__}.")
-    return Contents(model, optimizer, step, extra or {})
+    if step is not None and step.is_method_of_many:
+        raise ConfigError("A checkpoint wants the step of one instance, such as trainer.train_step, got the class's.")
+    return contents.Contents(model, optimizer, step, extra or {})

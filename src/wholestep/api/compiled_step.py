@@ -211,6 +211,11 @@ class CompiledStep:
             raise ConfigError(f"{self._stages.name} compresses nothing and has no state to load, got {sorted(state)}.")
 
     @property
+    def is_method_of_many(self) -> bool:
+        """Whether it is a decorated method that instances have called, each as a compiled step of its own."""
+        return len(self._bound) > 0
+
+    @property
     def calls(self) -> int:
         """How many calls it has run; behind `wholestep.load_checkpoint`, with those before the checkpoint."""
         live_calls = max(0, self._live.stats.calls - 1) if self._live is not None else 0  # the first was counted before

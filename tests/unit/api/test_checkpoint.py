@@ -222,6 +222,12 @@ def test_state_keeps_its_type(tmp_path: Path) -> None:
         assert equal(opt.state_dict()["state"], other_opt.state_dict()["state"])
 
 
+class Trainer:
+    @ws.compile(backend="eager", fullgraph=True)
+    def step(self, model: nn.Module, opt: Optimizer, x: Tensor) -> Tensor:
+        return step_of(model, opt, x)
+
+
 def refused(path: Path, match: str, model: Any, opt: Any = None, step: Any = None, **options: Any) -> None:
     """Says what is wrong, and has changed nothing."""
     things = [one for one in (model, opt) if hasattr(one, "state_dict")]
@@ -253,6 +259,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused(path, "nothing of extra rates was saved", model, opt, extra={"rates": scheduler})
     refused(path, "wants a step that wholestep.compile has made, got a function", model, opt, step_of)
     refused(path, r"extra\['x'\] is a int", model, opt, extra={"x": 1})
+    refused(path, r"extra\['ema'\] is a Sequential .* Models and optimizers are", model, opt, extra={"ema": net()})
+    trainer = Trainer()
+    trainer.step(model, opt, X)
+    ws.save_checkpoint(tmp_path / "method", model, opt, trainer.step)
+    with pytest.raises(ws.ConfigError, match="the step of one instance"):
+        ws.save_checkpoint(tmp_path / "method", model, opt, Trainer.step)
     refused(path, "model wants a Module, or several", 3)
     refused(path, "optimizer wants an Optimizer, or several .* got a Linear", model, [model[0]])  # type: ignore[index]
     with torch.device("meta"):
@@ -349,6 +361,26 @@ def test_an_error_of_a_save_is_one_at_once(tmp_path: Path, held_back: HeldBack) 
     held_back.may_write.set()
     with pytest.raises(ws.CheckpointError, match="the disk is full"):
         ws.save_checkpoint(tmp_path / "run", net())
+
+
+def test_ranks_that_do_not_share_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = tmp_path / "run", net()
+    ws.save_checkpoint(path, model)
+    write_data = Writer.write_data
+
+    def elsewhere(writer: Writer, *args: Any) -> Any:
+        written = write_data(writer, *args)
+        for file in tmp_path.glob(".run.*.saving/*.distcp"):
+            file.unlink()
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write_data", elsewhere)
+        with pytest.raises(
+            ws.CheckpointError, match=r"do not share .*run: .*__0_0\.distcp is missing"
+        ):
+            ws.save_checkpoint(path, model)
+    ws.load_checkpoint(path, model)
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,12 @@ def test_compilers_are_not_imported_with_the_package():
     assert told == "['torch']"
 
 
+def test_checkpoints_of_torch_are_imported_where_one_is_saved():
+    """They would add half a second to each process."""
+    told = said_by("import wholestep\nprint('torch.distributed.checkpoint' in sys.modules)")
+    assert told == "False"
+
+
 def test_threads_of_a_gpu_find_the_compiler_imported():
     """Its modules import each other, so two threads that begin at different ones meet in the middle."""
     text = """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -82,12 +82,13 @@ class Contents:
         self._has_one_optimizer = isinstance(optimizers, Optimizer)
         self._optimizers = {} if optimizers is None else named(optimizers, Optimizer, "optimizer")
         self._step = step
-        wrong = next((name for name, one in extra.items() if not isinstance(one, HasState)), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"extra[{wrong!r}] is a {type(extra[wrong]).__name__} and wants to be something with state_dict() and "
-                f"load_state_dict(), such as a learning rate scheduler."
-            )
+        for name, one in extra.items():
+            if not isinstance(one, HasState) or isinstance(one, (nn.Module, Optimizer)):
+                raise ConfigError(
+                    f"extra[{name!r}] is a {type(one).__name__} and wants to be something small with state_dict() and "
+                    f"load_state_dict(), such as a learning rate scheduler. Models and optimizers are arguments of "
+                    f"their own, which take several."
+                )
         self._extra = extra
 
     def tree(self, world: World) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _SAVING, _WHOLE, _OLD = "saving", "whole", "old"
 
 def temporary(path: Path, number: int) -> Path:
     """Where ranks write the checkpoint that will be `path`. `number` is new for each save, the same on all ranks."""
-    return _beside(path, f"{number:x}", _SAVING)
+    return _sibling(path, f"{number:x}", _SAVING)
 
 
 def tidy(path: Path) -> None:
@@ -91,7 +91,7 @@ def _replace(whole: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _beside(path: Path, number: str, state: str) -> Path:
+def _sibling(path: Path, number: str, state: str) -> Path:
     return path.parent / f".{path.name}.{number}.{state}"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from wholestep.errors import CheckpointError, ConfigError
 from wholestep.runtime.checkpoint.contents import Contents
 from wholestep.runtime.checkpoint.folders import temporary, tidy, whole_folder
+from wholestep.runtime.checkpoint.pending import PendingCheckpoint, finish_pending
 from wholestep.runtime.checkpoint.storage import (
     LoadPlanner,
     Reader,
@@ -27,50 +26,9 @@ from wholestep.runtime.checkpoint.storage import (
     read_metadata,
     silence_one_process,
 )
-from wholestep.runtime.checkpoint.together import common_number, explained, on_all_ranks
+from wholestep.runtime.checkpoint.together import check_same, common_number, explained, on_all_ranks
 from wholestep.runtime.distributed.world import World
 
-
-class PendingCheckpoint:
-    """A checkpoint that is being written, or has been."""
-
-    def __init__(self, path: Path, world: World, written: Future[Any] | None = None) -> None:
-        """`written`: what ends when it is in its place; None if it is."""
-        self.path = path
-        self._world, self._written = world, written
-
-    def done(self) -> bool:
-        """Whether it has ended on this rank, well or not. Never waits."""
-        return self._written is None or self._written.done()
-
-    def result(self, timeout_s: float | None = None) -> Path:
-        """The folder, once the whole checkpoint is in it.
-
-        Args:
-            timeout_s: how long to wait, in seconds; None: as long as it takes.
-
-        Raises:
-            CheckpointError: it could not be written. The checkpoint before it is untouched.
-            RankMissingError: another rank died.
-            TimeoutError: it is not there yet.
-        """
-        written = self._written
-        if written is None:
-            return self.path
-        _forget(self)
-        with explained(self._world, f"saving {self.path}"):
-            try:
-                written.result(timeout_s)
-            except FutureTimeout:
-                if written.done():
-                    raise
-                _remember(self)
-                raise TimeoutError(f"{self.path} is not written after {timeout_s} s.") from None
-        return self.path
-
-
-_pending: list[PendingCheckpoint] = []
-"""At most one: the last that was begun and whose result nobody has asked for."""
 _background: list[tuple[World, Any]] = []
 """At most one: the group of processes over which ranks speak of a checkpoint beside a training."""
 
@@ -82,16 +40,15 @@ def save(path: Path, contents: Contents, world: World, *, asynchronous: bool) ->
     folder = temporary(path, common_number(world))
     tree = on_all_ranks(world, what, partial(_prepared, path, contents, world))
     writer, planner = Writer(folder, path), SavePlanner()
+    named_errors = partial(explained, world, what)
     silence_one_process()
-    with explained(world, what):
+    with named_errors():
         if not asynchronous:
             write(tree, storage_writer=writer, planner=planner)
-            return PendingCheckpoint(path, world)
+            return PendingCheckpoint(path, None, named_errors)
         group = _background_group(world)
         written: Any = async_save(tree, storage_writer=writer, planner=planner, process_group=group)
-    pending = PendingCheckpoint(path, world, written)
-    _remember(pending)
-    return pending
+    return PendingCheckpoint(path, written, named_errors)
 
 
 def load(path: Path, contents: Contents, world: World) -> None:
@@ -99,6 +56,8 @@ def load(path: Path, contents: Contents, world: World) -> None:
     finish_pending()
     what = f"loading {path}"
     folder, metadata = on_all_ranks(world, what, partial(_opened, path))
+    lags = f"{path} holds another checkpoint for rank {world.rank} than for rank 0: its file system lags, or is another"
+    on_all_ranks(world, what, partial(check_same, world, _id_of(metadata), f"{lags}."))
     reading = partial(_read, folder, metadata, world, what)
     ranks: dict[str, Any] = reading({"step.ranks": None} if "step.ranks" in metadata.state_dict_metadata else {})
     num_saved_ranks = int(ranks.get("step.ranks", 1))
@@ -119,12 +78,6 @@ def load(path: Path, contents: Contents, world: World) -> None:
     tensors = reading(targets)
     on_all_ranks(world, what, partial(_check_unchanged, path, metadata))
     contents.load(nested({**values, **tensors}, metadata.planner_data), metadata, world)
-
-
-def finish_pending() -> None:
-    """Waits for a checkpoint that is still being written, and raises what went wrong with it."""
-    while _pending:
-        _pending[0].result()
 
 
 def _prepared(path: Path, contents: Contents, world: World) -> dict[str, Any]:
@@ -161,16 +114,8 @@ def _check_unchanged(path: Path, metadata: Metadata) -> None:
         raise CheckpointError(f"{path} was replaced by a newer checkpoint while it was read. Load it once more.")
 
 
-def _id_of(metadata: Metadata) -> str | None:
-    return metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-
-
-def _remember(pending: PendingCheckpoint) -> None:
-    _pending[:] = [pending]
-
-
-def _forget(pending: PendingCheckpoint) -> None:
-    _pending[:] = [one for one in _pending if one is not pending]
+def _id_of(metadata: Metadata) -> str:
+    return str(metadata.storage_meta.save_id if metadata.storage_meta is not None else None)
 
 
 def _background_group(world: World) -> Any:

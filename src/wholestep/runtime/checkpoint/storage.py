@@ -146,8 +146,12 @@ class Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Runs on the first rank once all have written."""
+        """Runs on the first rank once all have written. Raises CheckpointError where it does not see their files."""
         super().finish(metadata, results)
+        try:
+            read_metadata(self._folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"the ranks do not share the file system of {self._path}: {error}") from error
         commit(self._folder, self._path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -25,6 +26,17 @@ def common_number(world: World) -> int:
         with named_failures(world, lambda: "a checkpoint"):
             dist.broadcast(number, 0)
     return int(number.item())
+
+
+def check_same(world: World, text: str, otherwise: str) -> None:
+    """Raises CheckpointError, which says `otherwise`, where the text of this rank is not that of rank 0."""
+    own = zlib.crc32(text.encode())
+    number = torch.tensor([own], device=world.device)
+    if world.size > 1:
+        with named_failures(world, lambda: "a checkpoint"):
+            dist.broadcast(number, 0)
+    if int(number.item()) != own:
+        raise CheckpointError(otherwise)
 
 
 def on_all_ranks(world: World, what: str, do: Callable[[], T]) -> T:
