@@ -115,6 +115,47 @@ def test_new_state_is_cut_while_it_is_read(pool2: Any, tmp_path: Path) -> None:
     assert pool2.run(new_state_under_zero, tmp_path / "run") == [({"DTensor"}, {"Tensor"})] * 2
 
 
+def sharded_first(path: Path) -> tuple[set[str], set[str], list[str]]:
+    """Types of parameters and state of a model that was sharded before the load, and what differs behind a call."""
+    one = training(FSDP)
+    one.run(1)
+    one.save(path)
+    one.run(1)
+    other = training(FSDP, seed=1)
+    ws.shard(other.model, other.opt, strategy=ws.FSDP())
+    other.load(path)
+    params = [param for param in other.model.parameters() if param.dim() and param.requires_grad]
+    kinds = {type(one).__name__ for one in params}, {type(other.opt.state[one]["exp_avg"]).__name__ for one in params}
+    other.run(1)
+    return *kinds, differences(values(one), values(other))
+
+
+def test_new_state_of_a_model_that_is_sharded_first(pool2: Any, tmp_path: Path) -> None:
+    assert pool2.run(sharded_first, tmp_path / "run") == [({"DTensor"}, {"DTensor"}, [])] * 2
+
+
+def saved_compressed(path: Path) -> None:
+    one = training(POWERSGD)
+    one.run(4)
+    one.save(path)
+
+
+def compressed_on_others(path: Path) -> tuple[list[Any], int, bool]:
+    """The memory of PowerSGD behind a load on another number of ranks, calls, and whether it goes on."""
+    one = training(Setup(POWERSGD.strategy, 4))
+    one.run(3)
+    one.load(path)
+    memory = one.step.state_dict()
+    goes_on = bool(one.run(1)[0].isfinite())
+    errors = [tensor.abs().sum() > 0 for tensor in one.step.state_dict()["tensors"].values()]
+    return [memory["calls"], len(memory["tensors"])], one.step.calls, goes_on and any(map(bool, errors))
+
+
+def test_compression_begins_with_no_errors_on_another_number_of_ranks(pool2: Any, pool4: Any, tmp_path: Path) -> None:
+    pool2.run(saved_compressed, tmp_path / "run")
+    assert pool4.run(compressed_on_others, tmp_path / "run") == [([4, 0], 5, True)] * 4
+
+
 def by_users(name: str, path: Path) -> tuple[list[str], list[str], list[str], int]:
     """Checkpoints that a user writes with torch alone, between calls; and what is in them."""
     one = training(SETUPS[name], seed=7)

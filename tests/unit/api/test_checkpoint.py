@@ -376,9 +376,7 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "write_data", elsewhere)
-        with pytest.raises(
-            ws.CheckpointError, match=r"do not share .*run: .*__0_0\.distcp is missing"
-        ):
+        with pytest.raises(ws.CheckpointError, match=r"do not share .*run: .*__0_0\.distcp is missing"):
             ws.save_checkpoint(path, model)
     ws.load_checkpoint(path, model)
 
