@@ -225,6 +225,10 @@ class CompiledStep:
         """Goes on counting calls there, as `wholestep.load_checkpoint` does."""
         self._stats.resumed_calls += calls - self.calls
 
+    def load_memory(self, memory: dict[str, Any]) -> None:
+        """Loads a `state_dict` if the step compresses gradients, as `wholestep.load_checkpoint` does, else nothing."""
+        self._stages.load_memory(memory)
+
     def state_layout(self) -> LayoutOf:
         """How its strategy cuts new state of optimizers: what `wholestep.load_checkpoint` asks."""
         return cut_like_parameter if self._live is not None else self._stages.state_layout()

@@ -115,6 +115,10 @@ class Stages:
         self.wrapped: WrappedStrategy | None = None
         """What wrapped modules were told."""
         self._fully_sharded: list[FSDPModule] = []
+        self._is_adopted = False
+        """Whether modules were asked for the strategy that they bring."""
+        self._memory: dict[str, Any] | None = None
+        """Of compressed communication, read before it was known whether modules bring a strategy that has any."""
         self.runs_eagerly = False
         """Whether no call of the step may be part of a graph, since its modules communicate by themselves."""
 
@@ -276,6 +280,16 @@ class Stages:
         is_alone = all(axis.size == 1 for axis in entry.programs[Stage.PLACED].mesh[:1])
         return "no communication" if is_alone else type(self._strategy(init()) or DDP()).__name__
 
+    def load_memory(self, memory: dict[str, Any]) -> None:
+        """Compressed communication goes on from this memory; nothing is done where there is none.
+
+        Modules that bring their strategy tell in the first call what it is: the memory waits for them.
+        """
+        if self.compression is not None:
+            self.compression.load_state_dict(memory)
+        elif self.adopts_wrappers and not self._is_adopted:
+            self._memory = memory
+
     def state_layout(self) -> LayoutOf:
         """How the strategy cuts new state of optimizers, before the first call too."""
         world = init()
@@ -291,6 +305,7 @@ class Stages:
         """Takes over what wrapped modules were told, again before each trace; whether there are any."""
         if not self.adopts_wrappers:
             return False
+        self._is_adopted = True
         found = find_reachable(self.step, args, kwargs)
         self._fully_sharded = sharded_modules(root for _, root in found.modules.values())
         self.reshard()
@@ -301,6 +316,9 @@ class Stages:
             return False
         if self.wrapped is None or _compress(wrapped.strategy) != _compress(self.wrapped.strategy):
             self.compression = _compression(wrapped.strategy)
+            if self.compression is not None and self._memory is not None:
+                self.compression.load_state_dict(self._memory)
+            self._memory = None
         self.wrapped = wrapped
         self.options = replace(self._given, strategy=wrapped.strategy, mesh=wrapped.mesh)
         return True

@@ -60,8 +60,8 @@ class StepState(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The memory of compressed gradients; {} if it compresses none."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from such a memory."""
+    def load_memory(self, memory: dict[str, Any]) -> None:
+        """Goes on from such a memory, if it compresses gradients."""
 
     def state_layout(self) -> LayoutOf:
         """How its strategy cuts new state of optimizers."""
@@ -176,10 +176,9 @@ class Contents:
         by_rank = saved["rank"]
         is_same = saved["ranks"] == world.size
         memory = by_rank[str(world.rank if is_same else 0)].get("compression", {})
-        if step.state_dict():
-            empty: dict[str, Any] = {"calls": 0, "draws": 0, "tensors": {}}
-            kept = memory if is_same else {key: one for key, one in memory.items() if key != "tensors"}
-            step.load_state_dict({**empty, **kept})
+        empty: dict[str, Any] = {"calls": 0, "draws": 0, "tensors": {}}
+        kept = memory if is_same else {key: one for key, one in memory.items() if key != "tensors"}
+        step.load_memory({**empty, **kept})
         states = [by_rank[str(rank)]["random"] for rank in range(saved["ranks"])] if not is_same else []
         own = by_rank[str(world.rank)]["random"] if is_same else random_state.for_rank(states, world.rank)
         random_state.restore(own, world.device)
