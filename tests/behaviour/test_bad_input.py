@@ -321,3 +321,51 @@ def test_one_tensor_in_two_places_that_are_given_different_values() -> None:
     said = pytest.raises(ws.CaptureError, match="holds under 2 keys")
     with untouched(module=module, opt=opt, x=x, y=y), said:
         step(module, opt, x, y)
+
+
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda leaf: leaf[:2],
+    "view_of_a_result": lambda leaf: (leaf * 2)[:2],
+    "result": lambda leaf: leaf * 2,
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.parametrize("had_a_gradient", [False, True])
+@pytest.mark.parametrize("may_go_live", [True])
+def test_a_backward_that_leaves_the_step_is_refused_and_runs_live(
+    how: str, had_a_gradient: bool, may_go_live: bool
+) -> None:
+    """The argument was computed from a leaf outside of the step, which gets a gradient in eager code."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def leaf() -> Tensor:
+        made = torch.ones(4, FEATURES, requires_grad=True)
+        made.grad = torch.ones_like(made) if had_a_gradient else None
+        return made
+
+    module, eager, ours = nn.Linear(FEATURES, 3), leaf(), leaf()
+    with pytest.raises(ws.CaptureError, match=r"backward goes on behind (.|\n)*with torch\.autograd\.grad"):
+        ws.compile(step, backend="eager", fullgraph=True)(module, COMPUTED[how](leaf()))
+    live = ws.compile(step, backend="eager")
+    for _ in range(3):
+        assert torch.equal(step(module, COMPUTED[how](eager)), live(module, COMPUTED[how](ours)))
+        assert torch.equal(eager.grad, ours.grad)
+    one_graph = ws.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(one_graph(module, COMPUTED[how](eager).detach()), step(module, COMPUTED[how](ours)))
+
+
+def test_a_gradient_of_what_was_computed_outside_is_returned() -> None:
+    leaf = torch.ones(4, FEATURES, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.square().sum(), x)[0]
+
+    compiled = ws.compile(step, backend="eager", fullgraph=True)
+    for how in COMPUTED.values():
+        assert torch.equal(compiled(how(leaf)), step(how(leaf)))
+    assert leaf.grad is None

@@ -28,6 +28,7 @@ from wholestep.capture.scalars.host_scalars import HostValues, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates
 from wholestep.capture.scalars.rank_symbols import Rank
 from wholestep.capture.tracing import new_parameters
+from wholestep.capture.tracing.backward_engine import leaves_behind
 from wholestep.capture.tracing.call_watch import calls_watched
 from wholestep.capture.tracing.patches import make_recorders, patched
 from wholestep.capture.tracing.tensor_swap import ENTRY_MARK, swapped
@@ -103,6 +104,8 @@ class Tracer:
         self._rows = context.traced_inputs()
         self._reals, self._labels = [row.tensor for row in self._rows], [row.label for row in self._rows]
         self._recorders = make_recorders(context)
+        self._outside: list[tuple[str, torch.Tensor]] = []
+        """Leaves behind inputs that were computed outside of the step, each with what errors call the input."""
         self._caches_casts = _casts_are_cached()
         self._known = [*self._known_host_values(), *(rank.number for rank in self._recorders.ranks.ranks)]
 
@@ -165,10 +168,25 @@ class Tracer:
                 elif grad is not None:
                     by_id[id(slot.tensor)].grad = None
             for real in self._context.user:
-                by_id[id(real)].grad = None  # an argument's gradient is no input
+                if real.is_leaf:
+                    by_id[id(real)].grad = None  # an argument's gradient is no input
+            self._outside = self._leaves_outside(fakes)
         finally:
             self._recorders.mode.fake_tensor_converter = FakeTensorConverter(copy_data=False)
         return fakes
+
+    def _leaves_outside(self, fakes: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        known = set(map(id, fakes))
+        found = [
+            (label, leaf)
+            for label, fake in zip(self._labels, fakes, strict=True)
+            if fake.grad_fn is not None
+            for leaf in leaves_behind(fake)
+            if id(leaf) not in known
+        ]
+        for _, leaf in found:
+            leaf.grad = None
+        return found
 
     def _known_host_values(self) -> list[torch.Tensor | None]:
         kinds = (InputKind.HYPER, InputKind.OPTIMIZER, InputKind.BUFFER)
@@ -242,6 +260,12 @@ class Tracer:
                 raise CaptureError(
                     f"The backward leaves a gradient on tensor {number} of the arguments, a {list(argument.shape)}, "
                     f"which is another tensor at every call. Take it with torch.autograd.grad and return it."
+                )
+        for label, leaf in self._outside:
+            if leaf.grad is not None:
+                raise CaptureError(
+                    f"The backward goes on behind {label}, which was computed outside of the step. Compute it in the "
+                    f"step, or pass {label}.detach(), take the gradient with torch.autograd.grad and return it."
                 )
         grads = {self._state.index[id(slot.tensor)]: slot.tensor.grad for slot in self._state.params}
         kept = {slot for slot, grad in grads.items() if getattr(grad, ENTRY_MARK, False)}
