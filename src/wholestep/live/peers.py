@@ -155,14 +155,15 @@ class Peers:
             param.grad is not None and (param.grad is not grad or param.grad._version != version)
             for param, (grad, version) in zip(params, before, strict=True)
         ]
+        kinds = [is_used + (is_used and _is_sparse(param.grad)) for param, is_used in zip(params, used, strict=True)]
         with torch.no_grad(), self._failures_named():
-            anywhere = torch.tensor(used, dtype=torch.int32, device=self._world.device)
+            anywhere = torch.tensor(kinds, dtype=torch.int32, device=self._world.device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
-            found = [param for param, is_used in zip(params, anywhere.tolist(), strict=True) if is_used]
-            for param in found:
+            found = [(param, kind) for param, kind in zip(params, anywhere.tolist(), strict=True) if kind]
+            for param, kind in found:
                 if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-            self._reduce([param.grad for param in found if param.grad is not None])
+                    param.grad = torch.zeros_like(param, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
+            self._reduce([param.grad for param, _ in found if param.grad is not None])
         return result
 
     def _returned(self, grads: tuple[Any, ...], inputs: Any) -> tuple[Any, ...]:
@@ -188,7 +189,10 @@ class Peers:
         """In place, one message for each dtype; the arithmetic is that of the placed graph."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for grad in grads:
-            by_dtype.setdefault(grad.dtype, []).append(grad)
+            if _is_sparse(grad):
+                self._join(grad)
+            else:
+                by_dtype.setdefault(grad.dtype, []).append(grad)
         wire = self._wire
         for dtype, same in by_dtype.items():
             flat = torch.cat([grad.detach().reshape(-1) for grad in same])
@@ -200,14 +204,31 @@ class Peers:
             for grad, part in zip(same, parts, strict=True):
                 grad.detach().copy_(part.view(grad.shape))
 
+    def _join(self, grad: torch.Tensor) -> None:
+        """A sparse gradient, in place (and no alias of it would do): its entries are those of all ranks, which may have different numbers of them."""
+        own = grad.coalesce()
+        indices, values = own.indices().t(), own.values()
+        if self.strategy.reduce == "mean":
+            values = values * (1.0 / self._axis.size)
+        counts = self._gathered(torch.tensor([len(values)], device=grad.device))
+        parts = []
+        for rows in (indices, values):
+            padded = rows.new_zeros((int(max(counts)), *rows.shape[1:]))
+            padded[: len(rows)] = rows
+            parts.append(torch.cat([one[: int(n)] for one, n in zip(self._gathered(padded), counts, strict=True)]))
+        grad.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], grad.shape, check_invariants=False).coalesce())
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        theirs = [torch.empty_like(mine) for _ in range(self._axis.size)]
+        dist.all_gather(theirs, mine, group=self._group)
+        return theirs
+
     def _exchange(self, event: Event) -> tuple[list[Event], list[str]]:
         line = current_line().encode()[-_LINE_BYTES:].ljust(_LINE_BYTES)
         numbers = [event.kind, event.what, *line]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
         with self._failures_named():
-            theirs = [torch.empty_like(mine) for _ in range(self._axis.size)]
-            dist.all_gather(theirs, mine, group=self._group)
-            rows = torch.stack(theirs).tolist()
+            rows = torch.stack(self._gathered(mine)).tolist()
         return [Event(*row[:2]) for row in rows], [bytes(row[2:]).decode(errors="replace").strip() for row in rows]
 
     def _mismatch(self, events: list[Event], lines: list[str]) -> str:
@@ -230,3 +251,11 @@ class Peers:
 
     def _failures_named(self) -> Any:
         return named_failures(self._world, self._call_name)
+
+
+_SPARSE = 2
+"""What a rank says of a gradient that is sparse: more than 1, which says that there is one."""
+
+
+def _is_sparse(grad: torch.Tensor | None) -> bool:
+    return grad is not None and grad.layout is torch.sparse_coo

@@ -72,6 +72,13 @@ def gather(out: Emitter, shard: fx.Node, spec: ShardSpec, axis: MeshAxis, bucket
     return whole
 
 
+def beside(out: Emitter, rows: fx.Node, axis: MeshAxis) -> fx.Node:
+    """The rows of all ranks, one rank's behind another's. Every rank has as many."""
+    sent = out.emit(_aten.clone.default, rows, like=rows, memory_format=torch.contiguous_format)
+    start = out.emit(op_info.c10d.all_gather_into_tensor.default, sent, axis.size, axis.group, like=rows)
+    return out.emit(op_info.WAIT, start, like=rows)
+
+
 def reduce_scatter(out: Emitter, whole: fx.Node, spec: ShardSpec, axis: MeshAxis, name: str) -> fx.Node:
     """This rank's part of the sum over the ranks. `name`: of the parameter whose gradient it is."""
     message = padded(out, whole, spec)

@@ -85,10 +85,25 @@ class DataParallel:
         """``wait(all_reduce(grad * 1/size))``; the bucketing pass merges these."""
         if name in self.config.ignore:
             return grad
+        if node_meta.tensor(grad).layout is torch.sparse_coo:
+            return self._joined(placer, grad)
         reduced = self.scaled(placer, grad)
         for axis in self.axes:
             reduced = self.all_reduced(placer, reduced, name, axis)
         return reduced
+
+    def _joined(self, placer: Placer, grad: fx.Node) -> fx.Node:
+        """A sparse gradient whose entries are those of all ranks: several of one index count as their sum."""
+        sparse = node_meta.tensor(grad)
+        indices = placer.emit(_aten.t.default, placer.emit(_aten._indices.default, grad, like=grad), like=grad)
+        values = self.scaled(placer, placer.emit(_aten._values.default, grad, like=grad))
+        for axis in self.axes:
+            indices, values = (layouts.beside(placer, one, axis) for one in (indices, values))
+        return placer.emit(
+            _aten._sparse_coo_tensor_with_dims_and_tensors.default, sparse.sparse_dim(), sparse.dense_dim(),
+            list(sparse.shape), placer.emit(_aten.t.default, indices, like=grad), values, like=grad,
+            dtype=sparse.dtype, layout=torch.sparse_coo, device=sparse.device,
+        )  # fmt: skip
 
     def scaled(self, placer: Placer, grad: fx.Node) -> fx.Node:
         """The share of the gradient of this rank in what is summed."""

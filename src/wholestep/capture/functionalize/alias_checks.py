@@ -72,8 +72,8 @@ def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Seque
     for one, other in overlaps(tensors):
         partners.setdefault(one, set()).add(other)
         partners.setdefault(other, set()).add(one)
-    expanded = {number for number, tensor in enumerate(tensors) if _repeats_itself(tensor)}
-    if not partners and not expanded:
+    refused = {number: why for number, tensor in enumerate(tensors) if (why := _never_written(tensor))}
+    if not partners and not refused:
         return
     roots = {node: {number} for number, node in enumerate(placeholders)}
     written: dict[int, fx.Node] = {}
@@ -81,8 +81,8 @@ def _check_inputs(graph: fx.Graph, placeholders: Sequence[fx.Node], names: Seque
         if node.op == "placeholder":
             continue
         writes = _reached(roots, op_info.argument_nodes(node, op_info.mutated_args(node.target)))
-        if again := expanded & writes:
-            _refuse_expanded(node, names[min(again)])
+        if again := refused.keys() & writes:
+            _refuse_write(node, names[min(again)], refused[min(again)])
         written.update(dict.fromkeys(writes & partners.keys(), node))
         for number in sorted(writes | _reached(roots, _read(node))):
             for other in sorted(partners.get(number, set()) & written.keys()):
@@ -138,11 +138,19 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return [] if op_info.reads_no_values(node.target) else node.all_input_nodes
 
 
-def _repeats_itself(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is expanded: several elements in one place."""
+def _never_written(tensor: torch.Tensor) -> str:
+    """Why a graph does not write to an input, as the end of a sentence; empty if it may."""
     if tensor.layout is not torch.strided:
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return (
+            "a sparse tensor. A graph replaces such tensors and writes to none: clear gradients with zero_grad() "
+            "before each backward, so that none is added to."
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return (
+            "an expanded tensor, of which several elements are one number in memory. Make it contiguous() before the "
+            "step."
+        )
+    return ""
 
 
 def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
@@ -156,10 +164,9 @@ def _refuse(node: fx.Node, name: str, other: str, write: fx.Node) -> None:
     )
 
 
-def _refuse_expanded(node: fx.Node, name: str) -> None:
+def _refuse_write(node: fx.Node, name: str, why: str) -> None:
     raise CaptureError(
-        f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to {name}, an "
-        f"expanded tensor, of which several elements are one number in memory. Make it contiguous() before the step."
+        f"The step could not be captured at {node_meta.origin(node).source}\n{node.target} writes to {name}, {why}"
     )
 
 

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from wholestep.cost.cost_model import CostModel
@@ -243,7 +244,7 @@ def _memory(
         for tensor, buffer in zip(node_meta.tensors(node), homes[-1], strict=True):
             if buffer not in made:
                 made.add(buffer)
-                size = tensor.untyped_storage().nbytes()
+                size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None
                 num_bytes = size if isinstance(size, int) else 0  # data decides
                 makes.append(Make(buffer=buffer, num_bytes=num_bytes, onto=onto.get(buffer)))
             read.setdefault(buffer)
