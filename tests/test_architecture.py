@@ -96,6 +96,9 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.distributed._composable": "the keys under which a module holds its sharding, new in every process",
         "torch.distributed.fsdp._fully_shard": "what its hooks call, to be silent while a step is traced",
     },
+    "capture/wrappers/sync_batch_norm.py": {
+        "torch._C._get_privateuse1_backend_name": "SyncBatchNorm refuses CPUs, for whose tensors it has no kernels"
+    },
     "capture/wrappers/fully_shard_settings.py": {
         "torch.distributed.fsdp._fully_shard": "whether its communication is the default one: no getter says so"
     },

@@ -205,7 +205,7 @@ class Peers:
                 grad.detach().copy_(part.view(grad.shape))
 
     def _join(self, grad: torch.Tensor) -> None:
-        """A sparse gradient, in place (and no alias of it would do): its entries are those of all ranks, which may have different numbers of them."""
+        """A sparse gradient, in place: its entries are those of all ranks, which may have different numbers of them."""
         own = grad.coalesce()
         indices, values = own.indices().t(), own.values()
         if self.strategy.reduce == "mean":

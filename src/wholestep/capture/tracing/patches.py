@@ -38,6 +38,7 @@ from wholestep.capture.tracing.process_groups import ProcessGroupRecorder
 from wholestep.capture.tracing.rnn_unroll import unrolled_rnns
 from wholestep.capture.wrappers.ddp import silent_forwards
 from wholestep.capture.wrappers.fully_shard_hooks import silent_hooks
+from wholestep.capture.wrappers.sync_batch_norm import graph_batch_norms
 from wholestep.errors import CaptureError
 from wholestep.ir.ops.rng_state import traced_generator
 
@@ -124,6 +125,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield traced_generator()
     yield unrolled_rnns()
     yield silent_hooks()
+    yield graph_batch_norms()
     yield module_to_is_identity()
     yield compile_unwrapped()
     yield symbolic_math()

@@ -1,0 +1,1 @@
+"""Modules of DistributedDataParallel and ``fully_shard`` inside of compiled steps."""
