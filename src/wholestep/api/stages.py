@@ -111,9 +111,8 @@ class Stages:
         self._broadcast = StateBroadcast(self.name)
         self._sharding = LiveSharding(step)
         self._given = options
-        """What the user chose, where modules bring a strategy with them."""
+        """What the user chose, where modules bring a strategy with them: `wrapped`."""
         self.wrapped: WrappedStrategy | None = None
-        """What wrapped modules were told."""
         self._fully_sharded: list[FSDPModule] = []
         self._is_adopted = False
         """Whether modules were asked for the strategy that they bring."""

@@ -72,7 +72,7 @@ def gather(out: Emitter, shard: fx.Node, spec: ShardSpec, axis: MeshAxis, bucket
     return whole
 
 
-def beside(out: Emitter, rows: fx.Node, axis: MeshAxis) -> fx.Node:
+def gathered_rows(out: Emitter, rows: fx.Node, axis: MeshAxis) -> fx.Node:
     """The rows of all ranks, one rank's behind another's. Every rank has as many."""
     sent = out.emit(_aten.clone.default, rows, like=rows, memory_format=torch.contiguous_format)
     start = out.emit(op_info.c10d.all_gather_into_tensor.default, sent, axis.size, axis.group, like=rows)

@@ -98,7 +98,7 @@ class DataParallel:
         indices = placer.emit(_aten.t.default, placer.emit(_aten._indices.default, grad, like=grad), like=grad)
         values = self.scaled(placer, placer.emit(_aten._values.default, grad, like=grad))
         for axis in self.axes:
-            indices, values = (layouts.beside(placer, one, axis) for one in (indices, values))
+            indices, values = (layouts.gathered_rows(placer, one, axis) for one in (indices, values))
         return placer.emit(
             _aten._sparse_coo_tensor_with_dims_and_tensors.default, sparse.sparse_dim(), sparse.dense_dim(),
             list(sparse.shape), placer.emit(_aten.t.default, indices, like=grad), values, like=grad,

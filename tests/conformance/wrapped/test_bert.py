@@ -1,4 +1,4 @@
-"""BERT of Hugging Face transformers, wrapped and compiled: loss, logits and gradients of eager code, dropout included."""
+"""BERT of Hugging Face transformers, wrapped and compiled: loss, logits and gradients of eager code, with dropout."""
 
 from __future__ import annotations
 

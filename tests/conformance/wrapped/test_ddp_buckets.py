@@ -90,7 +90,7 @@ def layers_within(name: str) -> tuple[list[tuple[str, ...]], list[int], list[int
 @row("graph_split_ctx_manager")
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_of_the_model_holds_and_leaves_the_buckets(ranks2: Pool, name: str) -> None:
-    """No gradients under no_grad, hence no buckets. Autocast gives the bias behind its weight: the last one is alone."""
+    """No gradients under no_grad, so no buckets. Autocast gives the bias behind its weight: the last one is alone."""
     for found, sizes, eager_sizes, dtype in ranks2.run(layers_within, name):
         assert sizes == eager_sizes
         weights = [sum("weight" in member for member in one) for one in found]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -23,7 +23,6 @@ from tests.conformance.wrapped.against_eager import (
     against_eager,
     ddp,
     device,
-    expect_equal,
     forward_and_backward,
     inference,
     rank_seed,
@@ -122,7 +121,9 @@ def test_convolutions_in_inference_equal_eager_code(ranks2: Pool) -> None:
     ("name", "traces"),
     [
         pytest.param("transposed", 3, marks=row("graph_split_inductor_transpose")),  # one for each size
-        pytest.param("doubled", 2, marks=row("symbol_splitting")),  # likewise; the third batch has the size of the first
+        pytest.param(
+            "doubled", 2, marks=row("symbol_splitting")
+        ),  # likewise; the third batch has the size of the first
         pytest.param("attention", 1, marks=row("call_method_forward")),
         pytest.param("checkpointed_pairs", 1, marks=row("higher_order_op")),
         pytest.param("checkpointed_linears", 1, marks=row("ddp_activation_checkpointing")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 def linear_layers(features: int, hidden: int, outputs: int) -> nn.Sequential:
     """Four linear layers; after each a ReLU."""
     widths = [features, hidden, hidden, hidden, outputs]
-    pairs = zip(widths, widths[1:], strict=False)
+    pairs = itertools.pairwise(widths)
     return nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())))
 
 

@@ -3,7 +3,8 @@
 Torch's own function leaves out ranks whose input is empty, by an index that is data, and calls kernels that CPUs lack.
 Here every rank sends the count, the mean and the sum of squares around it, and one that has nothing counts as nothing:
 no branch, no NaN, and one text for all ranks.
-Source of the sums: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
+Source of the sums: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances".
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ class _Normalize(torch.autograd.Function):
     """What ``SyncBatchNorm`` applies, with its arguments: `x` has its channels in dim 1."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-        eps: float, momentum: float, group: Any, num_ranks: int,
-    ) -> Tensor:  # fmt: skip
-        """Normalizes with the statistics of all ranks, and moves the running ones."""
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        """Normalizes with the statistics of all ranks, and moves the running ones.
+
+        `rest`: weight, bias, running mean and variance, each a tensor or None; then eps, momentum, group, its size.
+        """
+        weight, bias, mean, var, eps, momentum, group, num_ranks = rest
         dims, wide = _others(x), torch.promote_types(x.dtype, torch.float32)
         values, count = x.to(wide), _count(x)
         own_mean = values.sum(dims) / max(1, count)
@@ -52,7 +54,7 @@ class _Normalize(torch.autograd.Function):
         return normal.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override] # torch's own hint is *Any
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of `weight` and `bias` are those of this rank; that of `x` is of the sum over all ranks."""
         x, weight, mean, scale, total = ctx.saved_tensors
         dims, wide = _others(x), mean.dtype
@@ -98,7 +100,7 @@ def graph_batch_norms() -> Iterator[None]:
         if x.device.type != "cpu":
             return original(module, x)
         # It asks whether its input is on a device with torch's kernels, or on that of an extension.
-        with patch.object(torch._C, "_get_privateuse1_backend_name", return_value="cpu"):
+        with patch.object(torch._C, torch._C._get_privateuse1_backend_name.__name__, return_value="cpu"):
             return original(module, x)
 
     with patch.object(nn.SyncBatchNorm, "forward", forward), patch.object(batchnorm, "sync_batch_norm", _Normalize):

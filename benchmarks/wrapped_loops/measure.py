@@ -1,8 +1,8 @@
 """Training loops with a wrapped model as people have them, and the same loops with `ws.compile` around the step.
 
-    python benchmarks/wrapped.py                          # 2 ranks on the CPU, a small GPT
-    python benchmarks/wrapped.py --workload W1            # 2 GPUs, a reference training
-    python benchmarks/wrapped.py --json
+    python -m benchmarks.wrapped_loops                          # 2 ranks on the CPU, a small GPT
+    python -m benchmarks.wrapped_loops --workload W1            # 2 GPUs, a reference training
+    python -m benchmarks.wrapped_loops --json
 
 Of each wrapper: the loop in eager code, with the model under torch.compile, and as one compiled step. All take the same
 50 batches by turns, a block each, in one run. A figure is the median of the steps behind the first block, whose wall
@@ -135,7 +135,3 @@ def main() -> None:
         cells = [f"{rows[way]['ms']:.2f}" for way in ways]
         table.add_row(name, *cells, f"{ratio:.2f}", f"{rows['wholestep']['difference']:.1e}")
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

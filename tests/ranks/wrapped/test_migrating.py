@@ -11,7 +11,7 @@ import torch
 
 pytestmark = pytest.mark.ranks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
 START = next(iter(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))
 DIFFS: dict[str, str] = dict(re.findall(r"## From (.*?)\n.*?```diff\n(.*?)```", PAGE, re.DOTALL))
 RUNS_NO_MORE = {"DeepSpeed ZeRO", "torch.distributed._spmd"}

@@ -1,0 +1,1 @@
+"""Loops with wrapped models, as they are and with one line more."""
