@@ -39,7 +39,7 @@ class ContenderResult:
     loss: float | None = None
     """Mean over the ranks, of the last of `LOSS_STEPS` steps."""
     loss_difference: float | None = None
-    """From eager DDP, relative to it; where that did not run, from the first stock contender."""
+    """From eager DDP, relative to it; of FSDP of ours, where that did not run, from FSDP2."""
     peak_bytes: int | None = None
     """Most that was allocated at once, by this contender alone; the rank with most."""
     reserved_bytes: int | None = None
@@ -95,8 +95,8 @@ class SuiteReport:
         caption = (
             f"torch {self.torch_version}, {self.date}, {self.command}. Blocks of steps in turn, the slowest rank "
             f"counts; memory is that of the contender alone; first: the first call, which compiles, with an empty "
-            f"cache; loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP or "
-            "else from the first stock contender."
+            f"cache; loss behind {LOSS_STEPS} steps, no further than {self.loss_tolerance:.1g} of it from eager DDP "
+            "or, without that, from FSDP2."
         )
         table = Table(title=f"{self.training}: {self.nproc} x {self.device}", title_justify="left")
         table.add_column("contender", no_wrap=True)
