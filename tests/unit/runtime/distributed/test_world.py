@@ -6,12 +6,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import fork_server
 from wholestep.errors import ConfigError, InternalError, RankMissingError
 from wholestep.runtime.distributed.consensus import default_store
 from wholestep.runtime.distributed.launch import VARIABLES
-from wholestep.runtime.distributed.world import close_current, init, run
+from wholestep.runtime.distributed.world import announce, close_current, init, run
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -155,3 +156,11 @@ def test_run_leaves_the_environment_as_it_was(monkeypatch):
         assert run(int, 1, "3", backend="gloo") == [3]
     assert os.environ["RANK"] == "kept"
     assert "MASTER_PORT" not in os.environ
+
+
+def test_a_group_whose_store_is_none_ends_as_ever() -> None:
+    """The farewell of a rank has nowhere to go; it must not keep the group from ending."""
+    announce()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
