@@ -18,7 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.conformance.wrapped.against_eager import (
+from tests.harness.rank_pools import Pool
+from tests.ranks.wrapped_models.against_eager import (
     Step,
     against_eager,
     ddp,
@@ -27,7 +28,7 @@ from tests.conformance.wrapped.against_eager import (
     inference,
     rank_seed,
 )
-from tests.conformance.wrapped.toy_models import (
+from tests.ranks.wrapped_models.toy_models import (
     AttentionByForward,
     CheckpointedPairs,
     Doubled,
@@ -36,7 +37,6 @@ from tests.conformance.wrapped.toy_models import (
     TransposedLinear,
     linear_layers,
 )
-from tests.harness.rank_pools import Pool
 
 row = functools.partial(pytest.mark.row, "S4")
 

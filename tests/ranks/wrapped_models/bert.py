@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.conformance.wrapped.against_eager import device
+from tests.ranks.wrapped_models.against_eager import device
 
 VOCABULARY = 31
 

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.conformance.wrapped.against_eager import against_eager, ddp, rank_seed
-from tests.conformance.wrapped.bert import batch, bert, loss_and_logits
 from tests.harness.rank_pools import Pool
+from tests.ranks.wrapped_models.against_eager import against_eager, ddp, rank_seed
+from tests.ranks.wrapped_models.bert import batch, bert, loss_and_logits
 
 pytest.importorskip("transformers")
 
@@ -54,7 +54,14 @@ def sharded(by_layer: bool, checkpointed: bool) -> int:
     [
         pytest.param(False, False, marks=pytest.mark.row("S5", "hf_bert_fsdp")),
         pytest.param(True, False, marks=pytest.mark.row("S5", "hf_bert_fsdp")),
-        pytest.param(True, True, marks=pytest.mark.row("S5", "hf_bert_fsdp_activation_checkpointing")),
+        pytest.param(
+            True,
+            True,
+            marks=[
+                pytest.mark.row("S5", "hf_bert_fsdp_activation_checkpointing"),
+                pytest.mark.xfail(reason="buckets of gathers change the order in which dropout draws", strict=True),
+            ],
+        ),
     ],
 )
 def test_sharded_bert_equals_eager_code(ranks2: Pool, by_layer: bool, checkpointed: bool) -> None:

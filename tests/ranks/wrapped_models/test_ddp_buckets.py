@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.conformance.wrapped.against_eager import (
+from tests.harness.rank_pools import Pool
+from tests.ranks.wrapped_models.against_eager import (
     against_eager,
     bucket_bytes,
     buckets,
@@ -20,8 +21,7 @@ from tests.conformance.wrapped.against_eager import (
     device,
     forward_and_backward,
 )
-from tests.conformance.wrapped.toy_models import OwnBetweenOthers, Within, linear_layers
-from tests.harness.rank_pools import Pool
+from tests.ranks.wrapped_models.toy_models import OwnBetweenOthers, Within, linear_layers
 
 row = functools.partial(pytest.mark.row, "S4")
 
