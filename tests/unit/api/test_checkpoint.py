@@ -381,6 +381,12 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path: Path, monkeypatch: pyte
     ws.load_checkpoint(path, model)
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ws.CheckpointError, match=r"cannot be written: (FileExists|NotADirectory)Error"):
+        ws.save_checkpoint(tmp_path / "file" / "run", net())
+
+
 def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     ws.save_checkpoint(tmp_path / "run", model)

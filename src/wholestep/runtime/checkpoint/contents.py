@@ -32,7 +32,7 @@ from wholestep.runtime.distributed.world import World
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
 """One optimizer, or several by name or in a row."""
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _ABSENT = object()
 
 
@@ -102,12 +102,12 @@ class Contents:
         _check_keys(tree, ())
         return tree
 
-    def values_to_read(self, metadata: Metadata, world: World, num_saved_ranks: int) -> dict[str, Path]:
+    def values_to_read(self, metadata: Metadata, world: World, num_saved_ranks: int) -> dict[str, KeyPath]:
         """Names of what this rank reads of a checkpoint, with their paths.
 
         Raises CheckpointError for a checkpoint that has not all of it.
         """
-        paths: dict[str, Path] = metadata.planner_data or {}
+        paths: dict[str, KeyPath] = metadata.planner_data or {}
         wanted = {"model"} | ({"optimizer"} if self._optimizers else set())
         wanted |= ({"extra"} if self._extra else set()) | ({"step"} if self._step is not None else set())
         parts = [(part,) for part in wanted - {"extra"}] + [("extra", name) for name in self._extra]
@@ -124,7 +124,7 @@ class Contents:
             and (path[:2] != ("step", "rank") or all_ranks or path[2] == str(world.rank))
         }
 
-    def targets(self, metadata: Metadata, paths: Mapping[str, Path]) -> dict[str, Tensor]:
+    def targets(self, metadata: Metadata, paths: Mapping[str, KeyPath]) -> dict[str, Tensor]:
         """Where the tensors among the values that are read go: live ones where they fit, else new ones.
 
         Raises CheckpointError for a model that is another one than that of the checkpoint.
@@ -196,7 +196,7 @@ class Contents:
         found: dict[str, Any] = tree["optimizer"] if self._has_one_optimizer else tree["optimizer"].get(name, {})
         return found
 
-    def _new(self, path: Path, record: TensorStorageMetadata, layout: LayoutOf) -> Tensor:
+    def _new(self, path: KeyPath, record: TensorStorageMetadata, layout: LayoutOf) -> Tensor:
         inner = path[1:] if self._has_one_optimizer else path[2:]
         is_state = path[0] == "optimizer" and len(inner) > 2 and inner[0] == "state"
         param = self._models.parameters.get(str(inner[1])) if is_state else None
@@ -219,7 +219,7 @@ def _as_bytes(name: str, state: dict[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
 
 
-def _check_keys(tree: Any, path: Path) -> None:
+def _check_keys(tree: Any, path: KeyPath) -> None:
     if isinstance(tree, Mapping):
         wrong = next((key for key in tree if not isinstance(key, str)), None)
         if wrong is not None:
@@ -231,7 +231,7 @@ def _check_keys(tree: Any, path: Path) -> None:
         _check_keys(inside, (*path, key))
 
 
-def _at(tree: Any, path: Path) -> Any:
+def _at(tree: Any, path: KeyPath) -> Any:
     for key in path:
         if isinstance(tree, Mapping):
             tree = tree.get(key, _ABSENT)
@@ -242,7 +242,7 @@ def _at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _paths(tree: Any, path: Path) -> set[Path]:
+def _paths(tree: Any, path: KeyPath) -> set[KeyPath]:
     """Paths of the leaves of a tree of dicts."""
     if not isinstance(tree, Mapping):
         return {path}

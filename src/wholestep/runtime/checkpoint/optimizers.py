@@ -58,9 +58,8 @@ def load(optimizer: Optimizer, saved: dict[str, Any], names: Mapping[int, str], 
     by_number = _names_by_number(optimizer, names)
     number_of = {name: number for number, name in by_number.items()}
     state = {number_of.get(key, key): value for key, value in saved.get("state", {}).items()}
-    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in saved["param_groups"]]
-    for now, group in zip(optimizer.state_dict()["param_groups"], groups, strict=True):
-        group["params"] = now["params"]  # torch goes by order
+    pairs = zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+    groups = [{**group, "params": now["params"]} for group, now in pairs]
     before: Any = (optimizer.state, optimizer.param_groups)
     in_place = {id(tensor) for tensor in _tensors(before)}
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})

@@ -81,8 +81,11 @@ def load(path: Path, contents: Contents, world: World) -> None:
 
 
 def _prepared(path: Path, contents: Contents, world: World) -> dict[str, Any]:
-    if world.rank == 0:
-        tidy(path)
+    try:
+        if world.rank == 0:
+            tidy(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {type(error).__name__}: {error}.") from error
     return contents.tree(world)
 
 
