@@ -61,9 +61,11 @@ def test_a_launcher_with_one_process_makes_a_group(monkeypatch):
 def test_ranks_wait_no_longer_than_their_group(asked_s, waits_s):
     group = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "timeout": timedelta(seconds=21.5)}
     dist.init_process_group("gloo", **group)
-    assert init(timeout_s=asked_s).timeout_s == waits_s
-    close_current()
-    dist.destroy_process_group()
+    try:
+        assert init(timeout_s=asked_s).timeout_s == waits_s
+        close_current()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_wait_ten_minutes_where_nobody_says():
