@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from wholestep.errors import InternalError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.lazy_graph_module import module_of
 from wholestep.ir.program import Program
@@ -131,8 +132,13 @@ def nodes_of(tree: Any) -> Iterable[fx.Node]:
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Moves nodes that stand before one of their arguments to just behind the last of them; else keeps order."""
+    """Moves nodes that stand before one of their arguments to just behind the last of them; else keeps order.
+
+    What draws from a random generator, or sets it, waits for the one before it too.
+    """
     done: set[fx.Node] = set()
+    drawing = [node for node in graph.nodes if node.op == "call_function" and op_info.draws(node)]
+    before = dict(zip(drawing[1:], drawing, strict=False))
     waiting: dict[fx.Node, list[fx.Node]] = {}
     cursor = next(iter(graph.nodes))
     pending = list(graph.nodes)
@@ -142,7 +148,8 @@ def sort_topologically(graph: fx.Graph) -> None:
         stack = [node]
         while stack:
             one = stack.pop()
-            missing = next((arg for arg in one.all_input_nodes if arg not in done), None)
+            needed = one.all_input_nodes if one not in before else (*one.all_input_nodes, before[one])
+            missing = next((arg for arg in needed if arg not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(one)
                 continue
@@ -154,3 +161,5 @@ def sort_topologically(graph: fx.Graph) -> None:
 
     for node in pending:
         place(node)
+    if waiting:
+        raise InternalError(f"nodes that wait for each other: {', '.join(one.name for one in waiting)}")

@@ -54,14 +54,7 @@ def sharded(by_layer: bool, checkpointed: bool) -> int:
     [
         pytest.param(False, False, marks=pytest.mark.row("S5", "hf_bert_fsdp")),
         pytest.param(True, False, marks=pytest.mark.row("S5", "hf_bert_fsdp")),
-        pytest.param(
-            True,
-            True,
-            marks=[
-                pytest.mark.row("S5", "hf_bert_fsdp_activation_checkpointing"),
-                pytest.mark.xfail(reason="buckets of gathers change the order in which dropout draws", strict=True),
-            ],
-        ),
+        pytest.param(True, True, marks=pytest.mark.row("S5", "hf_bert_fsdp_activation_checkpointing")),
     ],
 )
 def test_sharded_bert_equals_eager_code(ranks2: Pool, by_layer: bool, checkpointed: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.fx as fx
 
+from wholestep.errors import InternalError
 from wholestep.ir import graph_edit
 
 _aten = torch.ops.aten
@@ -74,3 +75,21 @@ def test_each_reader_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fx.node, "map_arg", lambda *args: written.append(args) or plain(*args))
     graph_edit.replace_nodes(dict(zip(sums, inputs, strict=True)))
     assert len(written) == 3
+
+
+def test_sorting_keeps_the_order_of_random_numbers_or_says_that_it_cannot():
+    """`first` waits for what stands behind `second`, which then waits too."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.bernoulli.p, (x, 0.5))
+    second = graph.call_function(torch.ops.aten.bernoulli.p, (x, 0.25))
+    late = graph.call_function(torch.ops.aten.relu.default, (x,))
+    graph.output((first, second))
+    first.args = (late, 0.5)
+    graph_edit.sort_topologically(graph)
+    graph.lint()
+    order = list(graph.nodes)
+    assert order.index(late) < order.index(first) < order.index(second)
+    late.args = (second,)
+    with pytest.raises(InternalError, match="nodes that wait for each other"):
+        graph_edit.sort_topologically(graph)

@@ -11,7 +11,7 @@ import torch
 from tests.unit import builders
 from tests.unit.builders import aten
 from wholestep.errors import InternalError
-from wholestep.ir import printer
+from wholestep.ir import op_info, printer
 from wholestep.passes.pass_manager import pass_name, run_passes
 
 
@@ -56,6 +56,22 @@ def test_a_pass_that_breaks_a_rule_is_named():
 
     with pytest.raises(InternalError, match=r"after the pass breaks: .*writes in place"):
         run_passes(program(), [breaks])
+
+
+def test_a_pass_that_changes_the_order_of_random_numbers_is_named():
+    """Every mask would be that of another call, on all ranks alike, and nothing else would show it."""
+
+    def swaps(one):
+        first, second = (node for node in one.graph.nodes if node.op == "call_function" and op_info.draws(node))
+        second.append(first)
+        return one
+
+    drawn = builders.without_gradients(
+        builders.capture(lambda x: (torch.rand_like(x), torch.rand_like(x) + x), [torch.randn(3)])
+    )
+    run_passes(drawn, [lambda one: one])
+    with pytest.raises(InternalError, match=r"after the pass swaps: .* draw random numbers and have changed places"):
+        run_passes(drawn, [swaps])
 
 
 def test_a_broken_program_is_refused_before_any_pass():

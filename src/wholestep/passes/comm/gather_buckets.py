@@ -87,13 +87,22 @@ def _in_order(program: Program, phase: str, starts: list[fx.Node], cost: CostMod
     )  # fmt: skip
 
 
-def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """By node, the most gathers on a way to it. None of one level depends on another, so they can share a bucket."""
-    levels: dict[fx.Node, int] = {}
-    for node in graph.nodes:
+def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
+    """By node, the most gathers on a way to it, and the place of the last call on such a way that draws or has effects.
+
+    Gathers of one level can share a bucket: none depends on another, and all stand behind the same calls that keep
+    their order.
+    """
+    levels: dict[fx.Node, tuple[int, int]] = {}
+    for place, node in enumerate(graph.nodes):
         record = node_meta.bucket(node)
         is_gather = record is not None and record.kind is BucketKind.GATHER
-        levels[node] = max((levels[arg] for arg in node.all_input_nodes), default=0) + is_gather
+        of_args = [levels[arg] for arg in node.all_input_nodes]
+        stays = node.op == "call_function" and not op_info.is_collective(node) and op_info.has_effect(node.target)
+        levels[node] = (
+            max((count for count, _ in of_args), default=0) + is_gather,
+            place if stays else max((last for _, last in of_args), default=-1),
+        )
     return levels
 
 
@@ -170,8 +179,20 @@ def _merge(graph: fx.Graph, gathers: _Gathers, group: Group, phase: str, index: 
     names = tuple(name for node in members for name in _members(node))
     reason = group.reason.replace("gradient", "gather")
     record = Bucket(index, names, group.num_bytes, reason, kind=BucketKind.GATHER, phase=phase)
+    if gathers.has_uses:
+        _bring_forward(graph, members)
     coalesce(graph, members, record, at=members[0] if gathers.has_uses else members[-1])
     return f"gather {index}, {phase}: {len(names)} tensors, {printer.bytes_text(group.num_bytes)}; {reason}"
+
+
+def _bring_forward(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    """Moves what members are computed from in front of the first: else who reads that one waits for the last."""
+    order = graph_edit.positions(graph)
+    for one in sorted(
+        {one for node in members for one in _needed_since(node, members[0], order)}, key=order.__getitem__
+    ):
+        if one not in members:
+            members[0].prepend(one)
 
 
 def _before_reductions(graph: fx.Graph) -> None:
