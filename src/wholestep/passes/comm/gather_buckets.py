@@ -179,20 +179,8 @@ def _merge(graph: fx.Graph, gathers: _Gathers, group: Group, phase: str, index: 
     names = tuple(name for node in members for name in _members(node))
     reason = group.reason.replace("gradient", "gather")
     record = Bucket(index, names, group.num_bytes, reason, kind=BucketKind.GATHER, phase=phase)
-    if gathers.has_uses:
-        _bring_forward(graph, members)
     coalesce(graph, members, record, at=members[0] if gathers.has_uses else members[-1])
     return f"gather {index}, {phase}: {len(names)} tensors, {printer.bytes_text(group.num_bytes)}; {reason}"
-
-
-def _bring_forward(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Moves what members are computed from in front of the first: else who reads that one waits for the last."""
-    order = graph_edit.positions(graph)
-    for one in sorted(
-        {one for node in members for one in _needed_since(node, members[0], order)}, key=order.__getitem__
-    ):
-        if one not in members:
-            members[0].prepend(one)
 
 
 def _before_reductions(graph: fx.Graph) -> None:

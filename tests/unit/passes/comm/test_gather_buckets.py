@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import wholestep as ws
-from tests.unit.place.test_sharded import placed
+from tests.unit.place.test_sharded import SHARDS, placed
+from wholestep.capture.capture import capture
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.node_meta import Bucket, BucketKind
@@ -14,6 +17,8 @@ from wholestep.ir.verifier import verify
 from wholestep.passes.comm.bucketing import bucket_gradients
 from wholestep.passes.comm.gather_buckets import bucket_gathers
 from wholestep.passes.rewrites.cse import eliminate_common_subexpressions
+from wholestep.place.shard_inputs import shard_inputs
+from wholestep.place.strategies import place
 
 COST = CostModel.default("cpu+gloo")
 
@@ -23,6 +28,35 @@ def bucketed(bucket_bytes: int, *, again: bool = True) -> Program:
     program = eliminate_common_subexpressions(program)
     program = bucket_gradients(program, cost=COST, bucket_bytes=bucket_bytes)
     return bucket_gathers(program, cost=COST, bucket_bytes=bucket_bytes)
+
+
+def trained_and_used(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """An update, and then a forward on what it has left: each draws a mask."""
+    nn.functional.dropout(model(x), 0.5).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+    return nn.functional.dropout(model(x), 0.5).detach()
+
+
+def two_models(first: nn.Module, second: nn.Module, opts: list[torch.optim.Optimizer], x: Tensor) -> Tensor:
+    return trained_and_used(first, opts[0], x) + trained_and_used(second, opts[1], x)
+
+
+def test_gathers_of_one_bucket_stand_behind_the_same_random_numbers() -> None:
+    """What the first model draws last needs its new weight. What the second draws comes later, and its weight then."""
+    models = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    args = (*models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models], torch.randn(2, 4))
+    strategy = ws.FSDP(reshard_after_forward=False)
+    program = capture(two_models, args, {}).program
+    program = place(shard_inputs(program, strategy, (SHARDS,)), strategy, (SHARDS,))
+    drawn = [node.name for node in program.graph.nodes if node.op == "call_function" and op_info.draws(node)]
+    program = bucket_gathers(program, cost=COST, bucket_bytes=1 << 20)
+    verify(program)
+    program.graph.lint()
+    assert [node.name for node in program.graph.nodes if node.op == "call_function" and op_info.draws(node)] == drawn
+    assert len(drawn) == 4
+    together = [one.members for one in buckets(program) if one.kind is BucketKind.GATHER and one.phase == "forward"]
+    assert sorted(map(len, together)) == [1, 1, 2]
 
 
 def buckets(program: Program) -> list[Bucket]:
