@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _COLLECTS_AT_ALLOCATION = sys.version_info < (3, 12)
 """Later versions collect between two instructions, where no frame object is half made."""
+
+_one_at_a_time = threading.Lock()
+"""Else the first to end would have garbage collected while another one reads."""
 
 
 def frames_of(thread: int) -> list[tuple[str, int]]:
@@ -26,7 +30,7 @@ def frames_of(thread: int) -> list[tuple[str, int]]:
     `thread`: what ``threading.get_ident()`` gives there.
     """
     found = []
-    with _nothing_collected():
+    with _one_at_a_time, _nothing_collected():
         frame: FrameType | None = sys._current_frames().get(thread)
         while frame is not None:
             found.append((frame.f_code.co_filename, frame.f_lineno))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from wholestep.capture.wrappers.ddp import silent_forwards
 
 pytestmark = pytest.mark.ranks
 
@@ -323,6 +325,23 @@ def live() -> int:
 
 def test_a_live_step_reduces_as_the_wrapper_does(pool2: Any) -> None:
     assert all(launches > 0 for launches in pool2.run(live))
+
+
+def on_two_threads() -> tuple[bool, bool]:
+    """Whether a forward was the wrapper's own: on the thread that traces, and on another one meanwhile."""
+    module = DistributedDataParallel(net())
+    x, _ = batches(1)[0]
+    with silent_forwards():
+        module(x)
+        here = module._lazy_init_ran
+        thread = threading.Thread(target=module, args=(x,))
+        thread.start()
+        thread.join()
+    return here, module._lazy_init_ran
+
+
+def test_forwards_of_other_threads_are_those_of_the_wrapper(pool2: Any) -> None:
+    assert pool2.run(on_two_threads) == [(False, True)] * 2
 
 
 def subgroup() -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from wholestep.capture.python import tree_util
+from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import ConfigError
 
 BUILTIN_HOOKS: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined] # public, and in no list of names
@@ -123,7 +124,8 @@ def _note_forward(wrapper: DistributedDataParallel) -> None:
 
 @contextmanager
 def silent_forwards() -> Iterator[None]:
-    """While open, forwards of wrappers communicate nothing, and those in ``no_sync()`` are noted."""
+    """While open, forwards of wrappers on this thread communicate nothing, and those in ``no_sync()`` are noted."""
+    original = DistributedDataParallel.forward
 
     def forward(wrapper: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         _note_forward(wrapper)
@@ -134,5 +136,6 @@ def silent_forwards() -> Iterator[None]:
             inputs, kwargs = tree_util.unflatten(leaves, spec)
         return wrapper.module(*inputs, **kwargs)
 
-    with patch.object(DistributedDataParallel, "forward", forward), with_unsynced(()):
+    silent = on_this_thread(forward, original)
+    with patch.object(DistributedDataParallel, "forward", silent), with_unsynced(()):
         yield

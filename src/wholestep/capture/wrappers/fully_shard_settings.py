@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Replicate
 
@@ -71,8 +70,8 @@ def _settings(name: str, group: Any) -> FullyShardSettings:
         )
     own = {
         "set_all_reduce_hook": group._all_reduce_hook is not None,
-        "set_custom_all_gather": not _is_default(group._all_gather_comm, DefaultAllGather),
-        "set_custom_reduce_scatter": not _is_default(group._reduce_scatter_comm, DefaultReduceScatter),
+        "set_custom_all_gather": type(group._all_gather_comm) is not DefaultAllGather,
+        "set_custom_reduce_scatter": type(group._reduce_scatter_comm) is not DefaultReduceScatter,
         "fsdp_pre_all_gather": any(
             hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in group.fsdp_params
         ),
@@ -93,7 +92,3 @@ def _settings(name: str, group: Any) -> FullyShardSettings:
         reshard_after_forward=group.post_forward_mesh_info is not None,
         sums=factor == 1 and group.mesh_info.mesh.size() > 1,
     )  # fmt: skip
-
-
-def _is_default(comm: AllGather, default: type) -> bool:
-    return type(comm) is default

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
+
+from wholestep.capture.python.tracing_thread import on_this_thread
 
 
 class _Normalize(torch.autograd.Function):
@@ -93,15 +96,21 @@ def _along(channels: Tensor, x: Tensor) -> Tensor:
 
 @contextmanager
 def graph_batch_norms() -> Iterator[None]:
-    """While open, SyncBatchNorm computes with `_Normalize`, and on a CPU too."""
-    original = nn.SyncBatchNorm.forward
+    """While open, SyncBatchNorm on this thread computes with `_Normalize`, and on a CPU too."""
+    forward, of_extension = nn.SyncBatchNorm.forward, torch._C._get_privateuse1_backend_name
+    # It asks whether its input is on a device with torch's kernels, or on that of an extension.
+    extension_is_cpu = on_this_thread(lambda: "cpu", of_extension)
 
-    def forward(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    def on_any_device(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
-            return original(module, x)
-        # It asks whether its input is on a device with torch's kernels, or on that of an extension.
-        with patch.object(torch._C, torch._C._get_privateuse1_backend_name.__name__, return_value="cpu"):
-            return original(module, x)
+            return forward(module, x)
+        with patch.object(torch._C, of_extension.__name__, extension_is_cpu):
+            return forward(module, x)
 
-    with patch.object(nn.SyncBatchNorm, "forward", forward), patch.object(batchnorm, "sync_batch_norm", _Normalize):
+    of_torch: Any = vars(batchnorm)["sync_batch_norm"]
+    applied = SimpleNamespace(apply=on_this_thread(_Normalize.apply, of_torch.apply))
+    with (
+        patch.object(nn.SyncBatchNorm, "forward", on_this_thread(on_any_device, forward)),
+        patch.object(batchnorm, "sync_batch_norm", applied),
+    ):
         yield
