@@ -86,6 +86,7 @@ class DataParallel:
         if name in self.config.ignore:
             return grad
         if node_meta.tensor(grad).layout is torch.sparse_coo:
+            placer.notes.append(f"{name} has a sparse gradient: the entries of all ranks are gathered, as they are")
             return self._joined(placer, grad)
         reduced = self.scaled(placer, grad)
         for axis in self.axes:

@@ -133,6 +133,31 @@ def test_ignored_parameters_stay_local(pool2: Any) -> None:
     pool2.run(ignored_parameter)
 
 
+def changed_settings() -> tuple[list[str], list[str]]:
+    """What owners change between calls, and why the step was captured again."""
+    (model, opt), compiled = sharded(), ws.compile(train)
+    x, y = batches(1)[0]
+    compiled(model, opt, x, y)
+    with torch.no_grad():
+        model(x)  # torch decides about the outermost module in its first eager forward, which changes nothing here
+    compiled(model, opt, x, y)
+    reasons = list(compiled.cache_info().reasons)
+    model[0].set_reshard_after_forward(False)
+    compiled(model, opt, x, y)
+    changed = list(compiled.cache_info().reasons)
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(ws.ConfigError, match="divides gradients by 3"):
+        compiled(model, opt, x, y)
+    return reasons, changed
+
+
+def test_a_setting_that_changes_is_seen_at_the_next_call(pool2: Any) -> None:
+    for reasons, changed in pool2.run(changed_settings):
+        assert reasons == []
+        assert len(changed) == 1
+        assert "post_forward_mesh_info" in changed[0]
+
+
 def refusals() -> None:
     x, y = batches(1)[0]
     with pytest.raises(ws.ConfigError, match="shard without offload_policy"):

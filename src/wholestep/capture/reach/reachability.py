@@ -10,8 +10,7 @@ globals that the step's code names, followed through user functions, modules, co
   are watched only in the attributes whose names occur in code that the step can reach, so a counter that the training
   loop moves does not retrace. What a trace comes to by other names, the next one watches
   (`capture/python/attribute_access.py`). Classes: `wholestep.capture.python.class_attributes`.
-- What has a state that nobody can look at, such as an iterator of C, is refused
-  (`capture/reach/rng_and_iterators.py`).
+- What has a state that nobody can look at, such as an iterator of C, is refused (`rng_and_iterators.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ from wholestep.capture.reach import code_names, grad_scaler, library_globals, mo
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
 from wholestep.capture.scalars import hyperparameters
-from wholestep.capture.wrappers import ddp
-from wholestep.capture.wrappers.fully_shard_settings import refuse_flat_parameters
+from wholestep.capture.wrappers import ddp, fully_shard_settings
 
 log = logging.getLogger("wholestep")
 
@@ -177,7 +175,8 @@ class Walker:
             for own in (child._parameters, child._buffers, child._modules):
                 self._watch(own, path, None)
                 self._seen.update(id(item) for item in own.values())
-            refuse_flat_parameters(path, child)
+            for settings, keys in fully_shard_settings.watched(path, child, is_root=child is module):
+                self._watch(settings, path, keys)
             self._hooks_of(child, path, depth)
             if isinstance(child, DistributedDataParallel):
                 self._settings(path, child)

@@ -38,14 +38,26 @@ def parameters_of(root: nn.Module) -> list[torch.Tensor]:
     return [one for one in found if sum(not isinstance(placed, Replicate) for placed in one.placements) <= 1]
 
 
-def refuse_flat_parameters(name: str, module: nn.Module) -> None:
-    """Raises ConfigError for a module of the older wrapper."""
+_SETTINGS = ("mp_policy", "gradient_divide_factor", "_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm")
+"""Attributes of a group of parameters that a trace depends on, but for `_RESHARD`."""
+_RESHARD = "post_forward_mesh_info"
+"""Torch sets that of the outermost module itself, in its first eager forward."""
+
+
+def watched(name: str, module: nn.Module, *, is_root: bool) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The settings of one module that its owner may change between calls: dicts, and the keys to look at.
+
+    Raises ConfigError for a module of the older wrapper, whose parameters nobody can look at.
+    """
     if isinstance(module, FullyShardedDataParallel):
         raise ConfigError(
             f"{name} is wrapped in FullyShardedDataParallel, which holds parameters in flat tensors of its own. Use "
             f"torch.distributed.fsdp.fully_shard, or pass the plain module with "
             f"wholestep.compile(strategy=wholestep.FSDP())."
         )
+    if isinstance(module, FSDPModule):
+        for group in _groups_of(module):
+            yield vars(group), _SETTINGS if is_root else (*_SETTINGS, _RESHARD)
 
 
 def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
@@ -55,11 +67,14 @@ def settings_of(name: str, root: nn.Module) -> list[FullyShardSettings]:
 
 def _groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
     for fqn, module in root.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
-        yield from ((fqn, group) for group in ([state._fsdp_param_group] if groups is None else groups) if group)
+        if isinstance(module, FSDPModule):
+            yield from ((fqn, group) for group in _groups_of(module))
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group]
 
 
 def _settings(name: str, group: Any) -> FullyShardSettings:
