@@ -101,8 +101,8 @@ class CommHook:
     """A communication hook of DistributedDataParallel, as its ``register_comm_hook`` takes it.
 
     It is called with a bucket that has the methods of ``torch.distributed.GradBucket`` and gives a future, or a tensor,
-    of the reduced gradients. It is traced into the graph of the step; one that cannot be, or that changes its state,
-    runs as it is at every call, and the step is cut there.
+    of the reduced gradients. It is traced into the graph of the step. One that reads Python state, or cannot be traced,
+    runs as it is at every call, and a CUDA graph is cut there.
     """
 
     hook: Callable[[Any, Any], Any]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 import wholestep.runtime.buffer_sync
@@ -87,6 +88,32 @@ def test_sharded_steps_start_warm(pool2: Any, tmp_path: Path, strategy: Strategy
         assert cold[1:] == (1, 0)
         assert warm[1:] == (0, 1)
         assert cold[0] == warm[0]
+
+
+def start_wrapped(ignored: list[str]) -> tuple[list[float], int, int]:
+    """Three steps with a DistributedDataParallel, of which some parameters stay local."""
+    world = init()
+    module, _, x, y = things(width=8)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    model = DistributedDataParallel(module)
+    step = ws.compile(train)
+    torch.manual_seed(world.rank)
+    found = losses(step, (model, torch.optim.SGD(model.parameters(), lr=0.1), x + world.rank, y))
+    return found, step.cache_info().traces, step.cache_info().loaded
+
+
+def wrapped_starts(folder: str) -> list[Any]:
+    with own_cache(folder):
+        name = next(fqn for fqn, _ in things(width=8)[0].named_parameters())
+        return [start_wrapped([]), start_wrapped([]), start_wrapped([name])]
+
+
+def test_wrapped_steps_start_warm_under_the_same_settings(pool2: Any, tmp_path: Path) -> None:
+    for cold, warm, other in pool2.run(wrapped_starts, str(tmp_path)):
+        assert cold[1:] == (1, 0)
+        assert warm[1:] == (0, 1)
+        assert cold[0] == warm[0]
+        assert other[1:] == (1, 0)
 
 
 def test_another_policy_of_types_is_another_step(pool2: Any, tmp_path: Path) -> None:

@@ -367,6 +367,10 @@ def two_wrappers(settings: dict[str, Any]) -> None:
 def refusals() -> None:
     x, y = batches(1)[0]
     module, opt = wrapped(net())
+    compiled = ws.compile(train)
+    compiled(module, opt, x, y)
+    with module.join(), pytest.raises(ws.ConfigError, match=r"is inside of join\(\)"):
+        compiled(module, opt, x, y)
     with pytest.raises(ws.ConfigError, match=r"too\. Leave strategy out"):
         ws.compile(train, strategy=ws.DDP())(module, opt, x, y)
     two_wrappers({})

@@ -7,6 +7,7 @@ forwards do not, so the hooks that it has put on parameters return at once, and 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from wholestep.capture.python import tree_util
 from wholestep.capture.python.tracing_thread import on_this_thread
 from wholestep.errors import ConfigError
 
+log = logging.getLogger("wholestep")
+
 BUILTIN_HOOKS: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined] # public, and in no list of names
 """Names of the hooks for communication that are written in C++."""
 
@@ -30,7 +33,7 @@ SYNC_KEY = "require_backward_grad_sync"
 
 SETTINGS = (
     SYNC_KEY, "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers", "forward_sync_buffers",
-    "parameters_to_ignore", "process_group", "mixed_precision", "training",
+    "parameters_to_ignore", "process_group", "mixed_precision", "training", "_join_config", "bucket_bytes_cap_list",
 )  # fmt: skip
 """Attributes that a trace depends on. The others move with eager calls, or change no number."""
 
@@ -60,6 +63,15 @@ def settings_of(name: str, wrapper: DistributedDataParallel) -> DDPSettings:
         raise ConfigError(
             f"{name} has a communication hook for buffers, which a graph does not call. Register none: buffers are "
             f"broadcast from rank 0."
+        )
+    if wrapper._join_config.enable:
+        raise ConfigError(
+            f"{name} is inside of join(): ranks whose data ends would answer its own reductions, and not those of a "
+            f"graph. Give every rank as many batches, or call the step without wholestep there."
+        )
+    if getattr(wrapper, "bucket_bytes_cap_list", None):  # since torch 2.13
+        log.warning(
+            "%s has bounds for each bucket: all buckets get the one of %d bytes.", name, wrapper.bucket_bytes_cap
         )
     if wrapper._use_python_reducer:
         raise ConfigError(
