@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import wholestep as ws
@@ -176,19 +175,6 @@ def refusals() -> None:
 
 def test_what_no_graph_can_keep_is_refused_by_name(pool2: Any) -> None:
     pool2.run(refusals)
-
-
-def old_wrapper(use_orig_params: bool) -> None:
-    wrapper = FullyShardedDataParallel(net(), use_orig_params=use_orig_params)
-    opt = torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    with pytest.raises(ws.ConfigError, match=r"Use torch\.distributed\.fsdp\.fully_shard"):
-        ws.compile(partial(train, wrapper, opt))(*batches(1)[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_the_older_wrapper_is_refused_by_name(nccl2: Any, use_orig_params: bool) -> None:
-    nccl2.run(old_wrapper, use_orig_params)
 
 
 def sums() -> None:

@@ -18,8 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-from tests.harness.rank_pools import Pool
-from tests.ranks.wrapped_models.against_eager import (
+from tests.conformance.wrapped_models.against_eager import (
     Step,
     against_eager,
     ddp,
@@ -28,7 +27,7 @@ from tests.ranks.wrapped_models.against_eager import (
     inference,
     rank_seed,
 )
-from tests.ranks.wrapped_models.toy_models import (
+from tests.conformance.wrapped_models.toy_models import (
     AttentionByForward,
     CheckpointedPairs,
     Doubled,
@@ -37,6 +36,7 @@ from tests.ranks.wrapped_models.toy_models import (
     TransposedLinear,
     linear_layers,
 )
+from tests.harness.rank_pools import Pool
 
 row = functools.partial(pytest.mark.row, "S4")
 

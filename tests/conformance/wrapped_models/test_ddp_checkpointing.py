@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
+from tests.conformance.wrapped_models.against_eager import ddp, device
 from tests.harness.rank_pools import Pool
-from tests.ranks.wrapped_models.against_eager import ddp, device
 
 row = functools.partial(pytest.mark.row, "S11")
 

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.conformance.wrapped_models.against_eager import against_eager, ddp, rank_seed
+from tests.conformance.wrapped_models.bert import batch, bert, loss_and_logits
 from tests.harness.rank_pools import Pool
-from tests.ranks.wrapped_models.against_eager import against_eager, ddp, rank_seed
-from tests.ranks.wrapped_models.bert import batch, bert, loss_and_logits
 
 pytest.importorskip("transformers")
 

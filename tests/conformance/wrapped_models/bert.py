@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ranks.wrapped_models.against_eager import device
+from tests.conformance.wrapped_models.against_eager import device
 
 VOCABULARY = 31
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import wholestep as ws
+from tests.conformance.wrapped_models.against_eager import ddp, device, rank_seed
 from tests.harness.equality import equal
 from tests.harness.rank_pools import Pool
-from tests.ranks.wrapped_models.against_eager import ddp, device, rank_seed
 
 row = functools.partial(pytest.mark.row, "S11")
 

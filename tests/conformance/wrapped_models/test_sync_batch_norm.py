@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.conformance.wrapped_models.against_eager import ddp, device
 from tests.harness.rank_pools import Pool
-from tests.ranks.wrapped_models.against_eager import ddp, device
 
 row = functools.partial(pytest.mark.row, "S11")
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.harness.rank_pools import Pool
-from tests.ranks.wrapped_models.against_eager import (
+from tests.conformance.wrapped_models.against_eager import (
     against_eager,
     bucket_bytes,
     buckets,
@@ -21,7 +20,8 @@ from tests.ranks.wrapped_models.against_eager import (
     device,
     forward_and_backward,
 )
-from tests.ranks.wrapped_models.toy_models import OwnBetweenOthers, Within, linear_layers
+from tests.conformance.wrapped_models.toy_models import OwnBetweenOthers, Within, linear_layers
+from tests.harness.rank_pools import Pool
 
 row = functools.partial(pytest.mark.row, "S4")
 
