@@ -23,7 +23,7 @@ SRC = ROOT / "src" / "wholestep"
 ROOMS = """
     errors config util
     ir/ops ir ir/dtensor cost cost/calibration
-    capture/python capture/scalars capture/native capture/wrappers capture/reach capture/effects
+    capture/python capture/scalars capture/sizes capture/native capture/wrappers capture/reach capture/effects
     capture/functionalize capture/tracing capture/guards capture/bind capture
     place
     passes/analysis passes/rewrites passes/comm passes/schedule passes/memory passes/compress passes
@@ -54,6 +54,16 @@ DOORS: dict[str, dict[str, str]] = {
     # file below src/wholestep -> {private part of torch: why it is opened there}
     "capture/python/user_frame.py": {
         "torch.fx.experimental.symbolic_shapes": "the error of a traced value that drives Python"
+    },
+    "ir/sizes.py": {"torch.fx.experimental.symbolic_shapes": "whether two sizes are equal, without a condition"},
+    "ir/size_nodes.py": {"torch.utils._sympy": "an expression of sizes as calls"},
+    "capture/sizes/size_symbols.py": {
+        "torch._dynamo": "ConstantSource: where a symbol comes from",
+        "torch.fx.experimental.symbolic_shapes": "the ShapeEnv of a trace, which notes what is asked of sizes",
+    },
+    "capture/guards/size_guards.py": {
+        "torch.fx.experimental.symbolic_shapes": "the functions that its conditions call",
+        "torch.utils._sympy": "conditions as Python",
     },
     "capture/tracing/process_group_rules.py": {"torch._check": "a promise about a size that is data"},
     "capture/reach/unwrap_compiled.py": {"torch._dynamo": "whether what torch.compile gives may be traced"},
@@ -108,7 +118,6 @@ DOORS: dict[str, dict[str, str]] = {
     "capture/tracing/backward_engine.py": {"torch.autograd._engine_run_backward": "to see every backward as it runs"},
     "capture/tracing/patches.py": {
         "torch.utils._foreach_utils": "which tensor types count as plain when torch chooses foreach kernels",
-        "torch.fx.experimental.symbolic_shapes": "host scalars are symbols of a ShapeEnv",
     },
     "capture/tracing/tracer.py": {
         "torch.fx.experimental.proxy_tensor": "make_fx, the tracer",

@@ -28,6 +28,7 @@ def compile(
     passes: Passes = None,
     max_retraces: int = 8,
     fullgraph: bool = False,
+    dynamic: bool | None = None,
 ) -> CompiledStep: ...
 @overload
 def compile(
@@ -39,6 +40,7 @@ def compile(
     passes: Passes = None,
     max_retraces: int = 8,
     fullgraph: bool = False,
+    dynamic: bool | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(
     fn: Callable[..., Any] | None = None,
@@ -49,6 +51,7 @@ def compile(
     passes: Passes = None,
     max_retraces: int = 8,
     fullgraph: bool = False,
+    dynamic: bool | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
 
@@ -68,15 +71,18 @@ def compile(
         fullgraph: whether a step that cannot be one graph is an error, which says why and what helps. By default such
             a step is live: its Python runs at every call, and what it does with tensors is compiled in pieces.
             `CompiledStep.explain` says which, and why.
+        dynamic: whether sizes of arguments are symbols of the graph, as in ``torch.compile``. None: those that have
+            moved between calls, and dims of ``torch._dynamo.mark_dynamic``. True: all from the first call on. False:
+            none, and each size is a trace. Sizes 0 and 1 have traces of their own.
 
     Raises:
         ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
     """
-    options = checked_options(strategy, mesh, backend, passes, max_retraces, fullgraph=fullgraph)
+    options = checked_options(strategy, mesh, backend, passes, max_retraces, fullgraph=fullgraph, dynamic=dynamic)
     if fn is None:
         return lambda step: compile(
             step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces,
-            fullgraph=fullgraph,
+            fullgraph=fullgraph, dynamic=dynamic,
         )  # fmt: skip
     if not callable(fn):
         raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
@@ -108,7 +114,13 @@ def load(
     step = _function_named(name, saved) if fn is None else fn
     step = step._step if isinstance(step, CompiledStep) else step
     checked = checked_options(
-        options.strategy, mesh, options.backend, options.passes, options.max_retraces, fullgraph=options.fullgraph
+        options.strategy,
+        mesh,
+        options.backend,
+        options.passes,
+        options.max_retraces,
+        fullgraph=options.fullgraph,
+        dynamic=options.dynamic,
     )
     return CompiledStep(step, checked, saved)
 

@@ -24,6 +24,7 @@ from wholestep.capture.bind.captured import Captured
 from wholestep.capture.capture import capture
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.user_frame import naming
+from wholestep.capture.reach.arguments import marked_sizes
 from wholestep.capture.reach.reachability import find_reachable
 from wholestep.capture.reach.train_state import collect
 from wholestep.capture.retrace_policy import RetracePolicy
@@ -105,9 +106,8 @@ class Stages:
         self.step, self.options = step, options
         self.name = getattr(step, "__name__", type(step).__name__)
         self.rendezvous = Rendezvous(self.name, lambda: stats.calls if stats is not None else 0)
-        self.retraces = RetracePolicy(step, options.max_retraces)
-        self.cache = StepCache(step, saved)
-        self.compression = _compression(options.strategy)
+        self.retraces = RetracePolicy(step, options.max_retraces, options.dynamic)
+        self.cache, self.compression = StepCache(step, saved), _compression(options.strategy)
         self._broadcast = StateBroadcast(self.name)
         self._sharding = LiveSharding(step)
         self._given = options
@@ -203,9 +203,9 @@ class Stages:
         )  # fmt: skip
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        """One call as a functional graph, with as many numbers for inputs as its retraces have shown to vary."""
-        cut = self._sharding.cut_state
-        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving, cut_state=cut))
+        """One call as a functional graph, with inputs in the place of numbers and sizes that retraces have shown."""
+        cut, sizes = self._sharding.cut_state, marked_sizes(args, kwargs, self.options.dynamic)
+        return self.retraces.captured(lambda moving: capture(self.step, args, kwargs, moving, cut_state=cut), sizes)
 
     def passes(
         self, captured: Captured, compression: CompressionState | None, choose: Choose, lowering: Sequence[Pass] = ()

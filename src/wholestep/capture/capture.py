@@ -52,6 +52,7 @@ from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
 from wholestep.ir.program import Program
+from wholestep.ir.sizes import is_data
 from wholestep.ir.verifier import verify
 
 log = logging.getLogger("wholestep.capture")
@@ -192,7 +193,7 @@ class _Attempt:
             raise CaptureError("the second run of the step did something else than the first")
         program, spec = self._functional(trace, environment)
         unwrap_compiled.log_unwrapped(context.reachable.compiled)
-        return bind(lambda: program, spec, context)
+        return bind(lambda: program, spec, context, trace.sizes)
 
     def _functional(self, trace: Trace, environment: Mapping[str, str]) -> tuple[Program, BindingSpec]:
         _log_foreign(trace.foreign)
@@ -204,6 +205,7 @@ class _Attempt:
         functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)
         functional.writes = trace.storages.exit_writes(functional.writes)
         written = frozenset(functional.writes)
+        _check_shared(self._context, written)
         program, kept = make_program(self._context, trace, functional)
         verify(program)
         return program, self._spec(trace, kept, self._reads(trace, written, environment))
@@ -253,11 +255,19 @@ def _outline(trace: Trace) -> _Outline:
     )  # fmt: skip
 
 
+def _check_shared(context: StepContext, written: Collection[int]) -> None:
+    """Raises CaptureError for a write to an argument with sizes that move, and whose memory another tensor sees."""
+    rows = context.traced_inputs()
+    for place in sorted(written):
+        if place < len(rows) and context.shares_memory(rows[place].tensor):
+            raise CaptureError(f"The step writes to {rows[place].label}, in whose memory another tensor lies.")
+
+
 def _check_sizes(graph: fx.Graph, context: StepContext) -> None:
     """Raises CaptureError where a number that moves between calls may decide about a shape or a place in memory."""
     for node in graph.nodes if context.outside else ():
         for one in node_meta.tensors(node):
-            if not all(isinstance(size, int) for size in (*one.shape, *one.stride(), one.storage_offset())):
+            if any(map(is_data, (*one.shape, *one.stride(), one.storage_offset()))):
                 raise CaptureError(f"The shape of a tensor, or its place in memory, is not known: {list(one.shape)}.")
 
 

@@ -60,7 +60,8 @@ def make_program(context: StepContext, trace: Trace, functional: Functional) -> 
 def _input_records(context: StepContext, trace: Trace) -> list[Input]:
     return [
         Input(
-            kind=row.kind, name=row.name, shape=tuple(row.tensor.shape), dtype=row.tensor.dtype,
+            kind=row.kind, name=row.name,
+            shape=trace.sizes.sizes_of(row.name, row.tensor.shape), dtype=row.tensor.dtype,
             placement=Placement.REPLICATE if row.kind in _REPLICATED else Placement.LOCAL,
             shard=shard_spec(row.tensor),
             trainable=row.kind is InputKind.PARAM and row.tensor.requires_grad, freed=i in trace.storages.freed,

@@ -7,6 +7,10 @@ an input of the graph from then on (`capture/scalars/varying_numbers.py`). What 
 (`capture/scalars/host_scalars.py`). Where that cannot be, since a shape or an index of a list depends on it, each
 of its numbers is a trace of its own.
 
+[Note: sizes that move between calls]
+A dim of an argument that has another size in a later call is a symbol from then on (`capture/sizes/size_symbols.py`).
+One that an operator makes a constant all the same is named, and is a constant of all later traces.
+
 [Note: text among the arguments]
 Names of files that come with a batch. Text can be no input, but mostly nobody looks at it: then it may be any. A trace
 in which it cannot be looked at says so (`capture/reach/arguments.py`), if it gives the program that the text itself
@@ -27,7 +31,7 @@ from wholestep.capture.bind.captured import Captured
 from wholestep.capture.equivalence import is_equivalent
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python.user_frame import defined_at
-from wholestep.capture.reach.arguments import Leaf
+from wholestep.capture.reach.arguments import ArgumentSize, Leaf
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingValue
 from wholestep.errors import CaptureError, RetraceLimitError
 
@@ -37,9 +41,9 @@ log = logging.getLogger("wholestep")
 class RetracePolicy:
     """The traces of one step behind its first."""
 
-    def __init__(self, step: Callable[..., Any], limit: int) -> None:
-        """`limit`: how many there may be."""
-        self._step, self._limit = step, limit
+    def __init__(self, step: Callable[..., Any], limit: int, dynamic: bool | None = None) -> None:
+        """`limit`: how many there may be. `dynamic`: False keeps sizes of arguments constant."""
+        self._step, self._limit, self._dynamic = step, limit, dynamic
         self.reasons: list[str] = []
         """A sentence for each."""
         self._varying: dict[Hashable, VaryingValue] = {}
@@ -78,11 +82,30 @@ class RetracePolicy:
     def compared(self, guards: Guards, leaves: list[Any]) -> None:
         """Notes what is another number, text or tensor in a call with these leaves, for which a trace does not hold."""
         found = {_identity(one): one for one in guards.varying_values(leaves)}
+        if self._dynamic is False:
+            found = {key: one for key, one in found.items() if not isinstance(one, ArgumentSize)}
         self._varying |= {key: one for key, one in found.items() if key not in self._constant}
         self._exchanged_now = dict(guards.exchanged_tensors())
 
-    def captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
-        """What `capture` gives with all inputs that can be some. Raises what it raises without any."""
+    def captured(
+        self, capture: Callable[[Collection[VaryingValue]], Captured], sizes: Collection[ArgumentSize] = ()
+    ) -> Captured:
+        """What `capture` gives with all inputs that can be some. Raises what it raises without any.
+
+        `sizes`: of arguments, that are to be symbols although they have not moved yet.
+        """
+        self._varying |= {one: one for one in sizes if one not in self._constant}
+        found = self._captured(capture)
+        while found.constant_sizes:  # without them the trace is one of plain numbers
+            found.undo()
+            for size, why in found.constant_sizes.items():
+                self._varying.pop(size, None)
+                self._constant[size] = f"{_name(size)} is a constant: {why}"
+                log.warning("%s: %s.", getattr(self._step, "__name__", self._step), self._constant[size])
+            found = self._captured(capture)
+        return found
+
+    def _captured(self, capture: Callable[[Collection[VaryingValue]], Captured]) -> Captured:
         try:
             return _checked(capture, self._varying.values())
         except Exception as error:  # a symbol is no int: what the user's code asks of it may raise anything
@@ -97,17 +120,20 @@ class RetracePolicy:
                 self._varying |= group
             except Exception as error:
                 for key, one in group.items():
-                    name = one.path if isinstance(one, ScalarLocation) else str(one)
-                    self._constant[key] = f"{name[0].upper()}{name[1:]} can be no input of the graph: {error}"
+                    self._constant[key] = f"{_name(one)} can be no input of the graph: {error}"
                     log.info(self._constant[key])
         return _checked(capture, self._varying.values())
 
 
 def _checked(capture: Callable[[Collection[VaryingValue]], Captured], varying: Collection[VaryingValue]) -> Captured:
-    """What `capture` gives. Raises CaptureError where that is another program than with the numbers and texts."""
-    if not varying:
-        return capture(())
-    plain = capture(())
+    """What `capture` gives. Raises CaptureError where that is another program than with the numbers and texts.
+
+    Sizes are symbols in both: what is computed of them are calls of the graph.
+    """
+    sizes = [one for one in varying if isinstance(one, ArgumentSize)]
+    if len(sizes) == len(varying):
+        return capture(sizes)
+    plain = capture(sizes)
     plain.undo()
     found = capture(varying)
     if not is_equivalent(plain, found):
@@ -119,15 +145,21 @@ def _checked(capture: Callable[[Collection[VaryingValue]], Captured], varying: C
 
 
 def _groups(changing: Mapping[Hashable, VaryingValue]) -> list[dict[Hashable, VaryingValue]]:
-    """What is tried together: all texts, of which a batch may have many, and each number by itself."""
+    """What is tried together: all sizes, all texts, of which a batch may have many, and each number by itself."""
     texts: dict[Hashable, VaryingValue] = {}
+    sizes: dict[Hashable, VaryingValue] = {key: one for key, one in changing.items() if isinstance(one, ArgumentSize)}
     groups: list[dict[Hashable, VaryingValue]] = []
     for key, one in changing.items():
         if isinstance(one, Leaf) and one.is_text:
             texts[key] = one
-        else:
+        elif key not in sizes:
             groups.append({key: one})
-    return [*groups, texts] if texts else groups
+    return [one for one in (sizes, *groups, texts) if one]
+
+
+def _name(one: VaryingValue) -> str:
+    name = one.path if isinstance(one, ScalarLocation) else str(one)
+    return f"{name[0].upper()}{name[1:]}"
 
 
 def _identity(one: VaryingValue) -> Hashable:

@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.ir import node_meta, op_info
+from wholestep.ir.sizes import hints
 
 Shape = Sequence[int]
 
@@ -305,8 +306,8 @@ def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape; a size that is data counts as 0."""
-    return tuple(size if isinstance(size, int) else 0 for size in tensor.shape)
+    """The shape, as in the traced call."""
+    return hints(tensor.shape)
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:

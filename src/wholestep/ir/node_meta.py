@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from wholestep.errors import InternalError
+from wholestep.ir.sizes import hint
 
 _VALUE = "val"  # torch's own key, shared with Inductor
 _ORIGIN = "wholestep.origin"
@@ -111,8 +112,9 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of every tensor that the node gives. One whose size is data counts as nothing."""
-    return sum(one.numel() * one.element_size() for one in tensors(node) if isinstance(one.numel(), int))
+    """Bytes of every tensor that the node gives, with sizes that move as they were in the traced call. One whose size
+    is data counts as nothing."""
+    return sum(hint(one.numel()) * one.element_size() for one in tensors(node))
 
 
 def origin(node: fx.Node) -> Origin:

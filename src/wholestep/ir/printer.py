@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from wholestep.errors import InternalError
-from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir import graph_edit, node_meta, op_info, sizes
 from wholestep.ir.ops.collectives import BARRIER, EXCHANGE, SCATTER, group_named
 from wholestep.ir.program import Input, MeshAxis, Program
 from wholestep.ir.segment import Segment
@@ -132,7 +132,7 @@ def _collective_text(node: fx.Node) -> str:
         carried = _carried_text(node.args[1])
     elif own:
         tensor = node_meta.tensor(node.args[0])  # type: ignore[arg-type]
-        carried = f"{_dtype(tensor.dtype)} rows of {list(tensor.shape[1:])}"
+        carried = f"{_dtype(tensor.dtype)} rows of {sizes.shape_text(tensor.shape[1:])}"
     elif node.target is not BARRIER:
         carried = "+".join(map(_carried_text, graph_edit.nodes_of(node.args[0])))
     options = (str(arg) for index, arg in enumerate(node.args[:-1]) if index and index not in own)
@@ -142,7 +142,7 @@ def _collective_text(node: fx.Node) -> str:
 
 def _carried_text(arg: Any) -> str:
     tensor = node_meta.tensor(arg)
-    return f"{_dtype(tensor.dtype)}[{tensor.numel()}]"
+    return f"{_dtype(tensor.dtype)}[{sizes.text(tensor.numel())}]"
 
 
 def _message_lines(node: fx.Node, axes: Mapping[str, MeshAxis]) -> Iterator[str]:
@@ -327,7 +327,7 @@ def attribute(module: fx.GraphModule, path: str) -> Any:
 
 
 def _input_text(record: Input) -> str:
-    return f"{record.kind.value} {record.name} {_dtype(record.dtype)}{list(record.shape)}"
+    return f"{record.kind.value} {record.name} {_dtype(record.dtype)}{sizes.shape_text(record.shape)}"
 
 
 def _comment(node: fx.Node) -> str:
@@ -338,7 +338,9 @@ def _comment(node: fx.Node) -> str:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{_dtype(value.dtype)}{list(value.shape)} {bytes_text(value.numel() * value.element_size())}"
+        return (
+            f"{_dtype(value.dtype)}{sizes.shape_text(value.shape)} {bytes_text(value.numel() * value.element_size())}"
+        )
     if isinstance(value, (list, tuple)):
         tensors = list(node_meta.tensors_in(value))
         return f"{len(tensors)} tensors {bytes_text(sum(one.numel() * one.element_size() for one in tensors))}"
@@ -348,7 +350,7 @@ def _value_text(value: Any) -> str:
 def bytes_text(num_bytes: int) -> str:
     """``1234`` -> ``1.2 KiB``; a size that is data stays the expression it is."""
     if not isinstance(num_bytes, int):
-        return f"{num_bytes} B"
+        return f"{sizes.text(num_bytes)} B"
     size, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from wholestep.errors import InternalError
 from wholestep.ir import node_meta
+from wholestep.ir.sizes import Sizes
 
 
 class Stage(enum.Enum):
@@ -88,8 +90,9 @@ class Input:
     kind: InputKind
     name: str
     """Fully qualified: ``layers.3.mlp.w1``, ``opt.exp_avg.layers.3.mlp.w1``, ``opt.groups.0.lr``, ``args.0``."""
-    shape: tuple[int, ...]
-    """Shape of the value that the graph gets. A sharded one is whole in a captured program, a part in a placed one."""
+    shape: Sizes
+    """Shape of the value that the graph gets, with a `Size` for each dim of an argument that moves between calls. A
+    sharded one is whole in a captured program, a part in a placed one."""
     dtype: torch.dtype
     placement: Placement = Placement.LOCAL
     shard: ShardSpec | None = None
@@ -100,6 +103,14 @@ class Input:
     """Whether it comes without memory: its storage has 0 bytes, and nothing may read it."""
     bucket: int | None = None
     """The bucket whose communication state it is."""
+
+    @property
+    def constant_shape(self) -> tuple[int, ...]:
+        """The shape of what no call moves, which is all but arguments. Raises InternalError for those that move."""
+        sizes = tuple(size for size in self.shape if isinstance(size, int))
+        if len(sizes) != len(self.shape):
+            raise InternalError(f"{self.name} has sizes that move: {list(self.shape)}")
+        return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

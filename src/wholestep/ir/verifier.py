@@ -11,6 +11,7 @@ import torch.fx as fx
 from wholestep.errors import InternalError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import OutputKind, Program, Stage
+from wholestep.ir.sizes import fits
 
 Rule = Callable[[Program], Iterator[str]]
 """Yields a sentence per violation, with the node's name in it."""
@@ -25,7 +26,7 @@ def _records_match_the_graph(program: Program) -> Iterator[str]:
         yield f"{len(program.results)} results for {len(program.outputs)} outputs"
     for node, record in zip(placeholders, program.inputs, strict=True):
         found = node_meta.value(node)
-        if isinstance(found, torch.Tensor) and (tuple(found.shape) != record.shape or found.dtype != record.dtype):
+        if isinstance(found, torch.Tensor) and not (fits(found.shape, record.shape) and found.dtype == record.dtype):
             said = f"{record.dtype}{list(record.shape)}"
             yield f"{node.name} is {found.dtype}{list(found.shape)}, its record {record.name} says {said}"
 
@@ -46,7 +47,7 @@ def _writes_keep_shape_and_dtype(program: Program) -> Iterator[str]:
     for output, result in zip(program.outputs, program.results, strict=True):
         if output.kind is OutputKind.WRITE and output.target is not None and isinstance(result, fx.Node):
             record, new = program.inputs[output.target], node_meta.value(result)
-            if isinstance(new, torch.Tensor) and (tuple(new.shape) != record.shape or new.dtype != record.dtype):
+            if isinstance(new, torch.Tensor) and not (fits(new.shape, record.shape) and new.dtype == record.dtype):
                 said = f"{record.dtype}{list(record.shape)}"
                 yield f"{result.name} writes {new.dtype}{list(new.shape)} to {record.name}, a {said}"
 

@@ -42,10 +42,12 @@ def shard_inputs(program: Program, config: Strategy, axes: tuple[MeshAxis, ...])
 
 
 def _spec(param: Input, config: FSDP | ZeRO, axis: MeshAxis) -> ShardSpec | None:
-    if not param.shape:
+    if not param.constant_shape:
         return None
-    dim = default_dim(param.shape, axis.size)
+    dim = default_dim(param.constant_shape, axis.size)
     if isinstance(config, FSDP) and config.shard_placement_fn is not None:
-        chosen = config.shard_placement_fn(nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta")))
+        chosen = config.shard_placement_fn(
+            nn.Parameter(torch.empty(param.constant_shape, dtype=param.dtype, device="meta"))
+        )
         dim = 0 if chosen is None else chosen.dim
-    return ShardSpec(axis=axis.name, num_ranks=axis.size, dim=dim, whole_shape=param.shape)
+    return ShardSpec(axis=axis.name, num_ranks=axis.size, dim=dim, whole_shape=param.constant_shape)

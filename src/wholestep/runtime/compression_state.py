@@ -168,11 +168,11 @@ class CompressionState:
         """The tensor of that name; a new one is zeros, and remembered where it is to be kept."""
         found = self._tensors.get(record.name)
         if found is None:
-            found = torch.zeros(record.shape, dtype=record.dtype, device=device)
-        elif (tuple(found.shape), found.dtype) != (record.shape, record.dtype):
+            found = torch.zeros(record.constant_shape, dtype=record.dtype, device=device)
+        elif (tuple(found.shape), found.dtype) != (record.constant_shape, record.dtype):
             raise ConfigError(
                 f"The state {record.name} is {found.dtype}{list(found.shape)}, the step needs "
-                f"{record.dtype}{list(record.shape)}. Load what the same model and PowerSGD(...) have saved."
+                f"{record.dtype}{list(record.constant_shape)}. Load what the same model and PowerSGD(...) have saved."
             )
         if keep:
             self._tensors[record.name] = found = found.to(device)

@@ -30,10 +30,19 @@ class Options:
     max_retraces: int
     fullgraph: bool = False
     """Whether a step that is more than one graph is an error."""
+    dynamic: bool | None = None
+    """Whether sizes of arguments are symbols: from the first trace on, never, or once they have moved (None)."""
 
 
 def checked_options(
-    strategy: Any, mesh: Any, backend: Any, passes: Any, max_retraces: int, *, fullgraph: bool = False
+    strategy: Any,
+    mesh: Any,
+    backend: Any,
+    passes: Any,
+    max_retraces: int,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
 ) -> Options:
     """The options as a record. Raises ConfigError for those that cannot be used."""
     if strategy is not None and not isinstance(strategy, Strategy):
@@ -50,9 +59,12 @@ def checked_options(
         raise ConfigError(f"wholestep.compile(max_retraces=...) wants 0 or more, got {max_retraces}.")
     if not isinstance(fullgraph, bool):
         raise ConfigError(f"wholestep.compile(fullgraph=...) wants True or False, got {fullgraph!r}.")
+    if dynamic not in (None, True, False):
+        raise ConfigError(f"wholestep.compile(dynamic=...) wants True, False or None, got {dynamic!r}.")
     return Options(
-        strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces, fullgraph=fullgraph
-    )
+        strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces, fullgraph=fullgraph,
+        dynamic=dynamic,
+    )  # fmt: skip
 
 
 REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"

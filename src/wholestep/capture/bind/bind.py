@@ -19,6 +19,7 @@ from wholestep.capture.bind.captured import (
 )
 from wholestep.capture.bind.effects import Effect
 from wholestep.capture.bind.make_guards import make_guards
+from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import (
     ArgumentSource,
@@ -29,12 +30,18 @@ from wholestep.capture.reach.traced_inputs import (
     StateSource,
 )
 from wholestep.capture.scalars.rank_symbols import ranks
+from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.ir.dtensor.shards import is_dtensor, local_value
 from wholestep.ir.program import InputKind, Program
 
 
-def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext) -> Captured:
-    """The program tied to the live objects of the context. State that the step does not use is taken back."""
+def bind(
+    source: Callable[[], Program], spec: BindingSpec, context: StepContext, sizes: SizeEnv | None = None
+) -> Captured:
+    """The program tied to the live objects of the context. State that the step does not use is taken back.
+
+    `sizes`: what the trace has asked of sizes that move.
+    """
     # Before guards are made, which hold what is left.
     slots = context.state.slots
     read = {
@@ -45,8 +52,23 @@ def bind(source: Callable[[], Program], spec: BindingSpec, context: StepContext)
     context.lazy.discard({id(slots[slot].tensor) for slot in spec.reads.stepped | read})
     live = _Live(spec, context)
     return Captured(
-        source=source, binding=live.binding(), guards=make_guards(spec, context), spec=spec, undo=context.lazy.discard
+        source=source,
+        binding=live.binding(),
+        guards=make_guards(spec, context, sizes),
+        spec=spec,
+        undo=context.lazy.discard,
+        constant_sizes=_constant_sizes(context, sizes),
     )
+
+
+def _constant_sizes(context: StepContext, sizes: SizeEnv | None) -> dict[ArgumentSize, str]:
+    """The dims that were to move and have become constants, with the reasons."""
+    found: dict[ArgumentSize, str] = {}
+    for size, why in sizes.constant.items() if sizes is not None else ():
+        row = next(row for row in context.traced_inputs() if row.name == size.input)
+        leaves = (leaf for leaf, one in enumerate(context.leaves) if one is row.tensor)
+        found |= {ArgumentSize(context.arguments.paths[leaf], size.dim): why for leaf in leaves}
+    return found
 
 
 class _Live:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -17,6 +17,7 @@ import torch.fx as fx
 from wholestep.capture.bind.binding import Binding
 from wholestep.capture.guards.guards import Guards
 from wholestep.capture.python import tree_util
+from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.traced_inputs import InputSource
 from wholestep.capture.reach.train_state import Address
@@ -111,6 +112,8 @@ class Captured:
     spec: BindingSpec
     settled: bool = True
     """Whether the step changed nothing in its first run. Else the context is one that the step had set up."""
+    constant_sizes: Mapping[ArgumentSize, str] = field(default_factory=dict)
+    """Sizes of arguments that were to be symbols and have become constants, each with the reason."""
     undo: Callable[[], None]
     """Removes the optimizer state that was created for this step: for when its first call fails after the capture."""
 

@@ -13,6 +13,7 @@ from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
+from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
 from wholestep.capture.python.snapshot import Snapshot
@@ -28,17 +29,18 @@ from wholestep.capture.reach.traced_inputs import (
 )
 from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.capture.scalars.rank_symbols import ranks
+from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.ir.program import InputKind
 
 
-def make_guards(spec: BindingSpec, context: StepContext) -> Guards:
-    """The guards of a trace, which hold for everything as it is now."""
+def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None = None) -> Guards:
+    """The guards of a trace, which hold for everything as it is now. `sizes`: of a trace with sizes that move."""
     slots, had_gradient = _state_slots(spec, context.state), _gradients_at_entry(spec, context)
     containers = _container_guard(spec, context)
     params = [slot for slot in slots if slot.kind is InputKind.PARAM]
     kinds = [(slot, state_guards.gradient_kind(slot.tensor.grad)) for slot in params if id(slot.tensor) in had_gradient]
     return Guards(
-        arguments=_argument_guards(context, spec, slots),
+        arguments=_argument_guards(context, spec, slots, sizes),
         state=(
             state_guards.ModeGuard(state_guards.modes(), first_hooks=len(containers.snapshots)),
             containers,
@@ -79,7 +81,9 @@ def _gradients_at_entry(spec: BindingSpec, context: StepContext) -> dict[int, bo
     }
 
 
-def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Slot]) -> tuple[Guard, ...]:
+def _argument_guards(
+    context: StepContext, spec: BindingSpec, slots: Sequence[Slot], sizes: SizeEnv | None
+) -> tuple[Guard, ...]:
     leaves, is_data, paths = context.leaves, context.is_data, context.arguments.paths
     inputs = _number_inputs(context)
     data = [leaf for leaf, one in enumerate(is_data) if one]
@@ -88,14 +92,31 @@ def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Sl
         for leaf, one in enumerate(is_data)
         if not one and leaf not in inputs
     ]
-    layouts = tuple((leaf, describe(leaves[leaf])) for leaf in data)
+    moving = _sized_layouts(context, sizes)
+    layouts = tuple(
+        (leaf, paths[leaf], describe(leaves[leaf])) for leaf in data if id(leaves[leaf]) not in context.moving
+    )
+    state_ids = frozenset(id(slot.tensor) for slot in slots)
     aliases = argument_guards.AliasGuard(tuple(is_data), tuple(first_aliases(leaves, is_data)))
     return (
         argument_guards.StructureGuard(context.spec),
         argument_guards.ConstantGuard(tuple(constants), len(leaves)),
-        argument_guards.TensorArgumentGuard(layouts, frozenset(id(slot.tensor) for slot in slots)),
+        argument_guards.TensorArgumentGuard(layouts, state_ids),
         *([aliases] if len(data) > 1 else []),
+        *([SizeGuard(moving, SizeConditions(sizes), state_ids)] if sizes is not None and moving else []),
     )
+
+
+def _sized_layouts(context: StepContext, sizes: SizeEnv | None) -> tuple[SizedLayout, ...]:
+    """The arguments with sizes that move, in the order of their symbols, each by its first leaf."""
+    by_name = {row.name: row.tensor for row in context.traced_inputs()}
+    found = []
+    for one in sizes.arguments if sizes is not None else ():
+        tensor = by_name[one.name]
+        leaf = next(leaf for leaf, it in enumerate(context.leaves) if it is tensor)
+        dims = tuple(size.dim for size in one.sizes)
+        found.append(SizedLayout(leaf, context.arguments.paths[leaf], describe(tensor), dims))
+    return tuple(found)
 
 
 def _number_inputs(context: StepContext) -> tuple[int, ...]:
@@ -149,7 +170,9 @@ def _fast_path(
     containers += [(hooks, None) for hooks in GLOBAL_HOOKS]
     return fast_guards.FastPath(
         partial(fast_guards.state_guard, tensors, wanted, containers),
-        partial(
+        (lambda: None)
+        if context.moving
+        else partial(
             fast_guards.signature_guard, context.spec, described, is_data, aliases, tensors, any_of_type=any_of_type
         ),
         everything=(fast_guards.MODES, fast_guards.TENSORS, *range(len(guard.snapshots))),

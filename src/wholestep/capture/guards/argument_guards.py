@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep.capture.guards.guards import Call, Guard
+from wholestep.capture.guards.size_guards import moved_dims
 from wholestep.capture.guards.tensor_layout import describe, difference, first_aliases, short_text
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.snapshot import same
@@ -66,12 +67,12 @@ class ConstantGuard(Guard):
 class TensorArgumentGuard(Guard):
     """Layouts of the tensors among the arguments, none of which is of the state."""
 
-    layouts: tuple[tuple[int, tuple[Any, ...]], ...]
-    """(leaf, description) pairs."""
+    layouts: tuple[tuple[int, ArgumentPath, tuple[Any, ...]], ...]
+    """Per leaf the way to it and its description."""
     state_ids: frozenset[int]
 
     def why_not(self, call: Call) -> str | None:
-        for index, then in self.layouts:
+        for index, _, then in self.layouts:
             now = call.leaves[index]
             if not isinstance(now, torch.Tensor):
                 return f"argument {index} was a tensor, is {type(now).__name__}"
@@ -80,6 +81,11 @@ class TensorArgumentGuard(Guard):
             if id(now) in self.state_ids:
                 return f"argument {index} was data of the call, is a tensor of the model, the optimizer or a closure"
         return None
+
+    def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
+        for index, path, then in self.layouts:
+            if index < len(leaves):
+                yield from moved_dims(path, then, leaves[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from wholestep.capture.python import tree_util
@@ -37,9 +38,40 @@ class Leaf:
         return path_text(self.path)
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentSize:
+    """One dim of a tensor among the arguments, by the way to it: the same in every call."""
+
+    path: ArgumentPath
+    dim: int
+
+    def __str__(self) -> str:
+        return f"dim {self.dim} of {path_text(self.path)}"
+
+
 def leaf_of(path: tuple[Any, ...], thing: Any) -> Leaf | None:
     """The leaf that a thing is among the arguments; None where it is neither a number nor text."""
     return Leaf(path, type(thing) is str) if type(thing) in (int, float, str) else None
+
+
+def marked_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None) -> list[ArgumentSize]:
+    """The dims of tensors among the arguments that may be symbols in the first trace already.
+
+    Args:
+        dynamic: True for all but those of ``torch._dynamo.mark_static``; None for those of
+            ``torch._dynamo.mark_dynamic``; False for none.
+    """
+    if dynamic is False:
+        return []
+    leaves, spec = tree_util.flatten((args, kwargs))
+    pairs = [(path, one) for path, one in zip(tree_util.paths(spec), leaves, strict=True) if isinstance(one, Tensor)]
+    found: list[ArgumentSize] = []
+    for path, tensor in pairs:
+        marks = (getattr(tensor, f"_dynamo_{kind}_indices", ()) for kind in ("dynamic", "weak_dynamic", "static"))
+        strong, weak, static = map(frozenset, marks)
+        dims = range(tensor.dim()) if dynamic else sorted(strong | weak)
+        found += [ArgumentSize(path, dim) for dim in dims if dim not in static - strong]
+    return found
 
 
 class Arguments:
@@ -64,6 +96,14 @@ class Arguments:
         self._varying = set(found)
         numbers = (leaf for leaf in found if leaf in self.numbers)
         return [ScalarLocation(self.numbers, leaf, f"argument {leaf}", type(self.numbers[leaf])) for leaf in numbers]
+
+    def moving_dims(self, varying: Collection[VaryingValue]) -> dict[int, set[int]]:
+        """Per leaf the dims that are said to move."""
+        dims: dict[ArgumentPath, set[int]] = {}
+        for one in varying:
+            if isinstance(one, ArgumentSize):
+                dims.setdefault(one.path, set()).add(one.dim)
+        return {leaf: dims[path] for leaf, path in enumerate(self.paths) if path in dims} if dims else {}
 
     def traced(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for the trace: symbols for varying numbers, opaque values for varying text."""

@@ -17,6 +17,7 @@ from wholestep.capture.reach.traced_inputs import TracedInput, traced_inputs
 from wholestep.capture.reach.train_state import CutState, LazyState, TrainState
 from wholestep.capture.scalars.hyperparameters import HyperparameterLifter
 from wholestep.capture.scalars.varying_numbers import ScalarLocation, VaryingNumbers, VaryingValue, fits_a_box, identity
+from wholestep.capture.sizes.size_symbols import SMALLEST, may_move, memory_of
 from wholestep.ir.program import InputKind
 
 
@@ -59,6 +60,8 @@ class StepContext:
             data = [leaf for leaf, is_data in zip(self.leaves, self.is_data, strict=True) if is_data]
             self.user: list[torch.Tensor] = list({id(one): one for one in data}.values())
             """Tensors that are data, once each."""
+            self.moving = self._moving_dims(varying)
+            """By id of a tensor that is data, its dims that are symbols."""
             stating.check_devices(self.state, self.user)
         except BaseException:
             self.lazy.discard()
@@ -80,6 +83,22 @@ class StepContext:
         found = self.arguments.mark_varying(varying)
         found += [one for one in varying if isinstance(one, ScalarLocation) and identity(one.container) in known]
         return [place for place in found if type(place.read()) is place.kind and fits_a_box(place.read())]
+
+    def _moving_dims(self, varying: Collection[VaryingValue]) -> dict[int, list[int]]:
+        """Of plain tensors, dims whose size may be one of many."""
+        found: dict[int, set[int]] = {}
+        for leaf, dims in self.arguments.moving_dims(varying).items():
+            tensor = self.leaves[leaf]
+            if self.is_data[leaf] and may_move(tensor):
+                found.setdefault(id(tensor), set()).update(dim for dim in dims if tensor.shape[dim] >= SMALLEST)
+        return {key: sorted(dims) for key, dims in found.items() if dims}
+
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether another tensor lies in the memory of one with dims that move: a trace does not see it there."""
+        if id(tensor) not in self.moving:
+            return False
+        others = (one for one in (*self.user, *(slot.tensor for slot in self.state.slots)) if one is not tensor)
+        return any(one.layout is torch.strided and memory_of(one) == memory_of(tensor) for one in others)
 
     def containers(self) -> list[Any]:
         """Everything that may hold a number which varies, in an order that is the same in every process."""

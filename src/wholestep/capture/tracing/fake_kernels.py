@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from wholestep.capture.functionalize.version_counters import lists_counted, written_tensors
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.errors import CaptureError
 
 aten = torch.ops.aten
@@ -97,6 +98,8 @@ class LayoutFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
         self._depth += 1
+        if isinstance(self.shape_env, SizeEnv):
+            self.shape_env.operator = func
         try:
             return self._dispatched(func, types, args, kwargs)
         except Exception as error:

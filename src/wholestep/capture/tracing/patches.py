@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _foreach_utils
 
 from wholestep.capture.functionalize.storage_resize import StorageRecorder
@@ -29,6 +28,7 @@ from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
 from wholestep.capture.scalars.symbolic_text import text_refused
+from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 from wholestep.capture.tracing.grad_markers import GradMarkers
@@ -72,6 +72,7 @@ class Recorders:
     """What watches one trace."""
 
     mode: LayoutFakeMode
+    sizes: SizeEnv
     origins: OriginRecorder
     markers: GradMarkers
     storages: StorageRecorder
@@ -87,9 +88,9 @@ def make_recorders(context: StepContext) -> Recorders:
     """The recorders of one trace of a call."""
     reals = [row.tensor for row in context.traced_inputs()]
     owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in context.state.params}
-    shape_env = ShapeEnv(allow_dynamic_output_shape_ops=False)
+    shape_env = SizeEnv(allow_dynamic_output_shape_ops=False)
     return Recorders(
-        mode=LayoutFakeMode(shape_env=shape_env, allow_non_fake_inputs=True),
+        mode=LayoutFakeMode(shape_env=shape_env, allow_non_fake_inputs=True), sizes=shape_env,
         origins=OriginRecorder(context.module_names(), owners), markers=GradMarkers(),
         storages=StorageRecorder(reals), versions=VersionRecorder(reals), ranks=RankSymbols(shape_env),
         groups=ProcessGroupRecorder(), stepped=SteppedOptimizers(context.state),

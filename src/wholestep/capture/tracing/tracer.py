@@ -22,11 +22,12 @@ from wholestep.capture.python import tree_util, user_frame
 from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.code_lines import writer_of
 from wholestep.capture.reach.step_context import StepContext
-from wholestep.capture.reach.traced_inputs import InputSource, RankSource
+from wholestep.capture.reach.traced_inputs import InputSource, RankSource, TracedInput
 from wholestep.capture.reach.train_state import Address
 from wholestep.capture.scalars.host_scalars import HostValues, predicate_graph
 from wholestep.capture.scalars.math_functions import refuse_predicates
 from wholestep.capture.scalars.rank_symbols import Rank
+from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.capture.tracing import new_parameters
 from wholestep.capture.tracing.backward_engine import leaves_behind
 from wholestep.capture.tracing.call_watch import calls_watched
@@ -73,6 +74,7 @@ class Trace:
     known: list[Any]
     """Per placeholder: the real value of a host number, the number of a rank, or None."""
     mode: FakeTensorMode
+    sizes: SizeEnv
     recorded: _Recorded
     storages: StorageRecorder
     stepped: set[int]
@@ -145,6 +147,7 @@ class Tracer:
         return Trace(
             module=module, sources=[*(row.source for row in self._rows), *map(RankSource, range(len(ranks)))],
             labels=self._labels, fakes=[*fakes, *recorders.ranks.symbols], known=self._known, mode=recorders.mode,
+            sizes=recorders.sizes,
             recorded=recorded[0], storages=recorders.storages, stepped=recorders.stepped.params,
             stepped_optimizers=recorders.stepped.optimizers, ranks=ranks, foreign=_undiscovered(module),
         )  # fmt: skip
@@ -152,10 +155,8 @@ class Tracer:
     def _make_fakes(self) -> list[torch.Tensor]:
         try:
             fakes: list[torch.Tensor] = []
-            for real in self._reals:
-                mode = self._recorders.mode
-                fake = whole_fake(mode, real) if is_dtensor(real) else mode.from_tensor(real, static_shapes=True)
-                fakes.append(fake)
+            for row in self._rows:
+                fakes.append(self._fake(row))
             by_id = {id(real): fake for real, fake in zip(self._reals, fakes, strict=True)}
             for slot in self._state.params:  # the fake of a parameter has made a fake of its gradient already
                 grad = slot.tensor.grad
@@ -174,6 +175,14 @@ class Tracer:
         finally:
             self._recorders.mode.fake_tensor_converter = FakeTensorConverter(copy_data=False)
         return fakes
+
+    def _fake(self, row: TracedInput) -> torch.Tensor:
+        mode, moving = self._recorders.mode, self._context.moving
+        if dims := moving.get(id(row.tensor)):
+            return self._recorders.sizes.fake(mode, row.tensor, row.name, dims)
+        return (
+            whole_fake(mode, row.tensor) if is_dtensor(row.tensor) else mode.from_tensor(row.tensor, static_shapes=True)
+        )
 
     def _leaves_outside(self, fakes: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         known = set(map(id, fakes))

@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.ops.collectives import ALL_REDUCE_BY_COPIES, ALL_REDUCE_ROWS, REDUCE
+from wholestep.ir.sizes import are_same
 
 FOREVER = 1 << 60
 
@@ -218,21 +219,12 @@ def span_of(tensor: torch.Tensor) -> Span:
     return Span(storage, start * item, (start + reach + 1) * item)
 
 
-def same_numbers(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether sizes or strides are known to be equal.
-
-    Sizes that depend on data are equal if they are the same expression.
-    """
-    known = all(isinstance(number, int) for number in (*a, *b))
-    return tuple(a) == tuple(b) if known else list(map(str, a)) == list(map(str, b))
-
-
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether one can stand in for the other: shape, strides, type, device."""
     return (
         a.layout is b.layout is torch.strided
-        and same_numbers(a.shape, b.shape)
-        and same_numbers(a.stride(), b.stride())
+        and are_same(a.shape, b.shape)
+        and are_same(a.stride(), b.stride())
         and a.dtype == b.dtype
         and a.device == b.device
         and a.is_conj() == b.is_conj()

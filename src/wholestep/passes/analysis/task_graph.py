@@ -25,6 +25,7 @@ from wholestep.cost.liveness import Ledger, Make, Usage
 from wholestep.cost.simulator import Sharing, Task
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import OutputKind, Program, Stage
+from wholestep.ir.sizes import hint
 from wholestep.passes.analysis import write_order
 from wholestep.passes.analysis.alias_analysis import Memory, same_layout
 from wholestep.passes.analysis.gather_targets import gather_targets
@@ -244,8 +245,7 @@ def _memory(
         for tensor, buffer in zip(node_meta.tensors(node), homes[-1], strict=True):
             if buffer not in made:
                 made.add(buffer)
-                size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None
-                num_bytes = size if isinstance(size, int) else 0  # data decides
+                num_bytes = hint(tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
                 makes.append(Make(buffer=buffer, num_bytes=num_bytes, onto=onto.get(buffer)))
             read.setdefault(buffer)
         usages.append(Usage(reads=tuple(read), makes=tuple(makes)))

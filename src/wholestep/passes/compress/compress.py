@@ -111,7 +111,7 @@ def _notes_of_start(program: Program, how: Compress, buckets: Sequence[_Bucket])
 
 def _shapes(program: Program) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter by name."""
-    return {record.name: record.shape for record in program.inputs if record.kind is InputKind.PARAM}
+    return {record.name: record.constant_shape for record in program.inputs if record.kind is InputKind.PARAM}
 
 
 class _Compress:

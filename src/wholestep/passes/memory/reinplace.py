@@ -29,6 +29,7 @@ import torch.fx as fx
 from wholestep.ir import graph_edit, node_meta, op_info, printer
 from wholestep.ir.program import InputKind, OutputKind, Program, Stage
 from wholestep.ir.segment import Segment
+from wholestep.ir.sizes import hint
 from wholestep.passes.analysis import foreach_items, write_order
 from wholestep.passes.analysis.alias_analysis import Memory, same_layout, same_place, tensor_nodes
 from wholestep.passes.analysis.gather_targets import gather_targets
@@ -359,5 +360,4 @@ def _can_clone(change: _Change) -> bool:
 
 
 def _num_bytes(changes: Sequence[_Change]) -> int:
-    sizes = (change.new.numel() * change.new.element_size() for change in changes)
-    return sum(size for size in sizes if isinstance(size, int))
+    return sum(hint(change.new.numel()) * change.new.element_size() for change in changes)

@@ -35,6 +35,7 @@ from wholestep.ir import graph_edit, node_meta, op_info, printer
 from wholestep.ir.node_meta import Region
 from wholestep.ir.ops import rng_state
 from wholestep.ir.program import Program
+from wholestep.ir.sizes import is_data
 from wholestep.passes.analysis.task_graph import Tasks, tasks_of
 from wholestep.passes.memory import remat_planner
 from wholestep.passes.memory.remat_evaluator import Call, Plan, Problem
@@ -139,7 +140,7 @@ def _may_repeat(node: fx.Node) -> bool:
 
 def _known_sizes(node: fx.Node) -> bool:
     tensors = list(node_meta.tensors(node))
-    return bool(tensors) and all(isinstance(size, int) for one in tensors for size in (*one.shape, *one.stride()))
+    return bool(tensors) and not any(is_data(size) for one in tensors for size in (*one.shape, *one.stride()))
 
 
 def _of_torch(op: Any) -> bool:

@@ -20,7 +20,8 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import OutputKind, Program
-from wholestep.passes.analysis.alias_analysis import same_layout, same_numbers, same_place
+from wholestep.ir.sizes import are_same
+from wholestep.passes.analysis.alias_analysis import same_layout, same_place
 
 _aten = torch.ops.aten
 
@@ -90,7 +91,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
         return None  # what is copied into an input that the step freed and allocated belongs there
     one, other = node_meta.tensor(old), node_meta.tensor(new)
     if all(user.op == "output" for user in node.users):  # the write itself takes any order of memory
-        same = same_numbers(one.shape, other.shape) and (one.dtype, one.device) == (other.dtype, other.device)
+        same = are_same(one.shape, other.shape) and (one.dtype, one.device) == (other.dtype, other.device)
         return new if same else None
     return new if same_layout(one, other) else None
 

@@ -24,6 +24,7 @@ import torch.fx as fx
 from wholestep.capture.functionalize.functionalize import functional_twin
 from wholestep.ir import graph_edit, node_meta
 from wholestep.ir.program import Program, Stage
+from wholestep.ir.sizes import are_same
 
 _aten = torch.ops.aten
 _RUNNING = (3, 4)
@@ -83,4 +84,4 @@ def _rewrite_backward(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    return one.dtype is other.dtype and are_same(one.shape, other.shape) and are_same(one.stride(), other.stride())

@@ -26,6 +26,7 @@ from torch import Tensor
 from wholestep.ir import graph_edit, node_meta
 from wholestep.ir.ops.library import LIBRARY
 from wholestep.ir.program import Program, Stage
+from wholestep.ir.sizes import are_same
 from wholestep.passes.analysis.users import readers_through_views, view_chain
 
 LIBRARY.define("product_gelu(Tensor bias, Tensor a, Tensor b) -> (Tensor, Tensor)")
@@ -106,7 +107,8 @@ def _fuse_backward(graph: fx.Graph, gradient: fx.Node, fuses: Callable[[fx.Node]
     *_, product = chain = list(view_chain(given, _is_reshape))
     if product.target is not _aten.mm.default or any(len(one.users) > 1 for one in chain):
         return False
-    if not _sizes_are_known(gradient, product) or node_meta.tensor(given).shape != node_meta.tensor(activated).shape:
+    same = are_same(node_meta.tensor(given).shape, node_meta.tensor(activated).shape)
+    if not _sizes_are_known(gradient, product) or not same:
         return False
     pre = _matrix(activated, product)
     if pre is None or not fuses(product):
@@ -128,7 +130,7 @@ def _is_linear(product: fx.Node) -> bool:
     if product.target is not _aten.addmm.default or any(factor != 1 for factor in product.kwargs.values()):
         return False
     bias, *_ = product.all_input_nodes
-    return node_meta.tensor(bias).shape == node_meta.tensor(product).shape[1:]
+    return are_same(node_meta.tensor(bias).shape, node_meta.tensor(product).shape[1:])
 
 
 def _is_only_activated(product: fx.Node) -> bool:
@@ -150,7 +152,7 @@ def _matrix(activated: fx.Node, product: fx.Node) -> fx.Node | None:
     wanted = node_meta.tensor(product)
     for node in view_chain(activated, _is_reshape):
         found = node_meta.tensor(node)
-        if found.shape == wanted.shape and found.dtype is wanted.dtype and found.is_contiguous():
+        if are_same(found.shape, wanted.shape) and found.dtype is wanted.dtype and found.is_contiguous():
             return node
     return None
 
@@ -164,7 +166,7 @@ def _in_shape_of(graph: fx.Graph, old: fx.Node, new: fx.Node) -> fx.Node:
     shape = node_meta.tensor(old).shape
     return (
         new
-        if node_meta.tensor(new).shape == shape
+        if are_same(node_meta.tensor(new).shape, shape)
         else graph_edit.emit(graph, _aten.view.default, new, list(shape), like=old)
     )
 

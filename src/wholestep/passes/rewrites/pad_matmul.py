@@ -36,6 +36,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import Program, Stage
+from wholestep.ir.sizes import are_same
 from wholestep.passes.rewrites import padded_cross_entropy, padded_views
 
 _LINE_BYTES = 128
@@ -266,7 +267,7 @@ def _product(node: fx.Node) -> _Product | None:
     (m, k), n = node_meta.tensor(left).shape, node_meta.tensor(right).shape[1]
     if not all(isinstance(size, int) and size > 1 for size in (m, k, n)):
         return None  # a vector is read at the speed of memory, whatever its size
-    if any(tuple(node_meta.tensor(one).shape) != (n,) for one in bias):
+    if any(not are_same(node_meta.tensor(one).shape, (n,)) for one in bias):
         return None
     a, b = _matrix(left), _matrix(right)
     return None if a is None or b is None else _Product(node=node, a=a, b=b, sizes=(m, k, n))
@@ -283,7 +284,7 @@ def _matrix(factor: fx.Node) -> _Matrix | None:
 
 def _is_transpose(view: fx.Node) -> bool:
     seen, own = node_meta.tensor(view.all_input_nodes[0]), node_meta.tensor(view)
-    return (own.shape, own.stride()) == (seen.shape[::-1], seen.stride()[::-1])
+    return are_same(own.shape, seen.shape[::-1]) and are_same(own.stride(), seen.stride()[::-1])
 
 
 def _padding_to_whole(size: int, item_bytes: int) -> int:

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta
 from wholestep.ir.program import Program, Stage
+from wholestep.ir.sizes import is_same
 from wholestep.passes.rewrites import padded_views
 from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
@@ -84,4 +85,4 @@ def _wide_matrix(logits: fx.Node) -> fx.Node | None:
     wide, *cut = sliced.args
     assert isinstance(wide, fx.Node)  # a tensor
     rows, columns = node_meta.tensor(sliced).shape
-    return wide if cut == [1, 0, columns] and node_meta.tensor(wide).shape[0] == rows else None
+    return wide if cut == [1, 0, columns] and is_same(node_meta.tensor(wide).shape[0], rows) else None

@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir.sizes import are_same, is_same
 from wholestep.passes.analysis.users import readers_through_views, view_chain
 from wholestep.passes.rewrites.fuse_cross_entropy import CROSS_ENTROPY
 
@@ -78,7 +79,7 @@ def leading_slice(wide: fx.Node, shape: torch.Size) -> fx.Node:
     """The first rows and columns of a matrix, right behind it."""
     graph, sliced = wide.graph, wide
     for dim, size in enumerate(shape):
-        if node_meta.tensor(sliced).shape[dim] != size:
+        if not is_same(node_meta.tensor(sliced).shape[dim], size):
             with graph.inserting_after(sliced):
                 sliced = graph_edit.emit(graph, _aten.slice.Tensor, sliced, dim, 0, size, like=wide)
     return sliced
@@ -88,7 +89,7 @@ def through_reshapes(matrix: fx.Node) -> fx.Node:
     """The first matrix of which this one is reshapes there and back."""
     shape = node_meta.tensor(matrix).shape
     chain = view_chain(matrix, lambda node: node.target in _RESHAPES)
-    return [node for node in chain if node_meta.tensor(node).shape == shape][-1]
+    return [node for node in chain if are_same(node_meta.tensor(node).shape, shape)][-1]
 
 
 def _views(user: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:

@@ -34,6 +34,7 @@ from wholestep.ir.node_meta import Region
 from wholestep.ir.ops.packed_scalars import element
 from wholestep.ir.program import Program, Stage
 from wholestep.ir.segment import Segment
+from wholestep.ir.sizes import are_same
 from wholestep.passes.analysis import repeated_layers, write_order
 from wholestep.passes.schedule import segment_recompute
 from wholestep.passes.schedule.pack_scalars import known_at_start
@@ -202,7 +203,7 @@ def _has_arrived(node: fx.Node) -> bool:
 def _fits(call: fx.Node, target: fx.Node) -> bool:
     """Whether what a call gives has the shape of the input; of a list that is taken for granted."""
     value = node_meta.value(call)
-    return not isinstance(value, torch.Tensor) or value.shape == node_meta.tensor(target).shape
+    return not isinstance(value, torch.Tensor) or are_same(value.shape, node_meta.tensor(target).shape)
 
 
 def _hoist_getitems(graph: fx.Graph) -> None:

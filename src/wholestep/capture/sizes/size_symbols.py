@@ -1,0 +1,122 @@
+"""Symbols for dims of arguments that move between calls, and all that a trace asks of them.
+
+[Note: sizes that move]
+The first trace takes the sizes of arguments for constants. A dim that has another size in a later call is a symbol in
+the next trace (`capture/retrace_policy.py`), which reads the size of the argument when it runs. Sizes 0 and 1 are
+constants of traces of their own, as in torch: they broadcast, and torch lays out and computes them differently.
+
+Where Python or an operator asks a question of such a size (``t > 128``, a contiguous layout), torch answers by the size
+of the traced call and notes the question. The answers are conditions of the trace (`capture/guards/size_guards.py`).
+An operator that wants a number makes the dim a constant: who it was is noted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from wholestep.capture.python import user_frame
+from wholestep.ir.sizes import Size, Sizes
+from wholestep.util.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    from torch._dynamo import source
+else:  # it takes as long to import as half of torch, and only a trace with sizes that move needs it
+    source = lazy_import("torch._dynamo.source")
+
+SMALLEST = 2
+"""The smallest size that moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizedArgument:
+    """A tensor among the arguments with dims that move."""
+
+    name: str
+    """That of the input."""
+    sizes: tuple[Size, ...]
+    symbols: tuple[Any, ...]
+    """Of torch's sympy, one for each of `sizes`."""
+    strides: tuple[Any, ...]
+    """Numbers and expressions, one per dim."""
+
+
+class SizeEnv(ShapeEnv):
+    """The symbols of one trace. torch knows it as a ShapeEnv."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.arguments: list[SizedArgument] = []
+        self.operator: Any = None
+        """The call that is traced."""
+        self.constant: dict[Size, str] = {}
+        """Dims that have become constants, and why."""
+        self.size_of: dict[Any, Size] = {}
+        """By symbol."""
+
+    def fake(self, mode: FakeTensorMode, real: torch.Tensor, name: str, dims: Sequence[int]) -> torch.Tensor:
+        """A fake of `real` in which these dims are symbols."""
+        sizes = {dim: Size(name, dim, real.shape[dim]) for dim in sorted(dims)}
+        symbols = {dim: self._symbol(one) for dim, one in sizes.items()}
+        shape = [symbols.get(dim, size) for dim, size in enumerate(real.shape)]
+        strides = _strides(real, shape)
+        with mode:
+            made = torch.empty_strided(shape, strides, dtype=real.dtype, device=real.device)
+        self.arguments.append(
+            SizedArgument(
+                name, tuple(sizes.values()), tuple(one.node.expr for one in symbols.values()),
+                tuple(one.node.expr if isinstance(one, torch.SymInt) else one for one in strides),
+            )
+        )  # fmt: skip
+        return made.requires_grad_(real.requires_grad)
+
+    def sizes_of(self, name: str, shape: Sequence[int]) -> Sizes:
+        """The shape of an input, with a `Size` in the place of each dim that moves."""
+        sizes = {size.dim: size for one in self.arguments if one.name == name for size in one.sizes}
+        return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
+
+    def known_number(self, symbol: Any) -> Any:
+        """The number behind a symbol that is none of a size: that of a rank. None where it is not known."""
+        known = getattr(self, "backed_var_to_val", None) or self.var_to_val  # by its name before torch 2.12
+        return known.get(symbol)
+
+    def _symbol(self, size: Size) -> Any:
+        where = source.ConstantSource(f"size_{size.input}_{size.dim}".replace(".", "_"))
+        symbol = self.create_symbol(size.hint, where, DimDynamic.DYNAMIC)
+        self.size_of[symbol] = size
+        return self.create_symintnode(symbol, hint=size.hint, source=where)
+
+    def _set_replacement(self, a: Any, tgt: Any, *rest: Any, **options: Any) -> None:
+        """Called by torch where a symbol turns out to be something else; a number makes the dim a constant."""
+        if a in self.size_of and tgt.is_number and self.size_of[a] not in self.constant:
+            line, call = user_frame.current_line(), str(self.operator or "Python")
+            self.constant[self.size_of[a]] = f"{call} wants a number{f' at {line}' if line else ''}"
+        super()._set_replacement(a, tgt, *rest, **options)
+
+
+def may_move(tensor: torch.Tensor) -> bool:
+    """Whether dims of a tensor may be symbols: a plain one, which no computation outside of the step has made."""
+    return (
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
+        and not tensor.is_conj() and not tensor.is_neg()
+    )  # fmt: skip
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _strides(real: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
+    """The strides of `real`, as products of its sizes where they are those; others are constants."""
+    strides: list[Any] = list(real.stride())
+    known: dict[int, Any] = {1: 1}
+    for dim in sorted(range(real.dim()), key=lambda dim: (real.stride(dim), -dim)):
+        strides[dim] = known.get(real.stride(dim), real.stride(dim))
+        known[real.stride(dim) * real.shape[dim]] = strides[dim] * shape[dim]
+    return strides

@@ -1,0 +1,60 @@
+"""Sizes that move as nodes: a pass gives a call the sizes of its values, and the graph computes them of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from wholestep.errors import InternalError
+from wholestep.ir import node_meta
+
+
+def size_node(graph: fx.Graph, size: Any) -> fx.Node:
+    """The node that gives a symbolic size: calls at the insertion point, of sizes that are read where they appear.
+
+    Raises InternalError for a size of which no value of the graph before that point tells.
+    """
+    expression, tracer = size.node.expr, fx.proxy.GraphAppendingTracer(graph)
+    symbols = {symbol: fx.Proxy(_read(graph, symbol), tracer) for symbol in sorted(expression.free_symbols, key=str)}
+    before = set(graph.nodes)
+    made: Any = sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    for node in graph.nodes:
+        if node not in before:
+            args: Any = fx.node.map_arg(node.args, node_meta.value)
+            node_meta.set_value(node, node.target(*args))
+    found: fx.Node = made.node
+    return found
+
+
+def _read(graph: fx.Graph, symbol: Any) -> fx.Node:
+    node: fx.Node
+    for node in graph.nodes:
+        for dim, size in _sizes(node_meta.value(node)):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                if dim is None:
+                    return node
+                with graph.inserting_after(_last_placeholder(node)):
+                    read: fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                node_meta.set_value(read, size)
+                node_meta.set_origin(read, node_meta.origin(node))
+                return read
+    raise InternalError(f"no value of the graph has the size {symbol}")
+
+
+def _sizes(value: Any) -> Iterator[tuple[int | None, Any]]:
+    if isinstance(value, torch.SymInt):
+        yield None, value
+    elif isinstance(value, torch.Tensor):
+        yield from enumerate(value.shape)
+
+
+def _last_placeholder(node: fx.Node) -> fx.Node:
+    """Calls stand behind all placeholders."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node

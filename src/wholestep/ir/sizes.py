@@ -1,0 +1,87 @@
+"""Sizes that move between calls: how records name them, what they were, and comparisons that decide nothing.
+
+[Note: no question behind a capture]
+A symbolic size answers every question of Python (``==``, ``<``, ``bool``, ``int``) by the number that it was in the
+traced call, and torch notes the answer as a condition of the trace. Calls are checked for all of them, whenever they
+were asked. A pass that asks one would so tie the program to more sizes than the step does: it asks the functions of
+this file, which answer from expressions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Size:
+    """A dim of an input that moves between calls: its size is read of the input when the graph runs."""
+
+    input: str
+    """Name of the input."""
+    dim: int
+    hint: int = field(compare=False)
+    """What it was in the traced call. Costs are predicted with it, and nothing else depends on it."""
+
+    def __repr__(self) -> str:
+        return f"{self.input}.shape[{self.dim}]"
+
+
+Sizes = tuple[int | Size, ...]
+
+
+def hint(size: Any) -> int:
+    """A size as a number: what it was in the traced call. One that data decides counts as nothing."""
+    if isinstance(size, int):
+        return size
+    found = size.node.hint if size.node.has_hint() else None
+    return int(found) if found is not None else 0
+
+
+def hints(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes or strides as numbers, see `hint`."""
+    return tuple(map(hint, sizes))
+
+
+def is_data(size: Any) -> bool:
+    """Whether a size is computed by the graph, and not read of an argument."""
+    return not isinstance(size, int) and bool(free_unbacked_symbols(size))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, in every call."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return bool(statically_known_true(one == other))
+
+
+def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes or strides are known to be equal, one by one."""
+    return len(a) == len(b) and all(map(is_same, a, b))
+
+
+def fits(found: Sequence[Any], said: Sizes) -> bool:
+    """Whether a tensor of the graph has the sizes that a record says. Those that move are symbols there."""
+    return len(found) == len(said) and all(
+        isinstance(one, torch.SymInt) if isinstance(other, Size) else is_same(one, other)
+        for one, other in zip(found, said, strict=True)
+    )
+
+
+def text(size: Any) -> str:
+    """A size as a person reads it: in terms of the inputs, the same on every rank."""
+    if isinstance(size, (int, Size)):
+        return repr(size)
+    names, expression = getattr(size.node.shape_env, "size_of", {}), size.node.expr
+    return str(
+        expression.xreplace({one: type(one)(repr(names[one])) for one in expression.free_symbols if one in names})
+    )
+
+
+def shape_text(sizes: Sequence[Any]) -> str:
+    """Sizes as a list, see `text`."""
+    return f"[{', '.join(map(text, sizes))}]"

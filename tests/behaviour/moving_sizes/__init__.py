@@ -1,0 +1,1 @@
+"""Steps whose batches have other sizes in each call."""

@@ -1,0 +1,155 @@
+"""Training loops over batches of random sizes, each as a case: text, images, graphs, masks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.behaviour.harness import Job, Registry, Run
+
+LOOPS = Registry()
+CALLS = 30
+WORDS, WIDTH, CLASSES = 31, 16, 5
+F = nn.functional
+
+
+def batches(run: Run, make: Callable[[random.Random, torch.Generator], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Batches of other sizes on each rank and in each call."""
+    sizes, numbers = random.Random(run.rank + 1), torch.Generator().manual_seed(run.rank + 1)
+    return [make(sizes, numbers) for _ in range(CALLS)]
+
+
+def words(numbers: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(1, WORDS, shape, generator=numbers)
+
+
+class Transformer(nn.Module):
+    """Two blocks that attend, and a head."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+        self.head, self.causal = nn.Linear(WIDTH, WORDS), causal
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """`x`: [batch, length] of words; `padding`: the same, True where there is none."""
+        length = x.shape[1]
+        h = self.words(x) + self.places(torch.arange(length))
+        mask = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1) if self.causal else None
+        for block in self.blocks:
+            h = block(h, src_mask=mask, src_key_padding_mask=padding)
+        out: Tensor = self.head(h)
+        return out
+
+
+def training(run: Run, module: nn.Module, loss_of: Callable[..., Tensor], data: list[tuple[Any, ...]]) -> Job:
+    """Forward, loss, backward, clipping and Adam as one step."""
+    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    @run.compile
+    def step(*batch: Any) -> Tensor:
+        loss = loss_of(model, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return Job(step=step, batches=data, objects={"module": module, "opt": opt})
+
+
+@LOOPS.add(traces=(2, 3))
+def lengths(run: Any) -> Job:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+    data = batches(run, lambda sizes, numbers: (words(numbers, 4, sizes.randint(3, 40)),))
+    return training(run, Transformer(), loss, data)
+
+
+@LOOPS.add(traces=(2, 3, 4, 5))
+def batches_and_lengths(run: Any) -> Job:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+        shape = sizes.randint(1, 6), sizes.randint(1, 40)
+        return words(numbers, *shape), words(numbers, *shape)
+
+    return training(run, Transformer(), loss, batches(run, batch))
+
+
+@LOOPS.add(traces=(2, 3))
+def padding_masks(run: Any) -> Job:
+    def loss(model: Any, x: Tensor, y: Tensor, length: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1])[None, :] >= length[:, None]
+        logits = model(x, padding)
+        each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
+        return each.masked_fill(padding, 0.0).sum() / length.sum()
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, ...]:
+        longest = sizes.randint(4, 40)
+        length = torch.tensor([longest, *(sizes.randint(1, longest) for _ in range(3))])
+        return words(numbers, 4, longest), words(numbers, 4, longest), length
+
+    return training(run, Transformer(causal=False), loss, batches(run, batch))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+@LOOPS.add(traces=(2, 3, 4, 5))
+def image_sizes(run: Any) -> Job:
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+        count, height, width = sizes.randint(2, 5), sizes.randint(8, 24), sizes.randint(8, 24)
+        image = torch.randn(count, 3, height, width, generator=numbers)
+        return image, torch.randint(CLASSES, (count,), generator=numbers)
+
+    return training(run, convolutions(), lambda model, x, y: F.cross_entropy(model(x), y), batches(run, batch))
+
+
+class GraphNet(nn.Module):
+    """Two rounds of messages along edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        """`x`: [nodes, WIDTH]; `edges`: [2, edges], of nodes."""
+        for layer in self.layers:
+            incoming = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+            x = layer(torch.cat([x, incoming], dim=1)).relu()
+        out: Tensor = self.head(x)
+        return out
+
+
+def graph(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, ...]:
+    nodes, edges = sizes.randint(5, 30), sizes.randint(6, 60)
+    return (
+        torch.randn(nodes, WIDTH, generator=numbers), torch.randint(nodes, (2, edges), generator=numbers),
+        torch.randint(CLASSES, (nodes,), generator=numbers), torch.rand(nodes, generator=numbers) < 0.6,
+    )  # fmt: skip
+
+
+@LOOPS.add(traces=(2, 3))
+def graphs_with_weights(run: Any) -> Job:
+    """A mask of nodes that weighs their losses."""
+
+    def loss(model: Any, x: Tensor, edges: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        each = F.cross_entropy(model(x, edges), y, reduction="none")
+        return (each * mask).sum() / mask.sum().clamp(min=1)
+
+    return training(run, GraphNet(), loss, batches(run, graph))

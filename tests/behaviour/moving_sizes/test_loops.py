@@ -1,0 +1,39 @@
+"""Loops over batches of random sizes equal eager code after each of 30 calls, with few traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import wholestep as ws
+from tests.behaviour.harness import Compiled, EagerDDP, Run, compare
+from tests.behaviour.moving_sizes.loops import LOOPS
+
+NAMES = list(LOOPS.cases)
+
+
+def complaints(name: str, backend: Any, on_ranks: bool = False) -> list[str]:
+    case, compiled = LOOPS.cases[name], Compiled(backend)
+    try:
+        found = compare(case, EagerDDP() if on_ranks else Run(), compiled)
+    except ws.WholestepError as error:  # told in words, so that ranks stay usable
+        return [f"{type(error).__name__}: {error}"]
+    if compiled.traces not in case.traces:
+        reasons = [reason for step in compiled.steps for reason in step.cache_info().reasons]
+        found.append(f"traced {compiled.traces} times: {reasons}")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_eager_code(name: str) -> None:
+    found = complaints(name, "eager")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_with_other_sizes_equal_eager_ddp(pool2: Any, name: str) -> None:
+    found = pool2.run(complaints, name, "eager", True)
+    told = [f"rank {rank}: {one}" for rank, ones in enumerate(found) for one in ones]
+    assert not told, "\n".join(told)
