@@ -124,17 +124,17 @@ class Stages:
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Entry:
         """Every stage in order, for one signature. `is_first`: the step has no other entry."""
         world = init()
-        if not self._adopt(args, kwargs, world):
-            self._shard_live(args, kwargs, world)
+        with naming(self.step):
+            if not self._adopt(args, kwargs, world):
+                self._shard_live(args, kwargs, world)
         lookup = self._lookup(args, kwargs, self.rendezvous if is_first else None)
         if lookup.step is not None:
             with lookup.step.captured.undone_on_error():
                 return self._load(lookup, lookup.step)
         self.backend.prepare()
-        with self.rendezvous.abandoned_on_error(world):
+        with self.rendezvous.abandoned_on_error(world), naming(self.step):
             report_stage("capturing")
-            with naming(self.step):
-                captured = self.capture(args, kwargs)
+            captured = self.capture(args, kwargs)
         with captured.undone_on_error():
             return self.plan(captured, lookup)
 

@@ -153,3 +153,101 @@ def graphs_with_weights(run: Any) -> Job:
         return (each * mask).sum() / mask.sum().clamp(min=1)
 
     return training(run, GraphNet(), loss, batches(run, graph))
+
+
+@LOOPS.add(traces=(2, 3))
+def boolean_mask_in_the_loss(run: Any) -> Job:
+    """Places without a word are left out, of which every batch has another number."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        mask = y != 1
+        return F.cross_entropy(model(x)[mask], y[mask])
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+        length = sizes.randint(3, 40)
+        return words(numbers, 4, length), words(numbers, 4, length) % 3
+
+    return training(run, Transformer(), loss, batches(run, batch))
+
+
+@LOOPS.add(traces=(2, 3))
+def nonzero_and_gather(run: Any) -> Job:
+    """The masked words alone go through the head."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        places = (y.flatten() > WORDS // 2).nonzero().squeeze(1)
+        logits = model(x).flatten(0, 1).index_select(0, places)
+        return F.cross_entropy(logits, y.flatten()[places], reduction="sum") / y.numel()
+
+    data = batches(run, lambda sizes, numbers: (words(numbers, 4, sizes.randint(3, 40)),) * 2)
+    return training(run, Transformer(), loss, data)
+
+
+@LOOPS.add(traces=(2, 3))
+def graphs_with_train_masks(run: Any) -> Job:
+    def loss(model: Any, x: Tensor, edges: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return F.cross_entropy(model(x, edges)[mask], y[mask])
+
+    return training(run, GraphNet(), loss, batches(run, graph))
+
+
+class Speech(nn.Module):
+    """Frames to log-probabilities of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WORDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`: [batch, frames, 8]."""
+        out: Tensor = self.layers(x).log_softmax(-1).transpose(0, 1)
+        return out
+
+
+@LOOPS.add(traces=(2, 3))
+def ctc(run: Any) -> Job:
+    def loss(model: Any, x: Tensor, y: Tensor, frames: Tensor, length: Tensor) -> Tensor:
+        return F.ctc_loss(model(x), y, frames, length, zero_infinity=True)
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, ...]:
+        frames, longest = sizes.randint(20, 40), sizes.randint(4, 9)
+        length = torch.tensor([longest, *(sizes.randint(2, longest) for _ in range(3))])
+        heard = torch.tensor([frames, *(sizes.randint(20, frames) for _ in range(3))])
+        return torch.randn(4, frames, 8, generator=numbers), words(numbers, 4, longest), heard, length
+
+    return training(run, Speech(), loss, batches(run, batch))
+
+
+@LOOPS.add(live=True, traces=())
+def branch_on_data(run: Any) -> Job:
+    """Long losses are clipped, which Python decides."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        found = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        return found.sqrt() if found > 3.4 else found
+
+    data = batches(run, lambda sizes, numbers: (words(numbers, 4, sizes.randint(3, 40)),) * 2)
+    return training(run, Transformer(), loss, data)
+
+
+@LOOPS.add(live=True, traces=(), ranks=False)  # ranks that leave a step out while others do not are a hang in DDP
+def nothing_left(run: Any) -> Job:
+    """A batch in which every place is masked out makes no step."""
+    module = Transformer()
+    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    @run.compile
+    def step(x: Tensor, keep: Tensor) -> Tensor | None:
+        if not keep.any():
+            return None
+        loss = F.cross_entropy(model(x)[keep], x[keep])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = words(numbers, 4, sizes.randint(3, 40))
+        return x, x > (WORDS if sizes.random() < 0.2 else 3)
+
+    return Job(step=step, batches=batches(run, batch), objects={"module": module, "opt": opt})

@@ -111,6 +111,8 @@ class LayoutFakeMode(FakeTensorMode):
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _refuse_undiscovered(args)
+        if func is aten._ctc_loss.Tensor:
+            return _losses_of_paths(self, *args)
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _product_of_groups(*args, **(kwargs or {}))
         written = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, FakeTensor)]
@@ -184,6 +186,18 @@ def _product_of_groups(
     row = -(-sizes[-1] // step) * step
     strides = (row, 1) if len(sizes) == 2 else (sizes[1] * row, row, 1)
     return a.new_empty_strided(sizes, strides, dtype=dtype)
+
+
+def _losses_of_paths(
+    mode: FakeTensorMode, log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What CTC gives for lengths that are data: a loss for each of a batch, and what its backward reads of all paths,
+    whose number is twice the longest target and one."""
+    frames, batch = log_probs.shape[:2]
+    assert mode.shape_env is not None
+    paths = mode.shape_env.create_unbacked_symint()
+    torch._check(paths >= 1)
+    return log_probs.new_empty([batch]), log_probs.new_empty([batch, frames, paths])
 
 
 def _with_strides(made: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def make_recorders(context: StepContext) -> Recorders:
     """The recorders of one trace of a call."""
     reals = [row.tensor for row in context.traced_inputs()]
     owners = {id(slot.tensor): slot.name.rpartition(".")[0] for slot in context.state.params}
-    shape_env = SizeEnv(allow_dynamic_output_shape_ops=False)
+    shape_env = SizeEnv()
     return Recorders(
         mode=LayoutFakeMode(shape_env=shape_env, allow_non_fake_inputs=True), sizes=shape_env,
         origins=OriginRecorder(context.module_names(), owners), markers=GradMarkers(),

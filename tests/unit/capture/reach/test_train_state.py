@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import wholestep as ws
@@ -176,24 +174,6 @@ def test_a_gradient_left_on_an_argument_is_refused(had_one: bool) -> None:
     with pytest.raises(ws.CaptureError, match=r"torch\.autograd"):
         ws.compile(step, fullgraph=True)(ours)
     assert ours.grad is before
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_wrapped_module_is_refused(process_group: None) -> None:
-    class Trainer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-
-    trainer = Trainer()
-    with pytest.raises(ws.ConfigError, match=r"model\.body is wrapped in DistributedDataParallel.*strategy="):
-        captured(train, trainer, adam(trainer), X)
 
 
 def test_mixed_devices_are_named() -> None:
