@@ -80,7 +80,14 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "the node behind a host scalar",
         "torch.utils._python_dispatch": "to compute with no tracing mode active",
     },
-    "capture/tracing/fake_kernels.py": {"torch._prims_common": "whether strides look channels-last, as kernels ask it"},
+    "capture/sizes/python_forms.py": {
+        "torch._decomp": "operators in Python",
+        "torch._subclasses": "the answer to C++ that asks for sizes",
+    },
+    "capture/tracing/fake_kernels.py": {
+        "torch._check": "a promise about a size that is data",
+        "torch._prims_common": "whether strides look channels-last, as kernels ask it",
+    },
     "capture/python/node_origin.py": {
         "torch._C._current_autograd_node": "which forward operation a backward one belongs to",
         "torch.autograd._get_sequence_nr": "the number that ties the two",

@@ -164,17 +164,25 @@ def seen_twice(model: Any, opt: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return train(model, opt, x, y * z[..., None])
 
 
+def apart(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = batch(4, length)
+    return x, y, torch.randn(4, length)
+
+
 def overlapping(length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Words, and two tensors in one memory."""
     x, memory = batch(4, length)
     return x, memory, memory.flatten()[: 4 * length].view(4, length)
 
 
-def test_a_write_that_another_argument_sees_keeps_sizes_constant() -> None:
-    ours, one, other = compiled(seen_twice), make(), make()
-    for length in (7, 9, 12):
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_a_write_that_another_argument_sees_is_never_left_out(dynamic: bool | None) -> None:
+    """A graph knows its inputs apart. Where they are not, it is another trace, which is refused."""
+    ours, one, other = compiled(seen_twice, dynamic=dynamic), make(), make()
+    for length in (7, 9, 9):
         torch.manual_seed(length)
-        wanted = seen_twice(*one, *overlapping(length))
+        wanted = seen_twice(*one, *apart(length))
         torch.manual_seed(length)
-        assert torch.equal(wanted, ours(*other, *overlapping(length)))
-    assert ours.cache_info().traces == 3
+        assert torch.equal(wanted, ours(*other, *apart(length)))
+    with pytest.raises(ws.CaptureError, match="share memory"):
+        ours(*other, *overlapping(9))

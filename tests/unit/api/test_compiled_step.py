@@ -127,7 +127,7 @@ def test_a_retrace_is_logged_in_one_line_that_names_the_change(
 
 
 def test_too_many_retraces_list_their_reasons() -> None:
-    step = ws.compile(scaled, max_retraces=1, fullgraph=True)
+    step = ws.compile(scaled, max_retraces=1, fullgraph=True, dynamic=False)
     step(batch(1))
     step(batch(2))
     with pytest.raises(ws.RetraceLimitError, match=r"max_retraces=1") as raised:
@@ -175,7 +175,7 @@ def test_every_stage_prints_as_python_that_runs_the_step(stage: Stage, comments:
 
 
 def test_the_last_signature_used_is_looked_at() -> None:
-    step = ws.compile(scaled)
+    step = ws.compile(scaled, dynamic=False)
     for look in (step.program, step.explain, lambda: step.plan, lambda: step.graph):
         with pytest.raises(ws.ConfigError, match="scaled has not been called yet"):
             look()

@@ -40,7 +40,7 @@ def both(step: Callable[..., Any], calls: list[Tensor], **options: Any) -> ws.Co
 
 
 def test_more_signatures_than_retraces_go_live() -> None:
-    step = both(train, [batch(rows) for rows in (1, 2, 3, 4, 1, 3, 4, 4)], max_retraces=1)
+    step = both(train, [batch(rows) for rows in (1, 2, 3, 4, 1, 3, 4, 4)], max_retraces=1, dynamic=False)
     explanation = step.explain()
     assert "max_retraces=1" in str(explanation)
     with pytest.raises(ws.ArtifactError, match="is live and cannot be saved"):

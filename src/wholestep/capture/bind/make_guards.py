@@ -15,7 +15,7 @@ from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
-from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
+from wholestep.capture.guards.value_guards import BranchGuard, MemoryGuard, StorageGuard, VaryingNumberGuard, sharing
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach import code_names
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
@@ -30,6 +30,7 @@ from wholestep.capture.reach.traced_inputs import (
 from wholestep.capture.reach.train_state import Slot, TrainState
 from wholestep.capture.scalars.rank_symbols import ranks
 from wholestep.capture.sizes.size_symbols import SizeEnv
+from wholestep.ir.dtensor.shards import is_dtensor
 from wholestep.ir.program import InputKind
 
 
@@ -147,7 +148,20 @@ def _value_guards(spec: BindingSpec, context: StepContext) -> tuple[Guard, ...]:
         made.append(_branch_guard(spec, context))
     if spec.reads.storages:
         made.append(StorageGuard(_storage_sizes(spec, context)))
+    if (guard := _memory_guard(spec, context)) is not None:
+        made.append(guard)
     return tuple(made)
+
+
+def _memory_guard(spec: BindingSpec, context: StepContext) -> MemoryGuard | None:
+    """Of the arguments that the step writes to; None where it writes to none."""
+    written = {id(row.tensor) for place, row in enumerate(context.traced_inputs()) if place in spec.reads.written}
+    data = tuple(leaf for leaf, is_data in enumerate(context.is_data) if is_data)
+    leaves = tuple(leaf for leaf in data if id(context.leaves[leaf]) in written)
+    if not leaves:
+        return None
+    state = tuple(slot.tensor for slot in context.state.slots if not is_dtensor(slot.tensor))
+    return MemoryGuard(leaves, data, state, sharing(leaves, data, context.leaves, state))
 
 
 def _fast_path(

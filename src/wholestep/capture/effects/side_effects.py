@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,10 @@ from wholestep.errors import CaptureError, HyperparameterError
 
 _HARMLESS = "._opt_called"
 """What optimizers note for the warnings of schedulers."""
+
+
+_SIZES_KEPT = re.compile(r"_(sym_)?(sizes|strides)_capsule(_len)?")
+"""Attributes in which torch itself keeps what it was told of a fake tensor's sizes."""
 
 
 class SideEffects:
@@ -81,7 +86,8 @@ class SideEffects:
         """Takes from tensors among the arguments what a trace has set on them. Says which attribute that was."""
         problem = ""
         for attributes, held in self._of_arguments:
-            if name := next((key for key in {**held, **attributes} if attributes.get(key) is not held.get(key)), ""):
+            changed = (key for key in {**held, **attributes} if attributes.get(key) is not held.get(key))
+            if name := next((key for key in changed if not _SIZES_KEPT.fullmatch(key)), ""):
                 attributes.clear()
                 attributes.update(held)
                 line = writer_of(name, self._found.codes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards.guards import Call, Guard
 from wholestep.capture.scalars.varying_numbers import VaryingNumbers
+from wholestep.capture.sizes.size_symbols import memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +58,33 @@ class StorageGuard(Guard):
 
     def why_not(self, call: Call) -> str | None:
         return self.sizes.why_not(call.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGuard(Guard):
+    """Arguments that the step writes to: no other tensor of the graph lies in their memory, or those of the trace."""
+
+    written: tuple[int, ...]
+    """By leaf, as the next."""
+    data: tuple[int, ...]
+    state: tuple[torch.Tensor, ...]
+    shared: frozenset[tuple[int, int]]
+    """Pairs of what is written and what else lies there: leaves, and behind them the places in `state`."""
+
+    def why_not(self, call: Call) -> str | None:
+        for leaf, other in sorted(sharing(self.written, self.data, call.leaves, self.state) ^ self.shared):
+            of = f"argument {other}" if other < len(call.leaves) else "a tensor of the state"
+            return f"argument {leaf}, which the step writes to, shares memory with {of} in one of two calls"
+        return None
+
+
+def sharing(
+    written: Sequence[int], data: Sequence[int], leaves: Sequence[Any], state: Sequence[torch.Tensor]
+) -> frozenset[tuple[int, int]]:
+    """See `MemoryGuard.shared`."""
+    own = {leaf: memory_of(leaves[leaf]) for leaf in written}
+    others = [(leaf, memory_of(leaves[leaf])) for leaf in data]
+    others += [(len(leaves) + place, memory_of(one)) for place, one in enumerate(state)]
+    return frozenset(
+        (leaf, other) for other, memory in others for leaf, its in own.items() if memory == its and other != leaf
+    )

@@ -98,7 +98,7 @@ class StepContext:
         if id(tensor) not in self.moving:
             return False
         others = (one for one in (*self.user, *(slot.tensor for slot in self.state.slots)) if one is not tensor)
-        return any(one.layout is torch.strided and memory_of(one) == memory_of(tensor) for one in others)
+        return memory_of(tensor) in map(memory_of, others)
 
     def containers(self) -> list[Any]:
         """Everything that may hold a number which varies, in an order that is the same in every process."""

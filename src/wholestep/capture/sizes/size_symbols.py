@@ -95,6 +95,7 @@ class SizeEnv(ShapeEnv):
         """Called by torch where a symbol turns out to be something else; a number makes the dim a constant."""
         if a in self.size_of and tgt.is_number and self.size_of[a] not in self.constant:
             line, call = user_frame.current_line(), str(self.operator or "Python")
+            call = "C++ of torch" if call.startswith(("aten.size.", "aten.stride.")) else call
             self.constant[self.size_of[a]] = f"{call} wants a number{f' at {line}' if line else ''}"
         super()._set_replacement(a, tgt, *rest, **options)
 
@@ -108,8 +109,9 @@ def may_move(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins."""
-    return int(tensor.untyped_storage().data_ptr())
+    """Where the memory of a tensor begins; a number of its own for one without memory or strides."""
+    found = int(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else 0
+    return found or -id(tensor)
 
 
 def _strides(real: torch.Tensor, shape: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from wholestep.capture.functionalize.version_counters import lists_counted, written_tensors
 from wholestep.capture.python.user_frame import current_line
+from wholestep.capture.sizes.python_forms import PythonForms
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.errors import CaptureError
 
@@ -94,6 +96,7 @@ class LayoutFakeMode(FakeTensorMode):
         self.raised: list[Exception] = []
         """What operators of the step have raised: fakes raise where tensors might not, or something else."""
         self._depth = 0
+        self.forms = PythonForms()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the operator gives, with the strides of the kernel."""
@@ -113,11 +116,14 @@ class LayoutFakeMode(FakeTensorMode):
         _refuse_undiscovered(args)
         if func is aten._ctc_loss.Tensor:
             return _losses_of_paths(self, *args)
+        if func is aten._ctc_loss_backward.Tensor:
+            return args[1].new_empty(args[1].shape)
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _product_of_groups(*args, **(kwargs or {}))
         written = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, FakeTensor)]
         with _undrawn(func), lists_counted(func, written):
-            found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+            run = partial(super().__torch_dispatch__, func, types, args, kwargs)
+            found: Any = self.forms.describe(run, self, func, args, kwargs or {})
         for one in written:
             one.item_memo = None
         return _laid_out(func, args, found)

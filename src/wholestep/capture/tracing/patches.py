@@ -118,6 +118,7 @@ def _casts_of_its_own() -> Iterator[None]:
 def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractContextManager[Any]]:
     yield capture_flag()
     yield _casts_of_its_own()
+    yield recorders.mode.forms.watching()
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
     yield silent_forwards()

@@ -85,7 +85,6 @@ def steps() -> dict[str, tuple[Callable[[Tensor], Any], str]]:
     return {
         "branch": (lambda x: 1 if x.sum() > 0 else 2, "value of a tensor decides"),
         "float": (lambda x: float(x.sum()), "value of a tensor decides"),
-        "shape": (lambda x: x[x > 0], "value of a tensor decides"),
         "numpy": (lambda x: x.numpy(), "turned into numpy"),
         "fake": (lambda x: no_fake(x), "no fake kernel"),
         "own": (lambda x: {}["missing"], "KeyError"),
