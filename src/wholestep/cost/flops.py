@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.ir import node_meta, op_info
-from wholestep.ir.sizes import hints
+from wholestep.ir.sizes import hints, is_same
 
 Shape = Sequence[int]
 
@@ -313,4 +313,4 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
 def memory_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the memory behind a tensor, where what is expanded is there once."""
     sizes = zip(_sizes(tensor), tensor.stride(), strict=True)
-    return tensor.element_size() * math.prod(size for size, stride in sizes if stride != 0 or size == 0)
+    return tensor.element_size() * math.prod(size for size, stride in sizes if not is_same(stride, 0) or size == 0)

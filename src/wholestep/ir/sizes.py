@@ -32,14 +32,19 @@ class Size:
 
 
 Sizes = tuple[int | Size, ...]
+_ANY_SIZE = 2**40
+"""Bounds from here on are those of whole numbers, and tell nothing of a size."""
 
 
 def hint(size: Any) -> int:
-    """A size as a number: what it was in the traced call. One that data decides counts as nothing."""
+    """A size as a number: what it was in the traced call. One that data decides is the largest that it may be, where
+    that is known, else nothing."""
     if isinstance(size, int):
         return size
-    found = size.node.hint if size.node.has_hint() else None
-    return int(found) if found is not None else 0
+    if size.node.has_hint():
+        return int(size.node.hint)
+    largest = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(largest) if largest.is_Integer and largest < _ANY_SIZE else 0
 
 
 def hints(sizes: Sequence[Any]) -> tuple[int, ...]:
