@@ -128,7 +128,7 @@ def _number_inputs(context: StepContext) -> tuple[int, ...]:
 
 def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.ContainerGuard:
     of_tensors = {id(vars(slot.tensor)) for slot in context.state.slots}
-    found, lifter = [one for one in context.reachable.snapshots if one.guard], context.lifter
+    found, lifter = context.guarded(), context.lifter
     snapshots = [*found, *lifter.snapshots, *lifter.attributes, *_optimizer_snapshots(spec, context)]
     if spec.reads.environment:
         snapshots.append(environment_snapshot(spec.reads.environment))

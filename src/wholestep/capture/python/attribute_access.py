@@ -5,6 +5,7 @@ Objects are watched under the names that code uses (`capture/reach/reachability.
 ``getattr(self, "loss_" + key)``, ``vars(self)``, an ``attrgetter`` made elsewhere, a property of a library. So while a
 step is traced the classes of the objects that it reaches tell what is asked of them. Whatever was not watched ends that
 trace before anything comes of it, and the next one watches it.
+What a trace has read of each object is noted. The rest may move between calls: the log of a library's trainer, say.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ class AttributeAccess:
         self._known, self._thread = known, threading.get_ident()
         self.found: set[str | type] = set()
         """Names, and classes of objects that are looked at whole."""
+        self.read: dict[int, set[str]] | None = None
+        """By id of an object, what a trace has asked it for; None before there was a trace."""
 
     @contextmanager
     def observed(self) -> Iterator[None]:
         """While open, accesses are noted. Raises AttributesFound at one that might be to more than a plain value."""
-        kinds = {type(one.thing) for one in self._known.values() if one.names is not None}
+        self.read = {key: set() for key, one in self._known.items() if is_observable(type(one.thing))}
         with ExitStack() as stack:
-            for kind in kinds:
-                if kind.__flags__ & MADE_AT_RUN_TIME and not issubclass(kind, types.ModuleType):
+            for kind in {type(one.thing) for one in self._known.values()}:
+                if is_observable(kind):
                     stack.enter_context(self._observed_class(kind))
             yield
 
@@ -68,6 +71,7 @@ class AttributeAccess:
                 type.__setattr__(kind, name, _looking(look, _inherited(kind, name)))
         except TypeError:  # a class of C
             own = {}
+            self.read = {key: names for key, names in (self.read or {}).items() if type(self._known[key].thing) != kind}
         try:
             yield
         finally:
@@ -84,6 +88,8 @@ class AttributeAccess:
         return name == "__dict__" or not (name in one.names or is_dunder(name))
 
     def _read(self, thing: Any, name: str) -> None:
+        if self.read is not None and (noted := self.read.get(id(thing))) is not None:
+            noted.add(name)
         if not self._unwatched(thing, name):
             return
         if name == "__dict__":
@@ -100,6 +106,11 @@ class AttributeAccess:
         if self._unwatched(thing, name):
             self.found.add(name)
             raise AttributesFound
+
+
+def is_observable(kind: type) -> bool:
+    """Whether a class can be made to tell what its objects are asked for."""
+    return bool(kind.__flags__ & MADE_AT_RUN_TIME) and not issubclass(kind, types.ModuleType)
 
 
 def _looking(look: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:

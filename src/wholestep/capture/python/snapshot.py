@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from wholestep.capture.python.container_views import VIEWS, ClassView, ContentView
+from wholestep.capture.python.container_views import VIEWS, CellView, ClassView, ContentView, SlotsView
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Kinds of things that are compared by value."""
@@ -89,6 +89,37 @@ class Snapshot:
             kind.__delitem__(container, key)
         for key, item in self.held.items():
             kind.__setitem__(container, key, item)
+
+
+def only_reached(found: Sequence[Snapshot], reached: Sequence[Snapshot]) -> list[Snapshot]:
+    """Those of `found` whose containers are among `reached`, which came by fewer ways, with the keys that are there.
+
+    Both hold what is there now. Closure cells and classes are always kept.
+    """
+    keys: dict[int, set[Any] | None] = {}
+    for one in reached:
+        place = _place(one.container)
+        seen = keys.get(place, set())
+        keys[place] = None if one.keys is None or seen is None else {*seen, *one.keys}
+    kept = [one for one in found if isinstance(one.container, (CellView, ClassView)) or _place(one.container) in keys]
+    return [_under(one, keys.get(_place(one.container))) for one in kept]
+
+
+def _under(snapshot: Snapshot, keys: set[Any] | None) -> Snapshot:
+    if keys is None:
+        return snapshot
+    keys = keys if snapshot.keys is None else keys & {*snapshot.keys}
+    return replace(
+        snapshot,
+        keys=tuple(sorted(keys)),
+        held={key: item for key, item in snapshot.held.items() if key in keys},
+        varying_keys=snapshot.varying_keys & keys,
+    )
+
+
+def _place(container: Any) -> int:
+    """The same for two views of the same thing."""
+    return id(container.thing if isinstance(container, (ContentView, SlotsView)) else container)
 
 
 class _Absent:

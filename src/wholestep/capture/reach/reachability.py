@@ -22,7 +22,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,8 +63,14 @@ _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 class Walker:
     """Walks from a step to everything it can reach; used once."""
 
-    def __init__(self, observed: Collection[str | type] = ()) -> None:
-        """`observed`: names that no code has and that a trace has used, and classes of objects that it read whole."""
+    def __init__(
+        self, observed: Collection[str | type] = (), read: Mapping[int, Collection[str]] | None = None
+    ) -> None:
+        """`observed`: names that no code has and that a trace has used, and classes of objects that it read whole.
+
+        `read`: by id of objects all that a trace has asked them for, and nothing else is looked at.
+        """
+        self._read = read or {}
         self.reachable = Reachable()
         self._whole = {one for one in observed if isinstance(one, type)}
         self._seen: set[int] = set()
@@ -327,7 +333,9 @@ class Walker:
 
     def _names_for(self, thing: Any) -> Collection[str] | None:
         """Names of attributes of a plain object that matter; None for all."""
-        kind = type(thing)
+        kind, read = type(thing), self._read.get(id(thing))
+        if read is not None and "__dict__" not in read:
+            return read
         if kind in self._whole or owner_of_class(kind) is Owner.INSTALLED:  # whose code nobody has looked through
             return None
         if kind not in self._library_names:
@@ -366,13 +374,17 @@ def _is_users_module(thing: Any) -> bool:
 
 
 def find_reachable(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observed: Collection[str | type] = ()
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    observed: Collection[str | type] = (),
+    read: Mapping[int, Collection[str]] | None = None,
 ) -> Reachable:
-    """Everything that a call ``step(*args, **kwargs)`` can reach. `observed`: as `Walker` takes it.
+    """Everything that a call ``step(*args, **kwargs)`` can reach. `observed`, `read`: as `Walker` takes them.
 
     Tensors in the arguments themselves are left out: they are the inputs of the call.
     """
-    walker = Walker(observed)
+    walker = Walker(observed, read)
     try:
         names = list(inspect.signature(step).bind_partial(*args).arguments)
     except (TypeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.python.attribute_access import AttributeAccess
+from wholestep.capture.python.snapshot import Snapshot, only_reached
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
 from wholestep.capture.reach.arguments import Arguments
@@ -48,7 +50,8 @@ class StepContext:
         """
         self.arguments = Arguments(args, kwargs)
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
-        self.reachable = reachability.find_reachable(step, args, kwargs, observed)
+        self._walk = partial(reachability.find_reachable, step, args, kwargs, observed)
+        self.reachable = self._walk()
         self.attributes = AttributeAccess(self.reachable.objects)
         self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
@@ -74,6 +77,13 @@ class StepContext:
         for number in self.varying.numbers:
             self.state.add(InputKind.OPTIMIZER, number.place.path, number.box)
         self.lifter = HyperparameterLifter(self.state.optimizers)
+
+    def guarded(self) -> list[Snapshot]:
+        """What calls are compared by: all that the trace may have read, and of objects what it has."""
+        found, read = [one for one in self.reachable.snapshots if one.guard], self.attributes.read
+        if not read:
+            return found
+        return only_reached(found, self._walk(read).snapshots)
 
     def _places_of(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Where those numbers are. (A step that moves nothing is spared the search.)"""

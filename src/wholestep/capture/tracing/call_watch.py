@@ -3,6 +3,9 @@
 Writes to files and terminals, clocks, the file system, sockets: all of them are calls of C functions. A profile
 function sees each one before it runs. Allowed is what computes on Python's own objects and on arrays, whose changes
 other parts of a capture see; whatever else is called, by the step or by a library on its behalf, ends the trace.
+
+Allowed as well is what Python's import system does: it looks for a module and runs it once in a process, also where no
+step is compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import BuiltinImporter, FileFinder
 from typing import Any
 
 from torch import nn
@@ -121,13 +125,16 @@ def _own_dirs() -> tuple[str, ...]:
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _CALLS_MODULES = nn.modules.module.__file__
 """Where torch calls the forward of a module, which may be anybody's."""
+_IMPORTS = frozenset(finder.find_spec.__code__.co_filename for finder in (BuiltinImporter, FileFinder))
+"""Where Python looks for modules, and runs those that it has found."""
 
 
 def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
-    """Whether the user's code called this, by itself or through libraries, and not torch for a purpose of its own."""
+    """Whether the user's code called this, by itself or through libraries, and neither torch for a purpose of its own
+    nor an import."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file != _CALLS_MODULES and not _is_of_interest(file):
+        if file in _IMPORTS or (file != _CALLS_MODULES and not _is_of_interest(file)):
             return False
         if "site-packages" not in file and file != _CALLS_MODULES and not file.startswith(_STANDARD):
             return True

@@ -9,6 +9,8 @@ one operand's layout.
 Products of groups, with which mixtures of experts compute, have rows that begin at multiples of 16 bytes. torch
 describes them for bfloat16 alone, and without that in a build for CPUs; the kernels take float32 and float16 as well.
 
+Memory of the host has one device: kernels take "cpu:1", and what they give is on "cpu".
+
 Kernels over lists count what they write; their descriptions do not, and those of fused optimizers count nothing, as
 their kernels. A number that was read of a fake tensor is remembered until its counter moves, so `.item()` behind a
 second update gave the number of the first.
@@ -118,15 +120,24 @@ class LayoutFakeMode(FakeTensorMode):
             return _losses_of_paths(self, *args)
         if func is aten._ctc_loss_backward.Tensor:
             return args[1].new_empty(args[1].shape)
+        kwargs = _on_one_host(kwargs or {})
         if func is _GROUPED and args[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
-            return _product_of_groups(*args, **(kwargs or {}))
-        written = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, FakeTensor)]
+            return _product_of_groups(*args, **kwargs)
+        written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, FakeTensor)]
         with _undrawn(func), lists_counted(func, written):
             run = partial(super().__torch_dispatch__, func, types, args, kwargs)
             found: Any = self.forms.describe(run, self, func, args, kwargs or {})
         for one in written:
             one.item_memo = None
         return _laid_out(func, args, found)
+
+
+def _on_one_host(kwargs: Any) -> Any:
+    """Arguments of an operator; a device of the host in them has no number, as no tensor there has one."""
+    device = kwargs.get("device")
+    if isinstance(device, torch.device) and device.type == "cpu" and device.index is not None:
+        return {**kwargs, "device": torch.device("cpu")}
+    return kwargs
 
 
 def _refuse_undiscovered(args: Any) -> None:
