@@ -1,1 +1,1 @@
-"""In: a trainer of another library. Out: its own loop, in which each step is one compiled call. None imports one here."""
+"""In: a trainer of another library. Out: its own loop, each step of which is one compiled call."""

@@ -49,9 +49,7 @@ def compile_trainer(
     if isinstance(vars(trainer).get("training_step"), _TrainingStep):
         raise ConfigError("This Trainer is compiled already. Call compile_trainer once.")
     _refuse_settings(trainer)
-    compiled = compile(
-        _train_on_batch, backend=backend, passes=passes, max_retraces=max_retraces, fullgraph=fullgraph
-    )
+    compiled = compile(_train_on_batch, backend=backend, passes=passes, max_retraces=max_retraces, fullgraph=fullgraph)
     _TrainingStep(trainer, compiled).begin()
     return compiled
 

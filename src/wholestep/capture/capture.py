@@ -44,7 +44,7 @@ from wholestep.capture.python.attribute_access import AttributesFound
 from wholestep.capture.python.container_views import ContentView
 from wholestep.capture.python.snapshot import SCALARS
 from wholestep.capture.reach import unwrap_compiled
-from wholestep.capture.reach.rng_and_iterators import check_made, kept_iterators, refuse_hidden
+from wholestep.capture.reach.rng_and_iterators import check_made, hidden_error, kept_iterators, refuse_hidden
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import CutState
 from wholestep.capture.scalars.varying_numbers import VaryingValue
@@ -152,7 +152,9 @@ def _trace_once(
             if not isinstance(outcome, Captured):
                 context.lazy.discard()
     except AttributesFound:
-        outcome = frozenset(context.attributes.found)
+        outcome, hidden = frozenset(context.attributes.found), context.attributes.seen_hidden
+        if hidden is not None:
+            outcome = hidden_error(hidden, context.reachable.codes)
     except Exception as error:
         outcome = error
     return outcome if setup is None else _after_setup(setup, outcome)

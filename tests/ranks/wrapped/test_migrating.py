@@ -57,5 +57,5 @@ def test_both_sides_of_a_diff_give_the_same_losses(pool2: Any, kind: str) -> Non
     for before, after in pool2.run(both, kind):
         assert len(before) == len(after) == 50
         torch.testing.assert_close(torch.tensor(after), torch.tensor(before), rtol=2**-16, atol=0)
-        if kind in ("a DDP loop", "an FSDP2 loop"):
+        if kind in ("a DDP loop", "an FSDP2 loop", "transformers.Trainer"):
             assert after == before  # bit by bit

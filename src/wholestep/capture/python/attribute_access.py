@@ -41,12 +41,29 @@ class WatchedObject:
     names: Collection[str] | None
 
 
-class AttributeAccess:
-    """The accesses of one trace to attributes that were not watched."""
+@dataclass(frozen=True, slots=True)
+class HiddenThing:
+    """What has a state that nobody can look at."""
 
-    def __init__(self, known: Mapping[int, WatchedObject]) -> None:
+    name: str
+    thing: Any
+    why: str
+    attribute: tuple[int, str] | None
+    """The id of an object that tells when it is asked for this name, behind which the thing lies; None for no such."""
+
+
+class AttributeAccess:
+    """The accesses of one trace to attributes that were not watched, or that lead to hidden things."""
+
+    def __init__(self, known: Mapping[int, WatchedObject], hidden: Collection[HiddenThing] = ()) -> None:
         """`known`: by id."""
         self._known, self._thread = known, threading.get_ident()
+        self._hidden: dict[int, dict[str, HiddenThing]] = {}
+        for one in hidden:
+            if one.attribute is not None:
+                self._hidden.setdefault(one.attribute[0], {}).setdefault(one.attribute[1], one)
+        self.seen_hidden: HiddenThing | None = None
+        """The first that the trace came to."""
         self.found: set[str | type] = set()
         """Names, and classes of objects that are looked at whole."""
         self.read: dict[int, set[str]] | None = None
@@ -71,7 +88,8 @@ class AttributeAccess:
                 type.__setattr__(kind, name, _looking(look, _inherited(kind, name)))
         except TypeError:  # a class of C
             own = {}
-            self.read = {key: names for key, names in (self.read or {}).items() if type(self._known[key].thing) != kind}
+            tell = {key for key, one in self._known.items() if type(one.thing) is not kind}
+            self.read = {key: names for key, names in (self.read or {}).items() if key in tell}
         try:
             yield
         finally:
@@ -90,6 +108,7 @@ class AttributeAccess:
     def _read(self, thing: Any, name: str) -> None:
         if self.read is not None and (noted := self.read.get(id(thing))) is not None:
             noted.add(name)
+            self._refuse_hidden(thing, name)
         if not self._unwatched(thing, name):
             return
         if name == "__dict__":
@@ -100,6 +119,13 @@ class AttributeAccess:
             return
         self.found.add(name)
         if item is not _MISSING and type(item) not in _PLAIN:
+            raise AttributesFound
+
+    def _refuse_hidden(self, thing: Any, name: str) -> None:
+        behind = self._hidden.get(id(thing), {})
+        hidden = behind.get(name) or (next(iter(behind.values()), None) if name == "__dict__" else None)
+        if hidden is not None:
+            self.seen_hidden = self.seen_hidden or hidden
             raise AttributesFound
 
     def _write(self, thing: Any, name: str, *item: Any) -> None:

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from wholestep.capture.python import code_names
 from wholestep.capture.python.code_owner import Owner, owner_of_file
 from wholestep.capture.python.snapshot import SCALARS
-from wholestep.capture.reach import code_names
 
 _LOOKED_AT = (dict, list, set, deque, types.FunctionType)
 

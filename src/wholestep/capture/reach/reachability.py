@@ -32,12 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholestep.capture.python import tree_util
+from wholestep.capture.python import code_names, tree_util
 from wholestep.capture.python.attribute_access import WatchedObject
-from wholestep.capture.python.class_attributes import CALLED_BY_TORCH, ClassAttributes
+from wholestep.capture.python.class_attributes import ClassAttributes
 from wholestep.capture.python.code_owner import (
     LOOKED_THROUGH,
-    Owner,
     is_library_class,
     is_user_code,
     is_user_file,
@@ -45,9 +44,10 @@ from wholestep.capture.python.code_owner import (
 )
 from wholestep.capture.python.container_views import BUFFERS, CellView, ContentView, SlotsView, slots
 from wholestep.capture.python.snapshot import SCALARS, Snapshot
-from wholestep.capture.reach import code_names, grad_scaler, library_globals, module_hooks, rng_and_iterators
+from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, rng_and_iterators
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
+from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 
@@ -70,13 +70,12 @@ class Walker:
 
         `read`: by id of objects all that a trace has asked them for, and nothing else is looked at.
         """
-        self._read = read or {}
         self.reachable = Reachable()
-        self._whole = {one for one in observed if isinstance(one, type)}
+        self._hidden = HiddenThings(self.reachable.hidden)
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # ids in _seen stay valid while their objects live
-        self._names = {*CALLED_BY_TORCH, *(one for one in observed if isinstance(one, str))}
-        self._library_names: dict[type, frozenset[str]] = {}
+        self._watched = WatchedNames(observed, read or {})
+        self._names = self._watched.names
         self._objects: list[tuple[str, Any]] = []
         self._libraries: dict[int, tuple[str, types.ModuleType]] = {}
         self._classes = ClassAttributes()
@@ -87,10 +86,9 @@ class Walker:
             self._classes.add(thing)
         has_attributes = hasattr(thing, "__dict__")
         if (isinstance(thing, SCALARS) and not has_attributes) or id(thing) in self._seen:
-            return
+            return self._hidden.again(thing)
         if depth > _MAX_DEPTH:
-            self.reachable.hidden.append((name, thing, "which lies too deep to be looked at"))
-            return
+            return self._hidden.add(name, thing, "which lies too deep to be looked at")
         if isinstance(thing, rng_and_iterators.KINDS):
             self.reachable.generators[id(thing)] = (name, thing)
         if isinstance(thing, _OPAQUE) and not _is_users_module(thing):
@@ -102,10 +100,11 @@ class Walker:
         if hasattr(type(thing), "__next__"):
             self.reachable.iterators[id(thing)] = name
         if why := rng_and_iterators.why_hidden(thing):
-            self.reachable.hidden.append((name, thing, why))
-        next(handler for kind, handler in HANDLERS if isinstance(thing, kind))(self, name, thing, depth)
-        if has_attributes and isinstance(thing, _ALSO_OBJECTS):
-            self._plain_object(name, thing, depth)
+            self._hidden.add(name, thing, why)
+        with self._hidden.within(thing):
+            next(handler for kind, handler in HANDLERS if isinstance(thing, kind))(self, name, thing, depth)
+            if has_attributes and isinstance(thing, _ALSO_OBJECTS):
+                self._plain_object(name, thing, depth)
 
     def finish(self) -> Reachable:
         """Walks plain objects and classes, whose attributes are looked at only by names that code uses."""
@@ -124,7 +123,7 @@ class Walker:
                 num_names[id(thing)] = len(self._names)
                 self._attributes(name, thing)
         for name, thing in self._objects:
-            names, own = self._names_for(thing), [*slots(type(thing))]
+            names, own = self._watched.of(thing), [*slots(type(thing))]
             self.reachable.objects[id(thing)] = WatchedObject(thing, names)
             if hasattr(thing, "__dict__"):  # an empty one, too: an attribute may hide one of the class
                 self._watch(vars(thing), name, None if names is None else tuple(sorted(names)))
@@ -257,7 +256,7 @@ class Walker:
             self.visit(f"{name}.{key}", item, depth + 1)
         self.reachable.codes += code_names.codes(function.__code__)
         for one in code_names.sees_all(function):
-            self.reachable.hidden.append((one.__name__, one, "which reads what no code names"))
+            self._hidden.add(one.__name__, one, "which reads what no code names")
         names = {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}
         self._names |= names
         used = tuple(sorted(n for n in names if n in function.__globals__ and not n.startswith("__")))
@@ -277,7 +276,7 @@ class Walker:
             self._watch(items if isinstance(items, list) else ContentView(items), name, None)
         if len(items) > _MAX_ITEMS:
             if not all(isinstance(one, SCALARS) for one in list(items)):
-                self.reachable.hidden.append((name, items, f"of {len(items):,} things, too many to be looked at"))
+                self._hidden.add(name, items, f"of {len(items):,} things, too many to be looked at")
             return
         for index, item in enumerate(list(items)):  # a thread may write to it meanwhile
             self.visit(f"{name}.{index}", item, depth + 1)
@@ -286,8 +285,7 @@ class Walker:
         num_bytes = buffer.nbytes if hasattr(buffer, "nbytes") else len(bytes(buffer))
         if num_bytes > _MOST_BYTES:
             why = f"of {num_bytes:,} bytes, too many to be compared at every call"
-            self.reachable.hidden.append((name, buffer, why))
-            return
+            return self._hidden.add(name, buffer, why)
         self._watch(ContentView(buffer), name, None)
 
     def _mapping(self, name: str, mapping: Any, depth: int) -> None:
@@ -326,21 +324,11 @@ class Walker:
         self.visit(key, content, depth + 1)
 
     def _attributes(self, name: str, thing: Any) -> None:
-        names = self._names_for(thing)
+        names = self._watched.of(thing)
         for key in [*getattr(thing, "__dict__", ()), *slots(type(thing))]:
             if (names is None or key in names) and hasattr(thing, key):
-                self.visit(f"{name}.{key}", getattr(thing, key), 1)
-
-    def _names_for(self, thing: Any) -> Collection[str] | None:
-        """Names of attributes of a plain object that matter; None for all."""
-        kind, read = type(thing), self._read.get(id(thing))
-        if read is not None and "__dict__" not in read:
-            return read
-        if kind in self._whole or owner_of_class(kind) is Owner.INSTALLED:  # whose code nobody has looked through
-            return None
-        if kind not in self._library_names:
-            self._library_names[kind] = code_names.names_in_library(kind)
-        return self._library_names[kind] | self._names
+                with self._hidden.under(thing, key):
+                    self.visit(f"{name}.{key}", getattr(thing, key), 1)
 
 
 _ALSO_OBJECTS = (functools.partial, list, tuple, set, frozenset, deque, dict, *BUFFERS)

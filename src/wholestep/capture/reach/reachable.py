@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from wholestep.capture.python.attribute_access import WatchedObject
+from wholestep.capture.python.attribute_access import HiddenThing, WatchedObject
 from wholestep.capture.python.snapshot import Snapshot
 
 
@@ -34,8 +34,8 @@ class Reachable:
     """Random generators, of torch and others."""
     iterators: dict[int, str] = field(default_factory=dict)
     """Names of what has a next item, by id."""
-    hidden: list[tuple[str, Any, str]] = field(default_factory=list)
-    """What has a state that nobody can look at: name, thing, and why."""
+    hidden: list[HiddenThing] = field(default_factory=list)
+    """What has a state that nobody can look at."""
     caches: list[tuple[str, Any]] = field(default_factory=list)
     """Functions that ``functools.lru_cache`` has made."""
     compiled: list[str] = field(default_factory=list)

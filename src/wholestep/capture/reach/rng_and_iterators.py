@@ -22,6 +22,7 @@ import torch
 import torch.fx as fx
 
 from wholestep.capture.python import user_frame
+from wholestep.capture.python.attribute_access import HiddenThing
 from wholestep.capture.python.code_lines import user_of
 from wholestep.capture.python.code_owner import MADE_AT_RUN_TIME
 from wholestep.capture.python.tracing_thread import on_this_thread
@@ -137,15 +138,21 @@ def why_hidden(thing: Any) -> str:
     return "of which nobody can see where it stands" if is_hidden else ""
 
 
-def refuse_hidden(found: Sequence[tuple[str, Any, str]], codes: Sequence[types.CodeType]) -> None:
-    """Raises CaptureError where a step reaches things of `Reachable.hidden`."""
-    for name, thing, why in found:
-        line = user_of({re.split(r"[.\[]", name)[-1], re.split(r"[.\[]", name)[0]}, codes)
-        raise CaptureError(
-            f"The step could not be captured{line}\nit reaches {name}, a {type(thing).__name__}, {why}. What it gives "
-            f"while capturing, every call would use again: read it outside the step, and pass what the step needs as "
-            f"an argument."
-        )
+def hidden_error(one: HiddenThing, codes: Sequence[types.CodeType]) -> CaptureError:
+    """Why a step that comes to a thing of `Reachable.hidden` is refused."""
+    line = user_of({re.split(r"[.\[]", one.name)[-1], re.split(r"[.\[]", one.name)[0]}, codes)
+    return CaptureError(
+        f"The step could not be captured{line}\nit reaches {one.name}, a {type(one.thing).__name__}, {one.why}. What "
+        f"it gives while capturing, every call would use again: read it outside the step, and pass what the step needs "
+        f"as an argument."
+    )
+
+
+def refuse_hidden(found: Sequence[HiddenThing], codes: Sequence[types.CodeType]) -> None:
+    """Raises CaptureError for hidden things that a step may come to without asking an object that would tell."""
+    for one in found:
+        if one.attribute is None:
+            raise hidden_error(one, codes)
 
 
 @contextmanager

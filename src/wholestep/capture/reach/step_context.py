@@ -52,7 +52,7 @@ class StepContext:
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self._walk = partial(reachability.find_reachable, step, args, kwargs, observed)
         self.reachable = self._walk()
-        self.attributes = AttributeAccess(self.reachable.objects)
+        self.attributes = AttributeAccess(self.reachable.objects, self.reachable.hidden)
         self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
             self.state: TrainState = stating.collect(self.reachable)

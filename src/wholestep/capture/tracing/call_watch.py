@@ -132,11 +132,14 @@ _IMPORTS = frozenset(finder.find_spec.__code__.co_filename for finder in (Builti
 def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
     """Whether the user's code called this, by itself or through libraries, and neither torch for a purpose of its own
     nor an import."""
+    is_of_user = False
     while frame is not None:
         file = frame.f_code.co_filename
-        if file in _IMPORTS or (file != _CALLS_MODULES and not _is_of_interest(file)):
+        if file in _IMPORTS:
             return False
-        if "site-packages" not in file and file != _CALLS_MODULES and not file.startswith(_STANDARD):
-            return True
+        if file != _CALLS_MODULES:
+            if not _is_of_interest(file):
+                break
+            is_of_user = is_of_user or ("site-packages" not in file and not file.startswith(_STANDARD))
         frame = frame.f_back
-    return False
+    return is_of_user

@@ -126,7 +126,7 @@ class LayoutFakeMode(FakeTensorMode):
         written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, FakeTensor)]
         with _undrawn(func), lists_counted(func, written):
             run = partial(super().__torch_dispatch__, func, types, args, kwargs)
-            found: Any = self.forms.describe(run, self, func, args, kwargs or {})
+            found: Any = self.forms.describe(run, self, func, args, kwargs)
         for one in written:
             one.item_memo = None
         return _laid_out(func, args, found)

@@ -125,5 +125,5 @@ def _read_by(hook: Any) -> str:
         for key, value in held.items():
             if not isinstance(value, _STATELESS):
                 return f"{key} of {snapshot.path}"
-    others = (*found.tensors.values(), *found.generators.values(), *found.hidden)
-    return next((name for name, *_ in others), "")
+    others = (*found.tensors.values(), *found.generators.values())
+    return next(iter([*(name for name, _ in others), *(one.name for one in found.hidden)]), "")

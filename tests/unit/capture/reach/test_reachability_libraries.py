@@ -48,6 +48,31 @@ class Plugin:
         return loss * self.scale
 
 
+class Trainer:
+    """One that keeps a log and examples, of which a step reads nothing; and a part that it reads."""
+
+    def __init__(self, model, opt):
+        self.model, self.opt, self.plugin = model, opt, Plugin()
+        self.log, self.seen = [], 0
+        self.examples, self.queue = [{"x": number} for number in range(5000)], zip("ab", "cd")
+
+    def train(self, x):
+        loss = self.plugin.scaled(self.model(x).square().mean())
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss.detach()
+
+    def first_example(self, x):
+        return self.train(x) * self.examples[0]["x"]
+
+    def next_letter(self, x):
+        return self.train(x) * len(next(self.queue))
+
+    def everything(self, x):
+        return self.train(x) * len(vars(self)["examples"])
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer around another one, as that of accelerate: it has no groups and no state of its own."""
 
@@ -301,3 +326,44 @@ def test_globals_of_a_package_are_read_at_every_call(
         return found
 
     assert run(compiled=True) == run(compiled=False)
+
+
+def test_what_a_trace_has_not_read_of_a_library_may_move(library: Any) -> None:
+    """A log that grows, counters, and many examples; what was read of it is still seen."""
+
+    def run(compiled: bool) -> tuple[list[float], Any]:
+        trainer = library.Trainer(*training())
+        step = ws.compile(lambda x: trainer.train(x), backend="eager", fullgraph=True) if compiled else trainer.train
+        losses = []
+        for call, x in enumerate(batches(5)):
+            losses.append(step(x).item())
+            trainer.log.append({"loss": losses[-1]})
+            trainer.seen += 1
+            trainer.plugin.scale = 1.0 if call < 3 else 0.5
+        return losses, step
+
+    (wanted, _), (found, step) = run(False), run(True)
+    assert found == wanted
+    assert step.cache_info().traces == 2
+    assert step.cache_info().reasons[0].endswith("plugin.scale was 1.0, is 0.5")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("first_example", "examples"), ("next_letter", "queue"), ("everything", "examples")]
+)
+def test_what_nobody_can_look_at_is_refused_where_a_trace_asks_for_it(library: Any, method: str, name: str) -> None:
+    trainer = library.Trainer(*training())
+    before = held(trainer.model, trainer.opt)
+    step = ws.compile(lambda x: getattr(trainer, method)(x), backend="eager", fullgraph=True)
+    with pytest.raises(CaptureError, match=rf"it reaches trainer\.{name}"):
+        step(batches(1)[0])
+    assert_equal(held(trainer.model, trainer.opt), before)
+    assert next(trainer.queue) == ("a", "c")
+
+
+def test_what_is_reached_by_another_way_too_is_refused(library: Any) -> None:
+    trainer = library.Trainer(*training())
+    examples = trainer.examples
+    step = ws.compile(lambda x: trainer.train(x) * examples[1]["x"], backend="eager", fullgraph=True)
+    with pytest.raises(CaptureError, match=r"it reaches (trainer\.)?examples, a list, of 5,000 things"):
+        step(batches(1)[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import wholestep as ws
 from tests.unit.capture.steps import captured
 from wholestep.capture.tracing.call_watch import OutsideEffect
 from wholestep.errors import CaptureError
@@ -134,3 +136,20 @@ def test_a_profile_function_of_somebody_else_stays() -> None:
         sys.setprofile(None)
     captured(step_that(lambda: None), torch.ones(2))
     assert sys.getprofile() is None
+
+
+def test_an_import_is_done_by_a_trace_as_by_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks for a module that is not there, and runs one that is, once in a process."""
+    (tmp_path / "found_while_traced.py").write_text("import os\nFOLDER = os.listdir('.')\nFACTOR = 3.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def step(x: Tensor) -> Tensor:
+        if importlib.util.find_spec("a_package_that_is_not_there") is not None:
+            return x
+        import found_while_traced
+
+        return x * found_while_traced.FACTOR
+
+    run = ws.compile(step, backend="eager", fullgraph=True)
+    assert [run(torch.ones(2)).tolist() for _ in range(2)] == [[3.0, 3.0]] * 2
+    sys.modules.pop("found_while_traced")

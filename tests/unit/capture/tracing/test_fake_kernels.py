@@ -294,3 +294,16 @@ def test_autograd_sees_that_a_list_was_written_to(may_go_live: bool) -> None:
     for fullgraph in (True, False):  # a live step raises what eager code does
         with pytest.raises((RuntimeError, ws.CaptureError), match="modified by an inplace operation"):
             ws.compile(step, backend="eager", fullgraph=fullgraph)(torch.ones(3))
+
+
+def test_memory_of_the_host_has_one_device() -> None:
+    """Libraries name it by the number of a rank: "cpu:1"."""
+
+    def step(x: Tensor) -> tuple[Tensor, bool]:
+        moved, made = x.to("cpu:1"), torch.ones(3, device="cpu:0")
+        return moved * 2 + made + x, moved.device == made.device == torch.device("cpu")
+
+    run = ws.compile(step, backend="eager", fullgraph=True)
+    x = torch.arange(3.0)
+    assert torch.equal(run(x)[0], step(x)[0])
+    assert run(x)[1] is step(x)[1] is True
