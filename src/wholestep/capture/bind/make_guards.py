@@ -15,12 +15,8 @@ from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
 from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
-<<<<<<< HEAD
 from wholestep.capture.guards.value_guards import BranchGuard, MemoryGuard, StorageGuard, VaryingNumberGuard, sharing
-=======
-from wholestep.capture.guards.value_guards import BranchGuard, StorageGuard, VaryingNumberGuard
 from wholestep.capture.python import code_names
->>>>>>> 61de1fd (Hidden things are refused where a trace asks for them; imports run in a trace; decision 110)
 from wholestep.capture.python.snapshot import Snapshot
 from wholestep.capture.reach.module_hooks import GLOBAL_HOOKS
 from wholestep.capture.reach.step_context import StepContext
