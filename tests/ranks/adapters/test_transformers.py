@@ -1,19 +1,16 @@
-"""A compiled ``transformers.Trainer`` on two ranks: one graph a step, and the numbers of the same Trainer without it."""
+"""A compiled ``transformers.Trainer`` on two ranks: one graph a step, and the numbers of the Trainer without it."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import wholestep as ws
+from tests.ranks.adapters.launched import launched
 from wholestep.adapters.transformers import compile_trainer
 
 pytestmark = pytest.mark.ranks
@@ -30,8 +27,9 @@ class HalfLoss(transformers.Trainer):
 
     batches_seen = 0
 
-    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, inputs, **kwargs) * 0.5
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        return (loss * 0.5, outputs) if return_outputs else loss * 0.5
 
     def floating_point_ops(self, inputs: Any) -> int:
         self.batches_seen += 1
@@ -71,22 +69,6 @@ def trainer(kind: type = transformers.Trainer, callbacks: Any = (), **settings: 
         transformers.TrainingArguments(**arguments | settings),
         train_dataset=examples, eval_dataset=examples[:8], callbacks=list(callbacks),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """As torchrun sets it: accelerate asks the environment how many ranks there are, and keeps the answer."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    states = (AcceleratorState, GradientState, PartialState)
-    for one in states:
-        one._shared_state.clear()
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    try:
-        yield
-    finally:
-        for one in states:
-            one._shared_state.clear()
 
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss")

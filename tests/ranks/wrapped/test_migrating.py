@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.adapters.launched import launched
+
 pytestmark = pytest.mark.ranks
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
@@ -16,6 +18,14 @@ START = next(iter(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))
 DIFFS: dict[str, str] = dict(re.findall(r"## From (.*?)\n.*?```diff\n(.*?)```", PAGE, re.DOTALL))
 RUNS_NO_MORE = {"DeepSpeed ZeRO", "torch.distributed._spmd"}
 """Left sides that need what is not installed, or is gone since torch 2.4."""
+
+
+PACKAGES = {
+    "an Accelerate loop": ("accelerate",),
+    "a Fabric loop": ("lightning",),
+    "transformers.Trainer": ("transformers", "accelerate"),
+}
+"""What a section needs and may not be installed."""
 
 
 def side(diff: str, sign: str) -> str:
@@ -43,8 +53,10 @@ def of_ddp(kind: str) -> list[float]:
 
 
 def both(kind: str) -> tuple[list[float], list[float]]:
-    before = of_ddp(kind) if kind in RUNS_NO_MORE else losses(side(DIFFS[kind], "-"))
-    return before, losses(side(DIFFS[kind], "+"))
+    with launched():
+        before = of_ddp(kind) if kind in RUNS_NO_MORE else losses(side(DIFFS[kind], "-"))
+    with launched():
+        return before, losses(side(DIFFS[kind], "+"))
 
 
 def test_every_section_is_a_diff() -> None:
@@ -54,8 +66,10 @@ def test_every_section_is_a_diff() -> None:
 
 @pytest.mark.parametrize("kind", DIFFS)
 def test_both_sides_of_a_diff_give_the_same_losses(pool2: Any, kind: str) -> None:
+    for package in PACKAGES.get(kind, ()):
+        pytest.importorskip(package, reason=f"{package} is not installed")
     for before, after in pool2.run(both, kind):
         assert len(before) == len(after) == 50
         torch.testing.assert_close(torch.tensor(after), torch.tensor(before), rtol=2**-16, atol=0)
-        if kind in ("a DDP loop", "an FSDP2 loop", "transformers.Trainer"):
+        if kind in ("a DDP loop", "an FSDP2 loop", *PACKAGES):
             assert after == before  # bit by bit
