@@ -1,4 +1,4 @@
-"""Loops of Accelerate and of Lightning's Fabric on two ranks: a step of their objects is one graph, with their numbers."""
+"""Loops of Accelerate and of Fabric on two ranks: a step of their objects is one graph, with their numbers."""
 
 from __future__ import annotations
 
