@@ -100,6 +100,7 @@ class _TrainingStep:
         is_update = bool(trainer.accelerator.sync_gradients)
         _set_train_mode(model, trainer.optimizer)  # a step sees one mode, whatever an evaluation has left
         keeps_gradients = is_update and bool(_callbacks_with(trainer, "on_optimizer_step"))
+        loss: torch.Tensor
         self._of_trainer.undo()
         try:
             loss, self._norm = self._compiled(
