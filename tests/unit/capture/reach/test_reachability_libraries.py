@@ -361,9 +361,25 @@ def test_what_nobody_can_look_at_is_refused_where_a_trace_asks_for_it(library: A
     assert next(trainer.queue) == ("a", "c")
 
 
-def test_what_is_reached_by_another_way_too_is_refused(library: Any) -> None:
+class Window:
+    """Of the user's, on what a trainer of a library has."""
+
+    def __init__(self, examples: list[Any]) -> None:
+        self.examples = examples
+
+
+@pytest.mark.parametrize("reads_window", [False, True])
+def test_what_is_reached_by_another_way_too_is_refused(library: Any, reads_window: bool) -> None:
+    """By a variable, and by an object that the walk comes to behind the trainer."""
     trainer = library.Trainer(*training())
-    examples = trainer.examples
-    step = ws.compile(lambda x: trainer.train(x) * examples[1]["x"], backend="eager", fullgraph=True)
-    with pytest.raises(CaptureError, match=r"it reaches (trainer\.)?examples, a list, of 5,000 things"):
+    window, examples = Window(trainer.examples), trainer.examples
+
+    def of_window(x: Tensor) -> Tensor:
+        return trainer.train(x) * window.examples[1]["x"]
+
+    def of_variable(x: Tensor) -> Tensor:
+        return trainer.train(x) * examples[1]["x"]
+
+    step = ws.compile(of_window if reads_window else of_variable, backend="eager", fullgraph=True)
+    with pytest.raises(CaptureError, match=r"it reaches \w+(\.examples)?, a list, of 5,000 things"):
         step(batches(1)[0])
