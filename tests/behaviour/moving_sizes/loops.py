@@ -28,14 +28,12 @@ def words(numbers: torch.Generator, *shape: int) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """Two blocks that attend, and a head."""
+    """A block that attends, and a head."""
 
     def __init__(self, causal: bool = True) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True) for _ in range(2)
-        )
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
         self.head, self.causal = nn.Linear(WIDTH, WORDS), causal
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -43,9 +41,7 @@ class Transformer(nn.Module):
         length = x.shape[1]
         h = self.words(x) + self.places(torch.arange(length))
         mask = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1) if self.causal else None
-        for block in self.blocks:
-            h = block(h, src_mask=mask, src_key_padding_mask=padding)
-        out: Tensor = self.head(h)
+        out: Tensor = self.head(self.block(h, src_mask=mask, src_key_padding_mask=padding))
         return out
 
 

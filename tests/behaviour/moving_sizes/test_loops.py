@@ -11,7 +11,7 @@ from tests.behaviour.harness import Compiled, EagerDDP, Run, compare
 from tests.behaviour.moving_sizes.conditions import asked_behind_capture
 from tests.behaviour.moving_sizes.loops import LOOPS
 
-NAMES = list(LOOPS.cases)
+ALONE = [pytest.param(name, case.live, id=name) for name, case in LOOPS.cases.items()]
 ON_RANKS = [name for name, case in LOOPS.cases.items() if case.ranks]
 
 
@@ -29,8 +29,8 @@ def complaints(name: str, backend: Any, on_ranks: bool = False) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_eager_code(name: str) -> None:
+@pytest.mark.parametrize(("name", "may_go_live"), ALONE)
+def test_equals_eager_code(name: str, may_go_live: bool) -> None:
     found = complaints(name, "eager")
     assert not found, "\n".join(found)
 
