@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from wholestep.ir import node_meta
 from wholestep.ir.program import Program
+from wholestep.ir.sizes import numbers_of, renamed, symbols_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +65,19 @@ class Segment:
         if self.told:
             return self.told
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}
-        return "\n".join(_line(node, numbers) for node in numbers)
+        names = {symbol: f"n{number}" for number, symbol in enumerate(self.symbols)}
+        return "\n".join(_line(node, numbers, names) for node in numbers)
+
+    @functools.cached_property
+    def symbols(self) -> tuple[Any, ...]:
+        """The symbols in the sizes of its arguments, in order of appearance; none where all sizes are constants.
+
+        Segments that are alike have as many, which stand for the same in each.
+        """
+        if self.told:
+            return ()  # of another process, to which symbols do not travel
+        arguments = self.graph.find_nodes(op="placeholder")
+        return tuple(symbols_of(number for node in arguments for number in numbers_of(node_meta.value(node))))
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """Runs the nodes in order. Results that are stored are written behind the last of them.
@@ -79,14 +93,24 @@ class Segment:
         return results
 
 
-def _line(node: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
-    """What a node does, and the layout of what it gives. Constants of the program are arguments of its segments."""
+def _line(node: fx.Node, numbers: Mapping[fx.Node, int], names: Mapping[Any, str]) -> str:
+    """What a node does, and the layout of what it gives. Constants of the program are arguments of its segments.
+
+    Symbols of sizes have the names that are given. An argument that is a size is known by its expression.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: _Name(f"%{numbers[arg]}"))
     target = "" if node.op in ("placeholder", "output") else _told(node.target)
+
+    def told(sizes: Iterable[Any]) -> tuple[int | str, ...]:
+        return tuple(renamed(one, names) for one in sizes)
+
     layouts = [
-        (one.dtype, tuple(one.shape), one.stride(), one.storage_offset(), one.device) for one in node_meta.tensors(node)
+        (one.dtype, told(one.shape), told(one.stride()), *told([one.storage_offset()]), one.device)
+        for one in node_meta.tensors(node)
     ]
-    return f"{node.op} {target} {args} {kwargs} {layouts}"
+    value = node_meta.value(node)
+    size = f" {renamed(value, names)}" if isinstance(value, torch.SymInt) else ""
+    return f"{node.op} {target} {args} {kwargs} {layouts}{size}"
 
 
 def _told(target: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from wholestep.errors import InternalError
 from wholestep.ir import node_meta
+from wholestep.ir.sizes import numbers_of, symbols_of
 
 
 def size_node(graph: fx.Graph, size: Any) -> fx.Node:
@@ -29,6 +30,25 @@ def size_node(graph: fx.Graph, size: Any) -> fx.Node:
             node_meta.set_value(node, node.target(*args))
     found: fx.Node = made.node
     return found
+
+
+class SymbolNodes:
+    """The nodes that give the symbols of sizes: calls behind the inputs of a graph, once each."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes: dict[Any, fx.Node] = {}
+
+    def __call__(self, values: Sequence[Any]) -> list[fx.Node]:
+        """One per symbol in the sizes of these values, less those which are among them. Raises as `size_node`."""
+        given = {one.node.expr for one in values if isinstance(one, torch.SymInt)}
+        symbols = symbols_of(number for one in values for number in numbers_of(one))
+        return [self._node(symbol) for symbol in symbols if symbol not in given]
+
+    def _node(self, symbol: Any) -> fx.Node:
+        if symbol not in self._nodes:
+            self._nodes[symbol] = _read(self._graph, symbol)
+        return self._nodes[symbol]
 
 
 def _read(graph: fx.Graph, symbol: Any) -> fx.Node:

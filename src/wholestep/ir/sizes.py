@@ -9,7 +9,7 @@ this file, which answer from expressions alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,33 @@ def hints(sizes: Sequence[Any]) -> tuple[int, ...]:
 def is_data(size: Any) -> bool:
     """Whether a size is computed by the graph, and not read of an argument."""
     return not isinstance(size, int) and bool(free_unbacked_symbols(size))
+
+
+def is_of_arguments(size: Any) -> bool:
+    """Whether a size is a number, or computed from sizes of arguments alone: not from data, ranks or other numbers."""
+    if isinstance(size, int):
+        return True
+    return all(symbol in getattr(size.node.shape_env, "size_of", ()) for symbol in size.node.expr.free_symbols)
+
+
+def numbers_of(value: Any) -> list[Any]:
+    """The sizes, strides and offset of a fake tensor; a number as it is; of what is neither, nothing."""
+    if isinstance(value, torch.Tensor):
+        return [*value.shape, *value.stride(), value.storage_offset()]
+    return [value] if isinstance(value, (int, torch.SymInt)) else []
+
+
+def symbols_of(numbers: Iterable[Any]) -> list[Any]:
+    """The symbols of sizes and strides that are computed from sizes of arguments alone, in order of appearance."""
+    symbolic = (one.node.expr for one in numbers if isinstance(one, torch.SymInt) and is_of_arguments(one))
+    return list(dict.fromkeys(symbol for one in symbolic for symbol in sorted(one.free_symbols, key=str)))
+
+
+def renamed(size: Any, names: Mapping[Any, str]) -> int | str:
+    """A size as text in which symbols have these names; a number as it is."""
+    if isinstance(size, int):
+        return size
+    return str(size.node.expr.xreplace({symbol: type(symbol)(name) for symbol, name in names.items()}))
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -76,7 +76,7 @@ def _is_of_one_size(node: fx.Node) -> bool:
         *(one for arg in node.all_input_nodes if arg.target is not element for one in node_meta.tensors(arg)),
     ]
     if any(not isinstance(size, int) for one in every for size in one.shape):
-        return False  # it is data, and not known before the step runs
+        return False  # it is data, or moves between calls: a plan of blocks is made for one size
     same = all(one.shape in (value.shape, ()) and one.device == value.device for one in every)
     return same and all(one.dtype in _OF_LOOPS for one in every)
 

@@ -66,7 +66,10 @@ def choose(graph: fx.Graph) -> int:
 
 
 def _may_go(node: fx.Node) -> bool:
-    """Whether both libraries compute a product: of float32 numbers on the CPU, and not a small one."""
+    """Whether both libraries compute a product: of float32 numbers on the CPU, and not a small one.
+
+    Which one is faster depends on the sizes: one that moves leaves the product to torch.
+    """
     if node.kwargs:
         return False
     values: list[Any] = [one.meta.get("val") for one in (node, *node.all_input_nodes)]

@@ -31,15 +31,19 @@ from torch.fx.traceback import preserve_node_meta
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.lazy_graph_module import unwritten
 from wholestep.ir.segment import Segment
+from wholestep.ir.sizes import hint, is_same
 from wholestep.lower.decompositions import interpolate
 from wholestep.lower.decompositions.tensor_scalars import Numbers
 from wholestep.lower.gemm import cpu_matmul, onednn
 from wholestep.lower.inductor import dependent_launch, post_grad_passes, wrapper_patch
 from wholestep.lower.inductor.config_fallback import config_fallback, is_triton_error
 from wholestep.lower.inductor.deferred_wait import defer_waits
+from wholestep.lower.inductor.segment_sizes import Asked, NotForAllSizes, SegmentSizes
 from wholestep.lower.inductor.war_order import keep_write_order
 from wholestep.lower.kernels import row_sum
 from wholestep.util.log_once import log_once
+
+log = logging.getLogger("wholestep")
 
 _SETTINGS: dict[str, dict[str, object]] = {
     # What stands where is the plan's affair.
@@ -88,21 +92,26 @@ class PendingSegment:
     """As Inductor has written it; not to be called yet."""
     finish: Callable[[], Compiled]
     """Waits for the kernels. Another graph where Triton could not compile those of this one."""
+    asked: Asked | None = None
+    """What the graph counts on, of sizes that move; None where no size does."""
 
 
 def begin_compile(segment: Segment, *, early_launches: bool, own_products: bool) -> PendingSegment:
     """Has a segment written, and its kernels compiled.
 
     `early_launches` as for `wholestep.Inductor`; `own_products` says whether matrix products are those of
-    `wholestep.lower.gemm`.
+    `wholestep.lower.gemm`. A segment that can be compiled for the sizes of one call alone runs its calls one by one.
     """
     begin = partial(_begin_compile, segment, early_launches=early_launches, own_products=own_products)
     try:
-        found, rest = begin({})
+        found, rest, asked = begin({})
+    except NotForAllSizes as error:
+        log.warning("%s is not compiled, its calls run one by one: %s", segment.name, error)
+        return PendingSegment(segment, lambda: segment)
     except Exception as error:
         if not is_triton_error(error):
             raise
-        found, rest = begin(_NO_FUSION)
+        found, rest, asked = begin(_NO_FUSION)
 
     def finish() -> Compiled:
         try:
@@ -111,21 +120,23 @@ def begin_compile(segment: Segment, *, early_launches: bool, own_products: bool)
         except Exception as error:
             if not is_triton_error(error):
                 raise
-        other, other_rest = begin(_NO_FUSION)
+        other, other_rest, _ = begin(_NO_FUSION)
         other_rest()
         return other
 
-    return PendingSegment(found, finish)
+    return PendingSegment(found, finish, asked if segment.symbols else None)
 
 
 def _begin_compile(
     segment: Segment, more: dict[str, object], *, early_launches: bool, own_products: bool
-) -> tuple[Compiled, Callable[[], None]]:
-    """What Inductor makes of a segment with some options more, not to be called before the second is."""
+) -> tuple[Compiled, Callable[[], None], Asked]:
+    """What Inductor makes of a segment with some options more, not to be called before the second is; and what it
+    counts on."""
     # Inductor's cache on disk wants a shape environment, and a mode that nothing else has touched.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    inputs = [_empty_like(node_meta.value(node), mode) for node in segment.graph.find_nodes(op="placeholder")]
-    graph = decompose(segment, inputs, mode)
+    sizes = SegmentSizes(segment, mode)
+    inputs = sizes.inputs()
+    graph = decompose(segment, inputs, mode, sizes)
     device = _device(segment)
     settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
     context = TracingContext(mode)
@@ -137,7 +148,7 @@ def _begin_compile(
         with tracing(context), mode, inductor_config.patch(settings), config_fallback():
             rest()
 
-    return found, finish
+    return found, finish, sizes.asked()
 
 
 def _device(segment: Segment) -> torch.device:
@@ -153,11 +164,13 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
     each it pays for 1,024 rows, too: 9 and 4 us in the place of 16 for four kernels (768 columns, H200; 20 with 16).
     """
     settings = dict(_SETTINGS[device_type])
+    if device_type != "cuda":
+        return settings
     sums = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
     sizes = [_size(node) for target in sums for node in graph.find_nodes(op="call_function", target=target)]
     rows, columns = ({size[place] for size in sizes if size is not None} for place in (0, 1))
     can = all(hasattr(inductor_config.triton, name.removeprefix("triton.")) for name in (_LENIENT, _ROWS_OF_PROGRAM))
-    if device_type == "cuda" and can and rows and min(rows) >= _FEWEST_ROWS and max(rows) < _MANY_ROWS:
+    if can and rows and min(rows) >= _FEWEST_ROWS and max(rows) < _MANY_ROWS:
         share = 1 << max(0, (max(rows) // _PROGRAMS).bit_length() - 1)
         fewest = _FEWEST_NARROW if min(columns) <= _NARROW_COLUMNS else 1
         settings |= {_LENIENT: True, _ROWS_OF_PROGRAM: max(share, fewest)}
@@ -197,14 +210,6 @@ def inductor_patches(device: torch.device, *, early_launches: bool, own_products
         yield
 
 
-def _empty_like(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of `mode` with the layout of another one."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    with mode:
-        base = torch.empty(like.storage_offset() + max(reach, 0), dtype=like.dtype, device=like.device)
-        return base.as_strided(like.shape, like.stride(), like.storage_offset())
-
-
 class _CapturedLayouts(Numbers):
     """Runs a graph with every result in the layout that it was captured with.
 
@@ -212,29 +217,43 @@ class _CapturedLayouts(Numbers):
     ``clone``, which keeps those of its input. Views and ``as_strided`` behind it count on what was captured.
     """
 
+    def __init__(self, segment: Segment, sizes: SegmentSizes) -> None:
+        """`sizes`: those of the values that it computes with."""
+        super().__init__(segment.module)
+        self._sizes = sizes
+
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, copied where its layout is another one; mostly it is not."""
         found, wanted = super().run_node(n), node_meta.value(n)
         both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
-        if not both or n.op != "call_function" or op_info.is_view(n) or _strides_taken(found) == _strides_taken(wanted):
+        if not both or n.op != "call_function" or op_info.is_view(n):
             return found
-        dims = sorted(range(wanted.ndim), key=lambda dim: -wanted.stride(dim))
+        strides = list(map(self._sizes.of, wanted.stride()))
+        if _are_taken_alike(found, strides):
+            return found
+        dims = sorted(range(wanted.ndim), key=lambda dim: -hint(strides[dim]))
         back = sorted(range(wanted.ndim), key=dims.__getitem__)
-        return found.permute(dims).contiguous().permute(back)
+        copied = found.permute(dims).contiguous().permute(back)
+        if not _are_taken_alike(copied, strides):
+            raise NotForAllSizes(f"{n.name} has the strides {strides}, which are known for one size alone")
+        return copied
 
 
-def _strides_taken(tensor: torch.Tensor) -> list[int]:
-    """The strides that anybody takes."""
-    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1 and tensor.numel()]
+def _are_taken_alike(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
+    """Whether a tensor has these strides, as far as anybody takes them."""
+    if is_same(tensor.numel(), 0):
+        return True
+    own = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(is_same(size, 1) or is_same(step, other) for size, step, other in own)
 
 
-def decompose(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+def decompose(segment: Segment, inputs: list[Any], mode: FakeTensorMode, sizes: SegmentSizes) -> fx.GraphModule:
     """The segment in the operators that Inductor lowers, with stores of its results as ``copy_`` behind all else.
 
-    `inputs` are fake tensors of `mode`, one per argument.
+    `inputs` are fake tensors of `mode`, or sizes, one per argument; `sizes` has made them.
     """
     stored = {result: argument for argument, result in segment.stored}
-    interpreter = _CapturedLayouts(segment.module)
+    interpreter = _CapturedLayouts(segment, sizes)
 
     def run(*arguments: Any) -> list[Any]:
         results = list(interpreter.run(*arguments))
@@ -250,7 +269,7 @@ def decompose(segment: Segment, inputs: list[torch.Tensor], mode: FakeTensorMode
     given = [index for index in range(len(old)) if index not in stored]  # type: ignore[arg-type]
     end.meta["user_visible_output_idxs"] = given
     end.meta["original_output_strides"] = [
-        None if index in stored else node_meta.tensor(node).stride()
+        None if index in stored else tuple(map(sizes.of, node_meta.tensor(node).stride()))
         for index, node in enumerate(old)  # type: ignore[arg-type]
     ]
     return made

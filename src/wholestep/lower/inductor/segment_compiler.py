@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import logging
 import pickle
 import platform
@@ -31,6 +32,7 @@ from wholestep.cost.calibration import calibrate
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops.packed_scalars import element
 from wholestep.ir.segment import Segment
+from wholestep.ir.sizes import is_of_arguments
 from wholestep.lower.codecache import segment_cache, triton_cache
 from wholestep.lower.codecache.relocate_device import without_device_index
 from wholestep.lower.decompositions.optimizers import is_written_out
@@ -43,6 +45,7 @@ from wholestep.util.lazy_import import lazy_import
 if TYPE_CHECKING:
     from wholestep.lower.inductor import compile_fx
     from wholestep.lower.inductor.compile_fx import Compiled, PendingSegment
+    from wholestep.lower.inductor.segment_sizes import Asked
 else:
     compile_fx = lazy_import("wholestep.lower.inductor.compile_fx")
 
@@ -70,14 +73,15 @@ _BY_NUMBER = frozenset({"_to_copy", "clone", "full", "full_like", "zeros_like", 
 
 
 def compiles(node: fx.Node) -> bool:
-    """Whether Inductor may have a node: an operator on dense tensors of one device. Numbers it reads packed."""
-    numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg)]
+    """Whether Inductor may have a node: an operator on dense tensors of one device. Numbers it reads packed, sizes as
+    arguments."""
+    numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg) and not _is_size(arg)]
     return _is_known(node) and all(arg.target is element for arg in numbers)
 
 
 def reads_packed(node: fx.Node) -> bool:
     """Whether Inductor may have a node once its numbers are packed."""
-    numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg)]
+    numbers = [arg for arg in node.all_input_nodes if not _gives_tensors(arg) and not _is_size(arg)]
     return bool(numbers) and _is_known(node) and takes_numbers(node)
 
 
@@ -148,10 +152,19 @@ def _gives_tensors(node: fx.Node) -> bool:
     return isinstance(value, (torch.Tensor, list, tuple))
 
 
+def _is_size(node: fx.Node) -> bool:
+    """Whether the node gives a size that moves: the host computes it, and segments take it as it is."""
+    value = node_meta.value(node)
+    return isinstance(value, torch.SymInt) and is_of_arguments(value)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    sizes = all(isinstance(size, int) for size in tensor.shape)
     # A kernel reads what lies in memory, which a negative view of a complex tensor does not stand for.
-    return tensor.layout is torch.strided and not tensor.dtype.is_complex and sizes and not tensor.is_neg()
+    if tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_neg():
+        return False
+    if tensor.device.type != "cpu":
+        return all(isinstance(size, int) for size in tensor.shape)
+    return all(map(is_of_arguments, (*tensor.shape, *tensor.stride())))
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> bool:
@@ -181,6 +194,8 @@ class SegmentCompiler:
         self._compiled: dict[str, Compiled] = {}
         self._loaded: dict[str, Compiled] = {}
         """Of those, what came from another process, as it is called."""
+        self._asked: dict[str, Asked] = {}
+        """What they count on, of sizes that move."""
         self._unfinished: dict[str, PendingSegment] = {}
         self._device, self._on_cpu = device, device.type == "cpu"
         if not self._on_cpu:
@@ -218,18 +233,29 @@ class SegmentCompiler:
 
     def begin(self, segment: Segment) -> None:
         """Has a segment compiled, if none like it is; others may be begun before somebody waits."""
-        likeness = segment.likeness
-        if likeness not in self._compiled and likeness not in self._unfinished:
+        key = self._key(segment)
+        if key not in self._compiled and key not in self._unfinished:
             self._ask()
-            self._unfinished[likeness] = compile_fx.begin_compile(
+            begun = compile_fx.begin_compile(
                 segment, early_launches=self._early_launches, own_products=self._tune_products
             )
+            self._unfinished[key] = begun
+            if begun.asked is not None:
+                self._asked[key] = begun.asked
+        if key in self._asked:
+            self._asked[key].require(segment)
+
+    def _key(self, segment: Segment) -> str:
+        """What is compiled for a segment is kept under this text: more than one for those that are alike, where sizes
+        that move have other answers to what is asked of them."""
+        texts = (f"{segment.likeness}\n{number or ''}" for number in itertools.count())
+        return next(one for one in texts if one not in self._asked or self._asked[one].hold(segment))
 
     def finish(self) -> None:
         """Waits for what was begun. Raises what the compiler raises; what is not finished then is as if not begun."""
         try:
-            for likeness, begun in self._unfinished.items():
-                self._compiled[likeness] = begun.finish()
+            for key, begun in self._unfinished.items():
+                self._compiled[key] = begun.finish()
         finally:
             self._unfinished.clear()
 
@@ -237,7 +263,8 @@ class SegmentCompiler:
         """A function that does what the segment does: takes a list, which it empties, and gives a list."""
         self.begin(segment)
         self.finish()
-        return self._loaded.get(segment.likeness, self._compiled[segment.likeness])
+        key = self._key(segment)
+        return self._loaded.get(key, self._compiled[key])
 
     def _ask(self) -> None:
         """Waits until it is known what the CPU can do, if somebody has asked."""
@@ -251,7 +278,10 @@ class SegmentCompiler:
 
     def dumps(self, segment: Segment) -> bytes | None:
         """What was compiled of the segment, for another process; None for what Inductor cannot write."""
-        compiled = self._compiled.get(segment.likeness)
+        if segment.symbols:
+            log.info("%s is compiled in every process: sizes of its arguments move between calls", segment.name)
+            return None
+        compiled = self._compiled.get(self._key(segment))
         if not isinstance(compiled, CompiledFxGraph):
             return None
         try:
@@ -263,11 +293,11 @@ class SegmentCompiler:
     def loads(self, segment: Segment, data: bytes) -> None:
         """Uses what `dumps` gave in another process, for this device or one of the same kind. On a CPU, kernels that
         are not in Inductor's cache are built."""
-        likeness = segment.likeness
-        if likeness in self._compiled:
+        key = self._key(segment)
+        if key in self._compiled:
             return
         try:
-            self._compiled[likeness], self._loaded[likeness] = segment_cache.loads(data, self._device)
+            self._compiled[key], self._loaded[key] = segment_cache.loads(data, self._device)
         except Exception as error:  # likewise
             log.warning(
                 "%s is compiled anew: what another process made cannot be used: %s", segment.name, _described(error)

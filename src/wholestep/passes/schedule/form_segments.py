@@ -34,6 +34,7 @@ from wholestep.ir.node_meta import Region
 from wholestep.ir.ops.packed_scalars import element
 from wholestep.ir.program import Program, Stage
 from wholestep.ir.segment import Segment
+from wholestep.ir.size_nodes import SymbolNodes
 from wholestep.ir.sizes import are_same
 from wholestep.passes.analysis import repeated_layers, write_order
 from wholestep.passes.schedule import segment_recompute
@@ -98,7 +99,8 @@ def form_segments(
             graph, runs, is_pointwise=is_pointwise, by_library=by_library,
             fixed=lambda node: node in separate or node_meta.origin(node).region is Region.OPTIMIZER,
         )  # fmt: skip
-    segments = [_enclose(graph, run, number) for number, run in enumerate(runs)]
+    symbol_nodes = SymbolNodes(graph)
+    segments = [_enclose(graph, run, number, symbol_nodes) for number, run in enumerate(runs)]
     graph_edit.sort_topologically(graph)
     _hoist_getitems(graph)
     graph_edit.remove_dead_code(graph)
@@ -231,10 +233,14 @@ def _keeps_its_place(node: fx.Node) -> bool:
     )
 
 
-def _enclose(graph: fx.Graph, run: list[fx.Node], number: int) -> Segment:
-    """Puts one call in the place of the last of `run`, with the others inside."""
+def _enclose(graph: fx.Graph, run: list[fx.Node], number: int, symbol_nodes: SymbolNodes) -> Segment:
+    """Puts one call in the place of the last of `run`, with the others inside.
+
+    Its last arguments are the symbols of sizes of the others: a compiler cannot tell `b` from a size `b * t`.
+    """
     members, copied = set(run), dict.fromkeys(_with_views(run))
     arguments = list(dict.fromkeys(arg for node in copied for arg in node.all_input_nodes if arg not in copied))
+    arguments += symbol_nodes([node_meta.value(arg) for arg in arguments])
     inner, root = fx.Graph(), graph.owning_module
     assert root is not None  # every program has one
     inside: dict[fx.Node, fx.Node] = {}

@@ -110,9 +110,13 @@ def known_at_start(graph: fx.Graph) -> set[fx.Node]:
             fixed = (
                 op_info.needs_peers(node.target) or op_info.is_random(node.target) or op_info.has_effect(node.target)
             )
-            if not fixed and all(arg in known for arg in node.all_input_nodes):
+            if not fixed and (_is_size_of_input(node) or all(arg in known for arg in node.all_input_nodes)):
                 known.add(node)
     return known
+
+
+def _is_size_of_input(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _hoist(graph: fx.Graph, numbers: set[fx.Node]) -> None:
