@@ -20,7 +20,7 @@ F = nn.functional
 def batches(run: Run, make: Callable[[random.Random, torch.Generator], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Batches of other sizes on each rank and in each call."""
     sizes, numbers = random.Random(run.rank + 1), torch.Generator().manual_seed(run.rank + 1)
-    return [make(sizes, numbers) for _ in range(CALLS)]
+    return [make(sizes, numbers) for _ in range(getattr(run, "calls", CALLS))]
 
 
 def words(numbers: torch.Generator, *shape: int) -> Tensor:
@@ -46,8 +46,9 @@ class Transformer(nn.Module):
 
 
 def training(run: Run, module: nn.Module, loss_of: Callable[..., Tensor], data: list[tuple[Any, ...]]) -> Job:
-    """Forward, loss, backward, clipping and Adam as one step."""
-    model, opt = run.model(module), torch.optim.AdamW(module.parameters(), lr=1e-2)
+    """Forward, loss, backward, clipping and an optimizer as one step: Adam, or the one that `run` names."""
+    model, optimizer = run.model(module), getattr(run, "optimizer", torch.optim.AdamW)
+    opt = optimizer(module.parameters(), lr=1e-2)
 
     @run.compile
     def step(*batch: Any) -> Tensor:

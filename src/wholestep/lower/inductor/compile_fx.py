@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
@@ -240,11 +240,12 @@ class _CapturedLayouts(Numbers):
 
 
 def _are_taken_alike(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
-    """Whether a tensor has these strides, as far as anybody takes them."""
-    if is_same(tensor.numel(), 0):
-        return True
-    own = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return all(is_same(size, 1) or is_same(step, other) for size, step, other in own)
+    """Whether a tensor has these strides, as far as anybody takes them. The question is no part of the graph."""
+    with disable_proxy_modes_tracing():
+        if is_same(tensor.numel(), 0):
+            return True
+        own = zip(tensor.shape, tensor.stride(), strides, strict=True)
+        return all(is_same(size, 1) or is_same(step, other) for size, step, other in own)
 
 
 def decompose(segment: Segment, inputs: list[Any], mode: FakeTensorMode, sizes: SegmentSizes) -> fx.GraphModule:

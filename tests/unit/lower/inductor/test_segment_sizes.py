@@ -1,0 +1,80 @@
+"""Symbols of sizes inside of one segment, and what is asked of them there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from wholestep.capture.guards.size_guards import SizeConditions
+from wholestep.capture.sizes.size_symbols import SizeEnv
+from wholestep.ir import node_meta
+from wholestep.ir.segment import Segment
+from wholestep.lower.inductor.segment_compiler import SegmentCompiler
+from wholestep.lower.inductor.segment_sizes import NotForAllSizes, SegmentSizes
+
+aten = torch.ops.aten
+
+
+def sized(env: SizeEnv, name: str, rows: int, columns: int = 4) -> Segment:
+    """The relu of an argument with rows that move, beside their number and twice as many."""
+    mode = FakeTensorMode(shape_env=env)
+    x = env.fake(mode, torch.empty(rows, columns), name, [0])
+    graph = fx.Graph()
+    given, count, twice = (graph.placeholder(one) for one in ("x", "count", "twice"))
+    made = graph.call_function(aten.relu.default, (given,))
+    values = {given: x, count: x.shape[0], twice: 2 * x.shape[0], made: aten.relu.default(x)}
+    for node, value in values.items():
+        node_meta.set_value(node, value)
+    graph.output((made,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Segment(name="run_segment_0", read=lambda: module)
+
+
+def in_compiler(segment: Segment) -> SegmentSizes:
+    return SegmentSizes(segment, FakeTensorMode(shape_env=ShapeEnv()))
+
+
+def test_segments_with_other_symbols_are_alike() -> None:
+    env = SizeEnv()
+    one, other, wider = sized(env, "args.0", 6), sized(env, "args.1", 9), sized(env, "args.2", 6, columns=5)
+    assert one.symbols != other.symbols
+    assert one.likeness == other.likeness != wider.likeness
+
+
+def test_arguments_are_the_same_expressions_of_new_symbols() -> None:
+    segment = sized(SizeEnv(), "args.0", 6)
+    x, count, twice = in_compiler(segment).inputs()
+    assert x.shape[0].node.expr == count.node.expr
+    assert twice.node.expr == 2 * count.node.expr
+    assert (count.node.hint, twice.node.hint) == (6, 12)
+    assert count.node.shape_env is not segment.symbols and x.shape[1] == 4
+
+
+def test_what_is_asked_becomes_a_condition_of_the_trace() -> None:
+    env = SizeEnv()
+    segment, longer = sized(env, "args.0", 6), sized(SizeEnv(), "args.0", 20)
+    sizes = in_compiler(segment)
+    assert bool(sizes.inputs()[2] <= 20)
+    asked, conditions = sizes.asked(), SizeConditions(env)
+    assert conditions.why_not((11,), (4, 1)) is None
+    asked.require(segment)
+    assert conditions.why_not((10,), (4, 1)) is None
+    assert "args.0.shape[0]" in (conditions.why_not((11,), (4, 1)) or "")
+    assert asked.hold(segment) and not asked.hold(longer)
+
+
+def test_a_size_that_has_to_be_a_number_is_told() -> None:
+    sizes = in_compiler(sized(SizeEnv(), "args.0", 6))
+    assert int(sizes.inputs()[1]) == 6
+    with pytest.raises(NotForAllSizes, match="has to be 6"):
+        sizes.asked()
+
+
+def test_what_is_compiled_for_sizes_that_move_stays_in_its_process(caplog: pytest.LogCaptureFixture) -> None:
+    segment = sized(SizeEnv(), "args.0", 6)
+    with caplog.at_level("INFO", logger="wholestep"):
+        assert SegmentCompiler(torch.device("cpu")).dumps(segment) is None
+    assert "sizes of its arguments move between calls" in caplog.text
