@@ -64,6 +64,8 @@ _ATEN_ONLY = (
     _aten.item.default,
     _aten._grouped_mm.default,  # described for bfloat16 alone
 )
+_BY_STRIDES = (_aten.convolution.default, _aten.convolution_backward.default)
+"""Operators for which Inductor orders memory by strides as numbers: where sizes move, torch calls their library."""
 _LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
 """Operators that run as they are: nothing is fused into them."""
 
@@ -111,6 +113,8 @@ def _is_known(node: fx.Node) -> bool:
     given = list(node_meta.tensors(node))
     if node.target is matmul_out_dtype.WIDE or matmul_out_dtype.is_mostly_wide(node):
         return False  # it writes to a slice of a bucket
+    if node.target in _BY_STRIDES and not all(isinstance(size, int) for one in taken + given for size in one.shape):
+        return False
     if node.target is _aten.cat.default and len(taken) > MOST_PARTS and given[0].is_cuda:
         return False  # one kernel of ATen
     # A kernel on the CPU that finds an index out of range throws in one of its threads, which ends the process.

@@ -11,6 +11,7 @@ Alike segments share what is compiled as far as their own hints give the same an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +62,12 @@ class SegmentSizes:
         """`mode`: that of the compiler, with a shape environment that nothing else has touched."""
         assert mode.shape_env is not None  # see above
         self._segment, self._mode, self._own = segment, mode, mode.shape_env
-        self._fresh = {
-            symbol: self._own.create_symbol(_env(segment).size_of[symbol].hint, ConstantSource(f"n{number}"), _DYNAMIC)
-            for number, symbol in enumerate(segment.symbols)
-        }
+        self._fresh: dict[Any, Any] = {}
+        self._hints: dict[Any, int] = {}
+        for number, symbol in enumerate(segment.symbols):
+            hint = _env(segment).size_of[symbol].hint
+            fresh = self._own.create_symbol(hint, ConstantSource(f"n{number}"), DimDynamic.DYNAMIC)
+            self._fresh[symbol], self._hints[fresh] = fresh, hint
 
     def inputs(self) -> list[Any]:
         """A fake tensor per argument, or a size."""
@@ -87,8 +90,11 @@ class SegmentSizes:
         for symbol in fresh:
             if (found := self._own.replacements.get(symbol)) is not None and found.is_number:
                 raise NotForAllSizes(f"a size has to be {found}")
-        asked = tuple(dict.fromkeys(guard.expr for guard in self._own.guards))
-        return Asked(fresh, tuple(one for one in asked if one.free_symbols))
+        asked = [one for one in dict.fromkeys(guard.expr for guard in self._own.guards) if one.free_symbols]
+        for one in asked:
+            if isinstance(one, sympy.Eq) and one.rhs.is_number and not _holds_elsewhere(one, self._hints):
+                raise NotForAllSizes(f"{one.lhs} has to be {one.rhs}")
+        return Asked(fresh, tuple(asked))
 
     def _input(self, node: fx.Node) -> Any:
         value = node_meta.value(node)
@@ -103,7 +109,13 @@ class SegmentSizes:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
 
-_DYNAMIC = DimDynamic.DYNAMIC
+_ELSEWHERE = 64
+"""So many larger sizes are tried for an equality: a multiple of 64 is a condition like others, 7 is one size."""
+
+
+def _holds_elsewhere(condition: Any, hints: Mapping[Any, int]) -> bool:
+    grown = ({one: sympy.Integer(hint + more) for one, hint in hints.items()} for more in range(1, _ELSEWHERE + 1))
+    return any(bool(condition.xreplace(one)) for one in grown)
 
 
 def _empty_like(like: torch.Tensor) -> torch.Tensor:

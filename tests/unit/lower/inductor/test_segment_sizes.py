@@ -73,6 +73,16 @@ def test_a_size_that_has_to_be_a_number_is_told() -> None:
         sizes.asked()
 
 
+def test_an_expression_that_has_to_be_a_number_is_told_and_multiples_are_conditions() -> None:
+    sizes = in_compiler(sized(SizeEnv(), "args.0", 6))
+    count = sizes.inputs()[1]
+    assert count % 3 == 0
+    assert len(sizes.asked().conditions) == 1
+    assert count * count == 36
+    with pytest.raises(NotForAllSizes, match="has to be"):
+        sizes.asked()
+
+
 def test_what_is_compiled_for_sizes_that_move_stays_in_its_process(caplog: pytest.LogCaptureFixture) -> None:
     segment = sized(SizeEnv(), "args.0", 6)
     with caplog.at_level("INFO", logger="wholestep"):
