@@ -149,6 +149,10 @@ DOORS: dict[str, dict[str, str]] = {
         "torch.fx.experimental.proxy_tensor": "make_fx, to write a segment in the operators that Inductor lowers",
         "torch.fx.experimental.symbolic_shapes": "that cache wants the ShapeEnv of the fake tensors",
     },
+    "lower/inductor/segment_sizes.py": {
+        "torch._dynamo": "ConstantSource: where a symbol comes from",
+        "torch.fx.experimental.symbolic_shapes": "symbols of one segment, and what Inductor asks of them",
+    },
     "lower/inductor/post_grad_passes.py": {"torch._inductor": "its place for passes of others"},
     "lower/gemm/cpu_matmul.py": {"torch._inductor": "calls that write where it says"},
     "lower/inductor/segment_compiler.py": {

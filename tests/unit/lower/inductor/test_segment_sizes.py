@@ -50,7 +50,8 @@ def test_arguments_are_the_same_expressions_of_new_symbols() -> None:
     assert x.shape[0].node.expr == count.node.expr
     assert twice.node.expr == 2 * count.node.expr
     assert (count.node.hint, twice.node.hint) == (6, 12)
-    assert count.node.shape_env is not segment.symbols and x.shape[1] == 4
+    assert count.node.shape_env is not segment.symbols
+    assert x.shape[1] == 4
 
 
 def test_what_is_asked_becomes_a_condition_of_the_trace() -> None:
@@ -63,7 +64,8 @@ def test_what_is_asked_becomes_a_condition_of_the_trace() -> None:
     asked.require(segment)
     assert conditions.why_not((10,), (4, 1)) is None
     assert "args.0.shape[0]" in (conditions.why_not((11,), (4, 1)) or "")
-    assert asked.hold(segment) and not asked.hold(longer)
+    assert asked.hold(segment)
+    assert not asked.hold(longer)
 
 
 def test_a_size_that_has_to_be_a_number_is_told() -> None:
