@@ -12,7 +12,30 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from wholestep.errors import InternalError
 from wholestep.ir import node_meta
-from wholestep.ir.sizes import numbers_of, symbols_of
+from wholestep.ir.sizes import is_of_arguments, numbers_of, symbols_of
+
+
+_SIZE = torch.ops.aten.sym_size.int
+
+
+def read_of_inputs(graph: fx.Graph) -> int:
+    """Has sizes that are read of what the graph computes be computed from those of its inputs, where they can be: they
+    are known at the start. Gives how many."""
+    done: dict[Any, fx.Node] = {}
+    reads = [node for node in graph.find_nodes(op="call_function", target=_SIZE) if node.args[0].op != "placeholder"]
+    found = [node for node in reads if _is_computable(node_meta.value(node))]
+    for node in sorted(found):
+        size = node_meta.value(node)
+        if size.node.expr not in done:
+            with graph.inserting_before(node):
+                done[size.node.expr] = size_node(graph, size)
+        node.replace_all_uses_with(done[size.node.expr])
+        graph.erase_node(node)
+    return len(found)
+
+
+def _is_computable(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and is_of_arguments(size) and bool(size.node.expr.free_symbols)
 
 
 def size_node(graph: fx.Graph, size: Any) -> fx.Node:
@@ -58,8 +81,12 @@ def _read(graph: fx.Graph, symbol: Any) -> fx.Node:
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                 if dim is None:
                     return node
+                known = next((user for user in node.users if user.target is _SIZE and user.args[1] == dim), None)
+                if known is not None:
+                    _last_placeholder(node).append(known)
+                    return known
                 with graph.inserting_after(_last_placeholder(node)):
-                    read: fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                    read: fx.Node = graph.call_function(_SIZE, (node, dim))
                 node_meta.set_value(read, size)
                 node_meta.set_origin(read, node_meta.origin(node))
                 return read

@@ -34,7 +34,7 @@ from wholestep.ir.node_meta import Region
 from wholestep.ir.ops.packed_scalars import element
 from wholestep.ir.program import Program, Stage
 from wholestep.ir.segment import Segment
-from wholestep.ir.size_nodes import SymbolNodes
+from wholestep.ir.size_nodes import SymbolNodes, read_of_inputs
 from wholestep.ir.sizes import are_same
 from wholestep.passes.analysis import repeated_layers, write_order
 from wholestep.passes.schedule import segment_recompute
@@ -87,6 +87,7 @@ def form_segments(
     if program.stage is Stage.SCHEDULED:
         return program
     graph = program.graph
+    read_of_inputs(graph)  # what reads them of a run would cut it
     graph_edit.remove_dead_code(graph)
     updates = {node for node, inputs in write_order.updates(program).items() if _fits(node, inputs[0])}
     separate = separate_nodes(graph)
