@@ -14,7 +14,6 @@ from wholestep.errors import InternalError
 from wholestep.ir import node_meta
 from wholestep.ir.sizes import is_of_arguments, numbers_of, symbols_of
 
-
 _SIZE = torch.ops.aten.sym_size.int
 
 
