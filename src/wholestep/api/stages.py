@@ -349,12 +349,12 @@ class Stages:
         held = entry.compression
         return self.compression is not None and held is not None and self.compression.is_outdated(held)
 
-    # The step cache.
-
     def _lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: Rendezvous | None) -> CacheLookup:
         """The lookup of this call in the cache of earlier processes."""
         if not self.uses_cache:
             return CacheLookup(fingerprint=None, step=None, why_not="the older surface captures in every process")
+        if marked_sizes(args, kwargs, self.options.dynamic):
+            return CacheLookup(fingerprint=None, step=None, why_not="sizes that move are captured in every process")
         return self.cache.lookup(args, kwargs, self._cache_context(), first)
 
     def _load(self, lookup: CacheLookup, cached: CachedStep) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def test_all_sizes_move_from_the_first_call_on_where_that_is_asked_for() -> None
     ours = compiled(train, dynamic=True)
     equal_calls(ours, train, [batch(*sizes) for sizes in ((4, 7), (3, 7), (5, 9), (2, 12))])
     assert ours.cache_info().traces == 1
+
+
+def test_what_another_step_has_kept_of_one_size_is_not_loaded_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHOLESTEP_CACHE", str(tmp_path))
+    for dynamic in (False, True):
+        ours = compiled(train, dynamic=dynamic)
+        equal_calls(ours, train, [batch(4, 7), batch(4, 9)])
+        assert ours.cache_info().traces == (1 if dynamic else 2)
+    assert conditions(ours) != []
 
 
 def test_no_size_moves_where_that_is_asked_for() -> None:
