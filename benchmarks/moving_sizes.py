@@ -1,0 +1,113 @@
+"""Training on batches of random lengths: eager DistributedDataParallel, torch.compile(dynamic=True), and one graph.
+
+    python -m benchmarks.moving_sizes                           # 2 ranks on the CPU, a small GPT
+    python -m benchmarks.moving_sizes --workload W1             # GPUs, a reference training
+    python -m benchmarks.moving_sizes --ways eager graph inductor --json
+
+Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
+by turns in one run. `first` is the wall time of the first batches, all compilation included; `ms` is the median of the
+batches behind them, whose wall time ends when the device is idle. `constant` are the batches behind them again, cut to
+one length, as compiled for that alone. Losses are compared with those of the eager loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from benchmarks.wrapped_loops.measure import SIZES, make_step, timed
+from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
+
+FIRST, MEASURED = 20, 60
+WAYS = ("eager", "torch.compile", "graph", "inductor", "constant")
+BACKENDS = {"graph": "eager", "inductor": "inductor", "constant": "inductor"}
+"""Of our ways: the eager kernels in one graph, compiled segments, and those of one length alone."""
+
+
+def batches(size: LanguageModelSize, device: torch.device, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and the tokens behind them, of another length in each."""
+    lengths, numbers = random.Random(rank + 1), torch.Generator().manual_seed(rank + 1)
+    made = []
+    for _ in range(FIRST + MEASURED):
+        length = lengths.randint(size.length // 8, size.length)
+        tokens = torch.randint(size.vocabulary, (size.rows, length + 1), generator=numbers).to(device)
+        made.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    return made
+
+
+def contender(way: str, size: LanguageModelSize, device: torch.device) -> Callable[..., Tensor]:
+    """The step of one way. All begin with the same parameters."""
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(build(size, device), device_ids=[device] if device.type == "cuda" else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    if way == "torch.compile":
+        model = torch.compile(model, dynamic=True)
+    step = make_step(model, optimizer, casts=device.type == "cuda")
+    if way not in BACKENDS:
+        return step
+    backend: Any = BACKENDS[way]
+    return ws.compile(step, backend=backend, fullgraph=True, dynamic=False if way == "constant" else None)
+
+
+def measure(workload: str, ways: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of each way: seconds of the first batches, median ms of the others, difference of a loss from eager code."""
+    world, size = ws.init(), SIZES[workload]
+    data = batches(size, world.device, world.rank)
+    middle = size.length * 9 // 16
+    steps = {way: contender(way, size, world.device) for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    losses: dict[str, list[Tensor]] = {way: [] for way in ways}
+    for number, batch in enumerate(data):
+        for way in ways if number % 2 else reversed(ways):
+            own = tuple(one[:, :middle] if way == "constant" else one for one in batch)
+            if way == "constant":
+                own = tuple(torch.nn.functional.pad(one, (0, middle - one.shape[1])) for one in own)
+            ms, loss = timed(steps[way], own)  # type: ignore[arg-type]
+            times[way].append(ms)
+            losses[way].append(loss)
+    eager = torch.stack(losses["eager"])
+    return {
+        way: {
+            "first_s": sum(times[way][:FIRST]) / 1e3,
+            "ms": statistics.median(times[way][FIRST:]),
+            "difference": float((torch.stack(losses[way]) - eager).abs().max()) if way != "constant" else float("nan"),
+            "traces": steps[way].cache_info().traces if way in BACKENDS else float("nan"),  # type: ignore[attr-defined]
+        }
+        for way in ways
+    }
+
+
+def main() -> None:
+    """Prints a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=sorted(SIZES), default="small")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "graph", "inductor"))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    ways = ("eager", *(way for way in options.ways if way != "eager"))
+    found = ws.run(functools.partial(measure, options.workload, ways), options.nproc)[0]
+    if options.json:
+        print(json.dumps(found))
+        return
+    table = Table("way", "ms", "eager / this", f"first {FIRST}, s", "traces", "largest difference of a loss")
+    for way, row in found.items():
+        texts = [f"{row['ms']:.2f}", f"{found['eager']['ms'] / row['ms']:.2f}", f"{row['first_s']:.1f}"]
+        table.add_row(way, *texts, f"{row['traces']:.0f}", f"{row['difference']:.1e}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
