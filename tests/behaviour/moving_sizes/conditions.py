@@ -10,7 +10,7 @@ from wholestep.capture.guards.size_guards import SizeConditions, SizeGuard
 
 def _all(step: ws.CompiledStep) -> Iterator[SizeConditions]:
     for entry in step._dispatcher.entries:
-        for guard in entry.captured.guards.arguments:
+        for guard in entry.captured.guards.values:
             if isinstance(guard, SizeGuard):
                 yield guard.conditions
 

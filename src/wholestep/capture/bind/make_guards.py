@@ -13,7 +13,7 @@ from wholestep.capture.functionalize.storage_resize import StorageSizes
 from wholestep.capture.guards import argument_guards, fast_guards, state_guards
 from wholestep.capture.guards.environment import environment_snapshot
 from wholestep.capture.guards.guards import Guard, Guards
-from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard
+from wholestep.capture.guards.size_guards import SizeConditions, SizedLayout, SizeGuard, any_size
 from wholestep.capture.guards.tensor_layout import describe, first_aliases
 from wholestep.capture.guards.value_guards import BranchGuard, MemoryGuard, StorageGuard, VaryingNumberGuard, sharing
 from wholestep.capture.python import code_names
@@ -41,7 +41,7 @@ def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None =
     params = [slot for slot in slots if slot.kind is InputKind.PARAM]
     kinds = [(slot, state_guards.gradient_kind(slot.tensor.grad)) for slot in params if id(slot.tensor) in had_gradient]
     return Guards(
-        arguments=_argument_guards(context, spec, slots, sizes),
+        arguments=_argument_guards(context, spec, slots),
         state=(
             state_guards.ModeGuard(state_guards.modes(), first_hooks=len(containers.snapshots)),
             containers,
@@ -49,7 +49,7 @@ def make_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None =
             state_guards.LayoutGuard(tuple((slot, describe(slot.tensor)) for slot in slots)),
             state_guards.GradientGuard(tuple(kinds)),
         ),
-        values=_value_guards(spec, context),
+        values=_value_guards(spec, context, sizes),
         fast=_fast_path(spec, context, slots, containers, had_gradient),
         always=bool(containers.opaque),
     )
@@ -82,9 +82,7 @@ def _gradients_at_entry(spec: BindingSpec, context: StepContext) -> dict[int, bo
     }
 
 
-def _argument_guards(
-    context: StepContext, spec: BindingSpec, slots: Sequence[Slot], sizes: SizeEnv | None
-) -> tuple[Guard, ...]:
+def _argument_guards(context: StepContext, spec: BindingSpec, slots: Sequence[Slot]) -> tuple[Guard, ...]:
     leaves, is_data, paths = context.leaves, context.is_data, context.arguments.paths
     inputs = _number_inputs(context)
     data = [leaf for leaf, one in enumerate(is_data) if one]
@@ -93,7 +91,6 @@ def _argument_guards(
         for leaf, one in enumerate(is_data)
         if not one and leaf not in inputs
     ]
-    moving = _sized_layouts(context, sizes)
     layouts = tuple(
         (leaf, paths[leaf], describe(leaves[leaf])) for leaf in data if id(leaves[leaf]) not in context.moving
     )
@@ -104,7 +101,6 @@ def _argument_guards(
         argument_guards.ConstantGuard(tuple(constants), len(leaves)),
         argument_guards.TensorArgumentGuard(layouts, state_ids),
         *([aliases] if len(data) > 1 else []),
-        *([SizeGuard(moving, SizeConditions(sizes), state_ids)] if sizes is not None and moving else []),
     )
 
 
@@ -140,8 +136,11 @@ def _container_guard(spec: BindingSpec, context: StepContext) -> state_guards.Co
     )
 
 
-def _value_guards(spec: BindingSpec, context: StepContext) -> tuple[Guard, ...]:
+def _value_guards(spec: BindingSpec, context: StepContext, sizes: SizeEnv | None) -> tuple[Guard, ...]:
     made: list[Guard] = []
+    if sizes is not None and (moving := _sized_layouts(context, sizes)):
+        state_ids = frozenset(id(slot.tensor) for slot in context.state.slots)
+        made.append(SizeGuard(moving, SizeConditions(sizes), state_ids))
     if context.varying.numbers:
         made.append(VaryingNumberGuard(context.varying, context.arguments.numbers, _number_inputs(context)))
     if spec.reads.predicates is not None:
@@ -178,15 +177,14 @@ def _fast_path(
         wants[had_gradient.get(id(slot.tensor))] if slot.kind is InputKind.PARAM else fast_guards.STATE
         for slot in slots
     ]
-    described = [describe(leaf) if data else leaf for leaf, data in zip(leaves, is_data, strict=True)]
+    pairs = zip(leaves, is_data, strict=True)
+    described = [any_size(describe(leaf), context.moving.get(id(leaf), ())) if data else leaf for leaf, data in pairs]
     aliases, any_of_type = first_aliases(leaves, is_data), (*_number_inputs(context), *spec.reads.opaque_leaves)
     containers = [pair for one in guard.snapshots if (pair := fast_guards.guardable(one)) is not None]
     containers += [(hooks, None) for hooks in GLOBAL_HOOKS]
     return fast_guards.FastPath(
         partial(fast_guards.state_guard, tensors, wanted, containers),
-        (lambda: None)
-        if context.moving
-        else partial(
+        partial(
             fast_guards.signature_guard, context.spec, described, is_data, aliases, tensors, any_of_type=any_of_type
         ),
         everything=(fast_guards.MODES, fast_guards.TENSORS, *range(len(guard.snapshots))),

@@ -103,7 +103,7 @@ class Guards:
 
     def varying_values(self, leaves: list[Any]) -> Iterator[VaryingValue]:
         """See `Guard.varying_values`."""
-        for guard in (*self.arguments, *self.state):
+        for guard in (*self.arguments, *self.state, *self.values):
             yield from guard.varying_values(leaves)
 
     def exchanged_tensors(self) -> Iterator[tuple[Hashable, str]]:

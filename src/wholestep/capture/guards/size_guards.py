@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ class SizedLayout:
             or len(size) != len(was)
             or any(a != b for dim, (a, b) in enumerate(zip(size, was, strict=True)) if dim not in self.dims)
         )
+
+
+def any_size(description: tuple[Any, ...], dims: Collection[int]) -> tuple[Any, ...]:
+    """What `describe` gives, with -1 for the sizes that may be any: their conditions are asked behind the signature."""
+    shape = tuple(-1 if dim in dims else size for dim, size in enumerate(description[_SHAPE]))
+    return (*description[:_SHAPE], shape, *description[_SHAPE + 1 :])
 
 
 class SizeConditions:
@@ -111,6 +117,8 @@ class SizeGuard(Guard):
     def why_not(self, call: Call) -> str | None:
         sizes: list[int] = []
         strides: list[int] = []
+        if not call.leaves:  # the state alone is asked for
+            return None
         for one in self.layouts:
             now = call.leaves[one.leaf]
             if not isinstance(now, torch.Tensor):

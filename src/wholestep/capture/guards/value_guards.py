@@ -72,6 +72,8 @@ class MemoryGuard(Guard):
     """Pairs of what is written and what else lies there: leaves, and behind them the places in `state`."""
 
     def why_not(self, call: Call) -> str | None:
+        if not call.leaves:  # the state alone is asked for
+            return None
         for leaf, other in sorted(sharing(self.written, self.data, call.leaves, self.state) ^ self.shared):
             of = f"argument {other}" if other < len(call.leaves) else "a tensor of the state"
             return f"argument {leaf}, which the step writes to, shares memory with {of} in one of two calls"

@@ -6,6 +6,7 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <unordered_set>
@@ -16,7 +17,8 @@ struct ArgumentDesc {
   PyTypeObject* type;
   at::ScalarType dtype;
   c10::Device device;
-  std::vector<int64_t> sizes, strides;
+  std::vector<int64_t> sizes, strides;  // a size below 0 may be any, and then strides are compared in Python
+  bool moves;
   bool requires_grad, conjugate, negative;
   size_t alias;  // the first argument that is the same tensor
 };
@@ -25,7 +27,7 @@ class SignatureGuard {
  public:
   // `structure`, that of (args, kwargs), is (None,), (tuple or list, structures) or (dict, structures, keys); `leaves` has
   // per leaf a tuple (type, dtype, shape, strides, device, requires_grad, conjugate, negative, alias) of
-  // data, (number or text, its type) of what may be any of that type, or (thing,).
+  // data, with -1 for a size that may be any, (number or text, its type) of what may be any of that type, or (thing,).
   SignatureGuard(PyObject* structure, PyObject* leaves, PyObject* state) : structure_(structure), leaves_(leaves) {
     if (PyTuple_GET_SIZE(structure) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(structure, 1)) ||
         PyTuple_GET_SIZE(PyTuple_GET_ITEM(structure, 1)) != 2)
@@ -59,9 +61,11 @@ class SignatureGuard {
     if (PyTuple_GET_SIZE(leaf) != 9) throw std::invalid_argument("a description has nine parts");
     for (int i = 0; i < 9; ++i) item[i] = PyTuple_GET_ITEM(leaf, i);
     if (!THPDtype_Check(item[1]) || !THPDevice_Check(item[4])) throw std::invalid_argument("no dtype or no device");
+    std::vector<int64_t> sizes = numbers(item[2]);
+    const bool moves = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size < 0; });
     return {
         reinterpret_cast<PyTypeObject*>(item[0]), reinterpret_cast<THPDtype*>(item[1])->scalar_type,
-        reinterpret_cast<THPDevice*>(item[4])->device, numbers(item[2]), numbers(item[3]), item[5] == Py_True,
+        reinterpret_cast<THPDevice*>(item[4])->device, std::move(sizes), numbers(item[3]), moves, item[5] == Py_True,
         item[6] == Py_True, item[7] == Py_True, PyLong_AsSize_t(item[8])};
   }
 
@@ -121,10 +125,17 @@ class SignatureGuard {
     return true;
   }
 
+  static bool lies(const c10::TensorImpl& impl, const ArgumentDesc& then) {
+    const auto now = impl.sizes();
+    if (!then.moves) return now == c10::IntArrayRef(then.sizes) && impl.strides() == c10::IntArrayRef(then.strides);
+    return std::equal(now.begin(), now.end(), then.sizes.begin(), then.sizes.end(), [](int64_t size, int64_t wanted) {
+      return wanted < 0 || size == wanted;
+    });
+  }
+
   static bool fits(const c10::TensorImpl& impl, const ArgumentDesc& then) {
     return is_plain(impl) && impl.dtype() == c10::scalarTypeToTypeMeta(then.dtype) && impl.device() == then.device &&
-        impl.sizes() == c10::IntArrayRef(then.sizes) && impl.strides() == c10::IntArrayRef(then.strides) &&
-        impl.requires_grad() == then.requires_grad && impl.is_conj() == then.conjugate && impl.is_neg() == then.negative;
+        lies(impl, then) && impl.requires_grad() == then.requires_grad && impl.is_conj() == then.conjugate && impl.is_neg() == then.negative;
   }
 
   static bool same(PyObject* then, PyObject* now) {

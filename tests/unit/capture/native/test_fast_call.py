@@ -56,6 +56,21 @@ def test_signatures_in_turn_are_counted_once_each() -> None:
     assert hits(step) == 4, "all but the captures and the two calls of the other signature than before"
 
 
+def test_other_sizes_take_the_shortcut_where_conditions_and_strides_hold() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return 3 * x if x.shape[0] > 8 else 2 * x
+
+    step = ws.compile(scaled, backend="eager", fullgraph=True)
+    for rows in (2, 3, 4, 7, 8):
+        assert torch.equal(step(torch.ones(rows, 2)), torch.full((rows, 2), 2.0))
+    assert (step.cache_info().traces, hits(step)) == (2, 3)
+    assert torch.equal(step(torch.ones(9, 2)), torch.full((9, 2), 3.0)), "the condition is another one"
+    assert torch.equal(step(torch.ones(2, 10).t()), torch.full((10, 2), 3.0)), "so are the strides"
+    assert torch.equal(step(torch.ones(1, 2)), torch.full((1, 2), 2.0)), "one row broadcasts"
+    assert torch.equal(step(torch.ones(4, 3)), torch.full((4, 3), 2.0)), "this dim has not moved"
+    assert (step.cache_info().traces, hits(step)) == (6, 3)
+
+
 def test_arguments_by_name_and_in_containers_take_the_shortcut() -> None:
     def summed(parts: list[Tensor], *, scale: float, more: dict[str, Tensor]) -> Tensor:
         return scale * (parts[0] + parts[1] + more["x"])
