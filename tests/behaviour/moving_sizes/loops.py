@@ -71,6 +71,18 @@ def lengths(run: Any) -> Job:
     return training(run, Transformer(), loss, data)
 
 
+@LOOPS.add(traces=(2, 3))
+def lengths_far_apart(run: Any) -> Job:
+    """Ranks predict other costs, and follow one plan."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    bounds = (2, 5) if run.rank == 0 else (50, 60)
+    data = batches(run, lambda sizes, numbers: (words(numbers, 4, sizes.randint(*bounds)),) * 2)
+    return training(run, Transformer(), loss, data)
+
+
 @LOOPS.add(traces=(2, 3, 4, 5))
 def batches_and_lengths(run: Any) -> Job:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
