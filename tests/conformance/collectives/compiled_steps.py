@@ -40,8 +40,8 @@ def compared(step: Step, calls: list[int] | None = None) -> str:
 
 
 def run_both(step: Step, calls: list[int] | None = None, **options: Any) -> ws.CompiledStep:
-    """Eager and compiled calls with so many rows each: equal bit for bit. Gives the compiled step."""
-    compiled = ws.compile(step, **options, fullgraph=True)
+    """Eager and compiled calls with so many rows each: equal bit for bit, a trace for each. Gives the compiled step."""
+    compiled = ws.compile(step, **options, fullgraph=True, dynamic=False)
     for call, rows in enumerate(calls or [ROWS] * CALLS):
         here, there = tensors(call, rows), tensors(call, rows)
         wanted, found = leaves((step(*here), here)), leaves((compiled(*there), there))

@@ -252,7 +252,8 @@ class SegmentCompiler:
     def _key(self, segment: Segment) -> str:
         """What is compiled for a segment is kept under this text: more than one for those that are alike, where sizes
         that move have other answers to what is asked of them."""
-        texts = (f"{segment.likeness}\n{number or ''}" for number in itertools.count())
+        others = (f"{segment.likeness}\n{number}" for number in itertools.count(1))
+        texts = itertools.chain([segment.likeness], others)
         return next(one for one in texts if one not in self._asked or self._asked[one].hold(segment))
 
     def finish(self) -> None:

@@ -219,6 +219,7 @@ class Named:
     """Stands for a segment."""
 
     name: str
+    symbols: tuple[Any, ...] = ()
 
     @property
     def likeness(self) -> str:
