@@ -1,8 +1,8 @@
 """Training on batches of random lengths: eager DistributedDataParallel, torch.compile(dynamic=True), and one graph.
 
-    python -m benchmarks.moving_sizes                           # 2 ranks on the CPU, a small GPT
-    python -m benchmarks.moving_sizes --workload W1             # GPUs, a reference training
-    python -m benchmarks.moving_sizes --ways eager graph inductor --json
+    python -m benchmarks.wrapped_loops.moving_sizes                           # 2 ranks on the CPU, a small GPT
+    python -m benchmarks.wrapped_loops.moving_sizes --workload W1             # GPUs, a reference training
+    python -m benchmarks.wrapped_loops.moving_sizes --ways eager graph inductor --json
 
 Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
 by turns in one run. `first` is the wall time of the first batches, all compilation included; `ms` is the median of the
