@@ -108,10 +108,8 @@ def text(size: Any) -> str:
     """A size as a person reads it: in terms of the inputs, the same on every rank."""
     if isinstance(size, (int, Size)):
         return repr(size)
-    names, expression = getattr(size.node.shape_env, "size_of", {}), size.node.expr
-    return str(
-        expression.xreplace({one: type(one)(repr(names[one])) for one in expression.free_symbols if one in names})
-    )
+    known: Mapping[Any, Size] = getattr(size.node.shape_env, "size_of", {})
+    return str(renamed(size, {symbol: repr(one) for symbol, one in known.items()}))
 
 
 def shape_text(sizes: Sequence[Any]) -> str:
