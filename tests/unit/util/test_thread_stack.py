@@ -47,15 +47,15 @@ def test_the_collector_is_as_it_was() -> None:
 
 
 class Hop:
-    """Garbage that calls a function when it is collected. There is always some of it, and soon the next collection."""
+    """Garbage that calls a function when it is collected, and leaves the next such garbage while that returns True."""
 
-    def __init__(self, hop: Callable[[], None], kept: list[object]) -> None:
+    def __init__(self, hop: Callable[[], bool], kept: list[object]) -> None:
         self.hop, self.kept, self.itself = hop, kept, self
 
     def __del__(self) -> None:
-        self.hop()
-        self.kept.extend(SimpleNamespace() for _ in range(8))
-        Hop(self.hop, self.kept)
+        if self.hop():
+            self.kept.extend(SimpleNamespace() for _ in range(8))
+            Hop(self.hop, self.kept)
 
 
 def narrow(depth: int, wait: Callable[[], None]) -> None:
@@ -98,10 +98,13 @@ def stacks_of_a_thread_that_moves() -> set[tuple[int, int]]:
             narrow(DEPTH, wait)
             wide(DEPTH, wait)
 
-    def hop() -> None:
+    def hop() -> bool:
+        if over:  # collected later, in the middle of something else
+            return False
         if threading.get_ident() == asker:  # others collect garbage too
             go.release()
             there.acquire()
+        return True
 
     thread = in_a_thread(move)
     there.acquire()
