@@ -1,8 +1,17 @@
-"""Dispatch: which entry a call runs, in Python. The native fast call of the last one is tried before."""
+"""Dispatch: which entry a call runs, in Python. The native fast call of the last one is tried before.
+
+[Note: one of many traces]
+To compare a call with a trace in full takes time, and with each of many as many times. So the entry of each call is
+kept under a key: the sizes of its arguments and a few plain values. The next call with that key tries the native call
+of that entry. It decides, the key does not: where it says no, or the key is new, all entries are compared.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
+
+import torch
 
 from wholestep.api.call_stats import CallStats
 from wholestep.api.stages import Entry, Stages
@@ -13,6 +22,21 @@ from wholestep.runtime.distributed.world import init
 from wholestep.util.gc_pause import gc_paused
 from wholestep.util.progress import progress_shown
 
+MAX_KEYS = 4096
+"""Keys of calls that are kept. Steps with sizes that move have any number of them."""
+
+
+def call_key(thing: Any) -> Hashable:
+    """What tells calls of different traces apart, most of the time, in a tree of arguments."""
+    if isinstance(thing, torch.Tensor):
+        return thing.shape
+    kind = type(thing)
+    if kind is tuple or kind is list:
+        return (kind, *map(call_key, thing))
+    if kind is dict:
+        return (*thing, *map(call_key, thing.values()))
+    return (kind, thing) if kind is int or kind is bool else kind
+
 
 class Dispatcher:
     """The entries of one step, the last one used first."""
@@ -22,9 +46,27 @@ class Dispatcher:
         self.fast_call: FastCall | None = None
         """The native call of the first entry, where it may be used for the next call."""
         self._stages, self._stats = stages, stats
+        self._by_key: dict[Hashable, Entry] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the entry whose guards hold for this call; a new one if there is none."""
+        key = call_key((args, kwargs))
+        known = self._by_key.get(key)
+        fast_call = None if known is None or known.executable.is_measured else known.fast_call
+        if known is not None and fast_call is not None:
+            result = fast_call(args, kwargs)
+            if result is not fast_call:
+                self._move_to_front(known)
+                self.fast_call = fast_call
+                return result
+        result = self._compared(args, kwargs)
+        if len(self._by_key) >= MAX_KEYS:
+            self._by_key.clear()
+        self._by_key[key] = self.entries[0]
+        return result
+
+    def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the entry whose guards hold, which is the first one behind it, by a full comparison."""
         self._stats.dispatched_calls += 1
         self.fast_call = None
         self._stages.reshard()
@@ -51,7 +93,7 @@ class Dispatcher:
             if why_not is None:
                 self._stats.dispatched_hits += 1
                 if position:
-                    self.entries.insert(0, self.entries.pop(position))
+                    self._move_to_front(entry)
                 if self._stages.is_outdated(entry):
                     entry = self.entries[0] = self._stages.plan(entry.captured, entry.lookup)
                 return entry, None
@@ -76,6 +118,10 @@ class Dispatcher:
                 stats.traces += 1
                 stages.keep(entry)
         return result
+
+    def _move_to_front(self, entry: Entry) -> None:
+        if self.entries[0] is not entry:
+            self.entries = [entry, *(one for one in self.entries if one is not entry)]
 
     def _run(self, entry: Entry, leaves: list[Any]) -> Any:
         compression, held = self._stages.compression, entry.compression

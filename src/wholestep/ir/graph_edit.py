@@ -15,7 +15,7 @@ from wholestep.errors import InternalError
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.lazy_graph_module import module_of
 from wholestep.ir.program import Program
-from wholestep.ir.size_nodes import size_node
+from wholestep.ir.size_nodes import size_argument
 
 
 def copy(program: Program) -> Program:
@@ -62,7 +62,7 @@ def emit(
     `like` gives the new node its origin (part of the step, module, source line). Sizes that move may be given as they
     are: they become calls, too.
     """
-    args, kwargs = pytree.tree_map_only(torch.SymInt, lambda size: size_node(graph, size), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.SymInt, lambda size: size_argument(graph, size), (args, kwargs))
     node = graph.call_function(target, args, kwargs)
     evaluate(node)
     if like is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,15 +37,26 @@ def _is_computable(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and is_of_arguments(size) and bool(size.node.expr.free_symbols)
 
 
+def size_argument(graph: fx.Graph, size: Any) -> fx.Node | int:
+    """A symbolic size as an argument of a call: its node, or the number that it has turned out to be."""
+    return size_node(graph, size) if size.node.expr.free_symbols else int(size.node.expr)
+
+
 def size_node(graph: fx.Graph, size: Any) -> fx.Node:
     """The node that gives a symbolic size: calls at the insertion point, of sizes that are read where they appear.
 
     Raises InternalError for a size of which no value of the graph before that point tells.
     """
-    expression, tracer = size.node.expr, fx.proxy.GraphAppendingTracer(graph)
-    symbols = {symbol: fx.Proxy(_read(graph, symbol), tracer) for symbol in sorted(expression.free_symbols, key=str)}
-    before = set(graph.nodes)
-    made: Any = sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    expression = size.node.expr
+    symbols = {symbol: _read(graph, symbol) for symbol in sorted(expression.free_symbols, key=str)}
+    return computed_node(graph, expression, symbols)
+
+
+def computed_node(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> fx.Node:
+    """The node that gives an expression of torch's sympy: calls at the insertion point, of nodes for its symbols."""
+    tracer, before = fx.proxy.GraphAppendingTracer(graph), set(graph.nodes)
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in symbols.items()}
+    made: Any = sympy_interp(PythonReferenceAnalysis, proxies, expression)
     for node in graph.nodes:
         if node not in before:
             args: Any = fx.node.map_arg(node.args, node_meta.value)

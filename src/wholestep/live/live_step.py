@@ -17,7 +17,7 @@ from wholestep.live.opaque.functions import redirected
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.peers import ENDS, PUTS_GRADIENTS, Event, Peers
 from wholestep.live.pending_calls import PendingCalls
-from wholestep.live.piece import Piece, PieceSpec, make_piece
+from wholestep.live.piece import Piece, PieceSpec, make_piece, size_carrier
 from wholestep.live.recording.handle import CURRENT, RecordingMode
 from wholestep.live.recording.path import Path, Paths
 from wholestep.live.recording.record import Read
@@ -29,7 +29,9 @@ from wholestep.live.tensors import inputs_of
 class Compiled(Protocol):
     """A compiled step."""
 
-    def __call__(self, inputs: list[torch.Tensor], numbers: list[float]) -> list[torch.Tensor]:
+    def __call__(
+        self, inputs: list[torch.Tensor], numbers: list[float], sizes: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Runs it."""
 
 
@@ -206,7 +208,8 @@ class LiveStep:
                 if changed := next((one for one in read if isinstance(one, OpaqueModule) and one.is_changed), None):
                     run.refused = f"{changed.__name__} is called in two states"
                     return None
-                results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers])
+                sizes = [size_carrier(int(tensors.numbers[number])) for number in piece.sizes]
+                results = compiled.call(inputs, [tensors.numbers[number] for number in piece.numbers], sizes)
         except (CaptureError, RetraceLimitError, PeerRefusedError) as error:
             run.refused = compiled.refused = str(error)
             return None

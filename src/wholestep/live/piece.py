@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.modes import under
-from wholestep.live.recording.path import VARIES, Path
+from wholestep.live.recording.path import SIZE_VARIES, VARIES, Path
 from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Operand, Value
 from wholestep.live.recording.structure import LEAF, Structure, rebuilt
 
@@ -24,16 +24,19 @@ _LITERALS = (bool, int, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A function ``(inputs, numbers) -> wanted values`` and what it is called with."""
+    """A function ``(inputs, numbers, sizes) -> wanted values`` and what it is called with."""
 
-    function: Callable[[list[torch.Tensor], list[float]], list[torch.Tensor]]
+    function: Callable[[list[torch.Tensor], list[float], list[torch.Tensor]], list[torch.Tensor]]
     source: str
     earlier: tuple[Value, ...]
     """Values of earlier pieces among the inputs; they come first."""
     externals: tuple[int, ...]
     """Tensors from outside among the inputs, behind those."""
     numbers: tuple[int, ...]
-    """Numbers that vary, in the order of the argument."""
+    """Floats that vary, in the order of the argument."""
+    sizes: tuple[int, ...]
+    """Ints that vary. Each comes as the size of a tensor without elements, see `size_carrier`: sizes are symbols of a
+    graph, ints that shapes depend on are constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class PieceSpec:
     held_leaves: tuple[int, ...] | None = None
     """Where the last record is a backward whose gradients are results behind the wanted values: of which tensors from
     outside, by number."""
+
+
+def size_carrier(number: int) -> torch.Tensor:
+    """A tensor without elements from whose shape ``shape[0] - shape[1]`` a piece reads an int that varies."""
+    return torch.empty((max(number, 0), max(-number, 0)))
 
 
 def make_piece(name: str, path: Path, spec: PieceSpec) -> Piece:
@@ -69,6 +77,7 @@ class _Writer:
         self._tensors: list[torch.Tensor] = []
         self._optimizers: list[Optimizer] = []
         self._numbers: dict[int, None] = {}
+        self._sizes: dict[int, None] = {}
         self._scope: dict[str, Any] = {"rebuilt": rebuilt, "modes": under, "leaves": pytree.tree_leaves}
         self._lines: list[str] = []
 
@@ -84,11 +93,13 @@ class _Writer:
         start = len(self._earlier)
         header += [f"    x{index} = inputs[{place}]" for place, index in enumerate(self._inputs, start)]
         header += [f"    p{index} = state[{place}]" for index, place in self._state.items()]
+        header += [f"    n{n} = sizes[{i}].shape[0] - sizes[{i}].shape[1]" for i, n in enumerate(self._sizes)]
         body = "\n".join([*header, *self._lines, ""])
         self._name = f"{self._name}_{zlib.crc32(body.encode()):08x}"
-        source = f"def {self._name}(inputs, numbers):\n{body}"
+        source = f"def {self._name}(inputs, numbers, sizes):\n{body}"
         return Piece(
-            self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers)
+            self._compiled(source), source, tuple(self._earlier), tuple(self._inputs), tuple(self._numbers),
+            tuple(self._sizes),
         )  # fmt: skip
 
     def _compiled(self, source: str) -> Callable[..., Any]:
@@ -150,6 +161,9 @@ class _Writer:
             if number is VARIES:
                 self._numbers.setdefault(operand.key)
                 return f"numbers[{list(self._numbers).index(operand.key)}]"
+            if number is SIZE_VARIES:
+                self._sizes.setdefault(operand.key)
+                return f"n{operand.key}"
             return self._constant(number)
         assert operand.kind == CONSTANT
         return self._constant(operand.key)

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from wholestep.capture.python.user_frame import current_line
 from wholestep.capture.tracing.tensor_swap import swap_contents
-from wholestep.live.indices import plain_index
 from wholestep.live.observation import execute, hooks_on_gradients, observe, unknown_argument
 from wholestep.live.opaque.modules import OpaqueModule, OpaqueModules
 from wholestep.live.pending_calls import Launcher, PendingCalls
@@ -42,6 +41,8 @@ from wholestep.live.recording.record import (
 )
 from wholestep.live.recording.snapshot import OptimizerWatch
 from wholestep.live.recording.structure import flatten, unflatten
+from wholestep.live.shape_inference import resized
+from wholestep.live.sizes.indices import plain_index
 
 _reading_calls: set[Any] = set()
 """Calls of torch that have given Python something other than tensors, by function and what is no tensor in them."""
@@ -69,6 +70,8 @@ class Run(PendingCalls):
         """Takes what `PendingCalls` does, and what is known of the modules and optimizers that the step calls."""
         self._modules, self._watches = modules, watches
         super().__init__(paths, arguments, launch, agree_on_gradients)
+        self._size_unknown = ""
+        """Why sizes of what a call gives were not known, the last time that one was asked for them."""
         self._lock = threading.RLock()
         """Held while something is recorded or runs: another thread may have been given a handle."""
 
@@ -126,7 +129,7 @@ class Run(PendingCalls):
             number = len(self.records)
             following = [path.records[number].key.function for path in self.candidates if number < len(path.records)]
             for one in following:
-                if isinstance(one, OpaqueModule) and one.module is module and one.holds():
+                if isinstance(one, OpaqueModule) and one.module is module and one.holds(args, kwargs):
                     return one
             self._flush(f"{name_of(type(module))} is called where no earlier run called it, or it is another by now")
         found: OpaqueModule | None = execute(self._modules.find, (module, args, kwargs), {})
@@ -151,8 +154,10 @@ class Run(PendingCalls):
             return self._unrecorded(function, args, kwargs, why)
         length = self.tensors.length()
         self.tensors.copies_shared = bool(self.candidates)
-        key = Key(function, structure, tuple(map(self.tensors.operand, leaves)), current_modes())
-        if isinstance(function, OpaqueModule):
+        is_module = isinstance(function, OpaqueModule)
+        operand = self.tensors.module_operand if is_module else self.tensors.operand
+        key = Key(function, structure, tuple(map(operand, leaves)), current_modes())
+        if is_module:
             self.tensors.add_module(function)
         if self.candidates:
             record = self._next_record(key)
@@ -166,7 +171,9 @@ class Run(PendingCalls):
                 self.tensors.forget_since(length)
                 return self._read(key, args, kwargs, leaves)
             path, tensors = self.candidates[0], self.tensors
-            self._flush(difference(key, len(self.records), path, tensors.externals, tensors.numbers))
+            self._flush(
+                self._size_unknown or difference(key, len(self.records), path, tensors.externals, tensors.numbers)
+            )
         record_or_none, result = self._observe(key, args, kwargs, leaves)
         if record_or_none is None:
             self.tensors.forget_since(length)
@@ -216,23 +223,39 @@ class Run(PendingCalls):
             return NOT_SURE
         if fast.modes != current_modes() or why_not_recordable():
             return NOT_SURE
+        length = self.tensors.length()
         if not self.tensors.matches(path, fast, (*args, *kwargs.values()) if kwargs else args):
             return NOT_SURE
-        self.records.append(fast.record)
-        if fast.output is None:
+        record, output = fast.record, fast.output
+        if number in path.sized:
+            found = resized(path, number, self.records, self.tensors)
+            if isinstance(found, str):
+                self.tensors.forget_since(length)
+                return NOT_SURE
+            record, output = found, found.outputs[0]
+        self.records.append(record)
+        if output is None:
             return None
-        return self.tensors.note_value(self._made(fast.output), (number, 0))
+        return self.tensors.note_value(self._made(output), (number, 0))
 
     def _next_record(self, key: Key) -> Record | None:
         """The record of a known path that this call is; None if no path has it."""
-        number = len(self.records)
+        number, self._size_unknown = len(self.records), ""
         found = [path for path in self.candidates if self._is_next(path, number, key)]
         if not found:
             return None
         if self._speculation is not None and self._speculation.path is not found[0]:
             return None
-        self.candidates = found
-        return found[0].records[number]
+        record = found[0].records[number] if self._speculation is not None else self._resized(found[0], number)
+        if record is not None:
+            self.candidates = found
+        return record
+
+    def _resized(self, path: Path, number: int) -> Record | None:
+        """A record of a path for the sizes of this call; None where they are not known before it has run."""
+        record = resized(path, number, self.records, self.tensors)
+        self._size_unknown = record if isinstance(record, str) else ""
+        return None if isinstance(record, str) else record
 
     def _is_next(self, path: Path, number: int, key: Key) -> bool:
         if number >= len(path.records) or path.records[number].key != key:

@@ -18,7 +18,16 @@ from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.fast_match import BLOCK, FastRecord
 from wholestep.live.recording.handle import Handle
 from wholestep.live.recording.path import Path
-from wholestep.live.recording.record import CONSTANT, EXTERNAL, NUMBER, VALUE, Description, Operand, Value
+from wholestep.live.recording.record import (
+    CONSTANT,
+    EXTERNAL,
+    NUMBER,
+    VALUE,
+    Description,
+    Operand,
+    Value,
+    is_number,
+)
 
 
 class TensorTable:
@@ -27,7 +36,7 @@ class TensorTable:
     def __init__(self, arguments: Iterable[Any]) -> None:
         """`arguments` are the flat arguments of the step, which are other tensors at every call."""
         self.externals: list[torch.Tensor] = []
-        self.numbers: list[float] = []
+        self.numbers: list[int | float] = []
         self._arguments = [one for one in arguments if isinstance(one, torch.Tensor)]
         self._alive: list[torch.Tensor] = []
         """The tensors from outside themselves, so that their ids stay theirs."""
@@ -154,10 +163,14 @@ class TensorTable:
         if isinstance(leaf, torch.Tensor):
             value = self.value_of(leaf)
             return Operand(VALUE, *value) if value is not None else Operand(EXTERNAL, self._external(leaf))
-        if isinstance(leaf, float):
+        if is_number(leaf):
             self.numbers.append(leaf)
             return Operand(NUMBER, len(self.numbers) - 1)
         return Operand(CONSTANT, leaf, type(leaf))
+
+    def module_operand(self, leaf: Any) -> Operand:
+        """A leaf of the arguments of a module that is one record: its Python may ask a number anything."""
+        return Operand(CONSTANT, leaf, type(leaf)) if type(leaf) is int else self.operand(leaf)
 
     def add_module(self, module: OpaqueModule) -> int:
         """Takes up the tensors of a module whose call is recorded. Returns how many from outside there are then."""
@@ -218,7 +231,7 @@ class TensorTable:
                 else:
                     self._external(leaf)
             elif kind is NUMBER:
-                if type(leaf) is not float or not path.takes_number(key, leaf):
+                if type(leaf) not in (float, int) or not path.takes_number(key, leaf):
                     break
                 self.numbers.append(leaf)
             elif leaf is not key and (type(leaf) is not operand.detail or leaf != key):

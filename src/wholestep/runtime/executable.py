@@ -48,6 +48,11 @@ class Executable:
         """Times the next calls, behind one that is not; see `StepTimer`."""
         self._timer = StepTimer(num_calls, self._world.device, lower)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether calls are being timed."""
+        return self._timer is not None
+
     def run(self) -> fast_guards.FastRun | None:
         """The parts of a call for the native fast call; None while calls are measured."""
         if self._timer is not None:

@@ -18,9 +18,9 @@ class AsAGraph(Compiled):
     def __call__(self, function: Step) -> Step:
         run = super().__call__(function)
 
-        def graph(inputs: list[Tensor], numbers: list[float]) -> list[Tensor | None]:
+        def graph(inputs: list[Tensor], numbers: list[float], sizes: list[Tensor]) -> list[Tensor | None]:
             own = [one.detach().requires_grad_(one.requires_grad) if one.is_leaf else one for one in inputs]
-            return [None if one is None else one.detach() for one in run(own, numbers)]
+            return [None if one is None else one.detach() for one in run(own, numbers, sizes)]
 
         return graph
 

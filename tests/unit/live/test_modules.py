@@ -158,7 +158,7 @@ def test_the_python_of_a_known_module_does_not_run() -> None:
     live = LiveStep(appends(training), "step", "", Compiled())
     for _ in range(3):
         live((torch.ones(3, 4),), {})
-    live.pieces[-1].call = lambda inputs, numbers: [torch.ones(())]
+    live.pieces[-1].call = lambda inputs, numbers, sizes: [torch.ones(())]
     with calls_of(Net.forward.__code__) as count:
         live((torch.ones(3, 4),), {})
         assert (count[0], live.stats.launches) == (0, 3)

@@ -16,6 +16,7 @@ from wholestep.capture.reach.arguments import ArgumentPath, ArgumentSize
 from wholestep.capture.scalars.varying_numbers import VaryingValue
 from wholestep.capture.sizes.size_symbols import SMALLEST, SizeEnv
 from wholestep.errors import InternalError
+from wholestep.ir.sizes import is_of_arguments
 
 _SHAPE, _STRIDES = 2, 3
 """Places in what `describe` gives."""
@@ -70,6 +71,21 @@ class SizeConditions:
         if all(truths):
             return None
         return f"{self._texts[truths.index(False)]} does not hold"
+
+    def evaluator(self, numbers: Sequence[int | torch.SymInt]) -> Callable[..., tuple[int, ...]]:
+        """A function that gives these sizes and strides of the trace for sizes of its arguments, given one by one.
+
+        Raises InternalError where one is no size of arguments.
+        """
+        expressions = [one.node.expr if isinstance(one, torch.SymInt) else one for one in numbers]
+        if not all(is_of_arguments(one) for one in numbers):
+            raise InternalError(f"{expressions} are no sizes of arguments")
+        printer, symbols = PythonPrinter(), [symbol for one in self._env.arguments for symbol in one.symbols]
+        text = "".join(f"{printer.doprint(one)}, " for one in expressions)
+        found: Callable[..., tuple[int, ...]] = eval(
+            f"lambda {', '.join(map(str, symbols))}: ({text})", dict(SYMPY_INTERP)
+        )
+        return found
 
     def texts(self) -> list[str]:
         """The conditions, as a person reads them."""

@@ -25,11 +25,14 @@ from torch.utils import _pytree as pytree
 
 from wholestep.capture.bind.captured import Captured, ResultSink
 from wholestep.capture.capture import capture
+from wholestep.capture.guards.size_guards import SizeGuard
 from wholestep.capture.python import tree_util
 from wholestep.capture.python.code_owner import is_library_class
 from wholestep.capture.python.snapshot import Snapshot
+from wholestep.capture.reach.arguments import ArgumentSize
 from wholestep.capture.reach.traced_inputs import StateSource
-from wholestep.errors import WholestepError
+from wholestep.errors import CaptureError, WholestepError
+from wholestep.live.sizes.module_sizes import Layout, ModuleSizes
 
 log = logging.getLogger("wholestep.live")
 
@@ -40,9 +43,11 @@ MAX_STATES = 4
 class OpaqueModule:
     """A module in one state of everything that its Python reads. Called, it is the module."""
 
-    def __init__(self, module: nn.Module, captured: Captured) -> None:
-        """`captured`: a call of the module in this state, of which `why_open` gives no reason."""
-        self.module, self._guards = module, captured.guards
+    def __init__(self, module: nn.Module, captured: Captured, leaves: list[Any]) -> None:
+        """`captured`: a call of the module in this state and with these leaves of arguments, of which `why_open` gives
+        no reason."""
+        self.module = module
+        self._guards, self._sizes = captured.guards, ModuleSizes(captured, leaves)
         sources = zip(captured.spec.inputs, captured.binding.tensors, strict=True)
         used = [(one.slot, it) for one, it in sources if isinstance(one, StateSource) and isinstance(it, torch.Tensor)]
         own = chain(module.parameters(), module.buffers(), (tensor for _, tensor in used))
@@ -61,14 +66,39 @@ class OpaqueModule:
         """Calls the module."""
         return self.module(*args, **kwargs)
 
-    def holds(self) -> bool:
+    def holds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether everything that its Python reads is as it was, and arguments like these have sizes that it takes."""
+        return self.is_as_it_was() and self._sizes.why_not(tree_util.flatten((args, kwargs))[0]) is None
+
+    def is_as_it_was(self) -> bool:
         """Whether everything that its Python reads is as it was."""
         return self._guards.state_why_not() is None
+
+    def results_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Layout | None]:
+        """Layouts of what it gives for tensors like these. Raises CaptureError for sizes that it does not take."""
+        leaves, _ = tree_util.flatten((args, kwargs))
+        if why_not := self._sizes.why_not(leaves):
+            raise CaptureError(why_not)
+        return self._sizes.results(leaves)
 
     @property
     def is_changed(self) -> bool:
         """Whether an object that its Python reads is not as it was. (Records have the modes of torch themselves.)"""
         return bool(self._guards.changed_containers())
+
+    def joined(self, other: OpaqueModule) -> bool:
+        """Takes the guards of another capture of the module in the same state, whose sizes include its own.
+
+        Records of both are of the same call then. False, and nothing is taken, where it is something else.
+        """
+        is_wider = self.is_as_it_was() and self.ids == other.ids and other._sizes.covers(self._sizes)
+        if is_wider:
+            self._guards, self._sizes = other._guards, other._sizes
+        return is_wider
+
+    def moved_dims(self, leaves: list[Any]) -> set[ArgumentSize]:
+        """Dims of these leaves of arguments that have another size than in the captured call."""
+        return {one for one in self._guards.varying_values(leaves) if isinstance(one, ArgumentSize)}
 
     def takes(self, leaves: list[Any], spec: tree_util.TreeSpec) -> bool:
         """Whether a call with these arguments is the one that was captured, now."""
@@ -94,6 +124,10 @@ class _Known:
 
     states: list[OpaqueModule] = field(default_factory=list)
     why_open: str = ""
+    moving: set[ArgumentSize] = field(default_factory=set)
+    """Dims of its arguments that have had several sizes."""
+    constant: set[ArgumentSize] = field(default_factory=set)
+    """Those of them that can be no symbols."""
     is_small: bool = False
     """Whether it is open for no more than that it is hardly more than one call of torch."""
 
@@ -129,19 +163,29 @@ class OpaqueModules:
         for one in known.states:
             if one.takes(leaves, spec):
                 return one
+            known.moving |= one.moved_dims(leaves) - known.constant
         if len(known.states) == MAX_STATES:
             known.why_open = f"it was called in more than {MAX_STATES} states, or with that many kinds of arguments"
             return None
         made = self._captured(known, module, args, kwargs)
-        if made is not None:
-            known.states.append(made)
-        return made
+        if made is None:
+            return None
+        found = OpaqueModule(module, made, leaves)
+        if wider := next((one for one in known.states if one.joined(found)), None):
+            return wider
+        known.states.append(found)
+        return found
 
     def _captured(
         self, known: _Known, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OpaqueModule | None:
+    ) -> Captured | None:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _detached, (args, kwargs))
         try:
-            captured = capture(module, *pytree.tree_map_only(torch.Tensor, _detached, (args, kwargs)))
+            captured = capture(module, args, kwargs, known.moving)
+            if captured.constant_sizes:
+                known.constant |= captured.constant_sizes.keys()
+                known.moving -= known.constant
+                captured = capture(module, args, kwargs, known.moving)
         except WholestepError as error:
             known.why_open = str(error)
         except Exception as error:  # the module's own, most likely: it will raise it again when it runs
@@ -152,7 +196,7 @@ class OpaqueModules:
         if known.why_open:
             log.debug("%s is open: %s", type(module).__name__, known.why_open)
             return None
-        return OpaqueModule(module, captured)
+        return captured
 
 
 def _why_not_worth(module: nn.Module) -> str:
@@ -182,7 +226,8 @@ def _why_open(module: nn.Module, captured: Captured) -> str:
     filled = {one.leaf for one in graph_outputs if isinstance(one, ResultSink)}
     if any(leaf is not None for number, leaf in enumerate(spec.leaves) if number not in filled):
         return "it returns something else than new tensors"
-    if captured.guards.values or spec.reads.foreign:
+    values = [one for one in captured.guards.values if not isinstance(one, SizeGuard)]
+    if values or spec.reads.foreign:
         return "it depends on what is computed anew for every call"
     if any(_has_hooks(param) for param in module.parameters()):
         return "a parameter has hooks on its gradient"

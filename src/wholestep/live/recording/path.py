@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from wholestep.live.recording.fast_match import FastRecord, fast_record
-from wholestep.live.recording.record import VALUE, Description, Operand, Read, Record, Value
+from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Description, Operand, Read, Record, Value
 
 MAX_PATHS = 8
 """Of one step. The one that was used longest ago goes."""
 
-VARIES = object()
-"""In the place of a number that is another one in every call."""
+VARIES, SIZE_VARIES = object(), object()
+"""In the place of a float, and of an int, that is another one in every call."""
 
 BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -35,6 +35,10 @@ class Path:
     """Which tensor among the arguments of the step each one from outside is; None if it is none."""
     alive: set[Value] = field(default_factory=set)
     """Values with a graph that somebody held behind a call of the step."""
+    sized: frozenset[int] = field(init=False, default=frozenset())
+    """The records whose outputs have sizes that follow from sizes or ints which are others in every call."""
+    seen_outputs: dict[Any, Record | str] = field(init=False, default_factory=dict)
+    """Such records for sizes that were met, or why there is none; see `live/shape_inference.py`."""
     freed: list[set[Value]] = field(init=False)
     """By number of records: the values whose graph a backward among them was seen to free, and what was computed of
     those."""
@@ -48,16 +52,18 @@ class Path:
 
     def merge(self, other: Path) -> bool | None:
         """Takes up what is different in a run with equal records; whether anything was. None: it is another path."""
-        if self.records != other.records or len(self.externals) != len(other.externals):
+        others = _of_other_sizes(self.records, other.records)
+        if others is None or len(self.externals) != len(other.externals):
             return None
         externals = [_common(mine, theirs) for mine, theirs in zip(self.externals, other.externals, strict=True)]
         if None in [one for one in externals if not isinstance(one, torch.Tensor)]:
             return None
-        numbers = [
-            mine if type(mine) is type(theirs) and mine == theirs else VARIES
-            for mine, theirs in zip(self.numbers, other.numbers, strict=True)
-        ]
+        numbers = list(map(_common_number, self.numbers, other.numbers))
+        sized = _sized(self.records, externals, numbers)
+        if None in numbers or not others <= sized:
+            return None
         changed = not all(map(is_, [*self.externals, *self.numbers], [*externals, *numbers]))
+        self.sized = sized
         self.externals = [one for one in externals if one is not None]
         self.numbers = numbers
         self.reads |= other.reads
@@ -70,7 +76,7 @@ class Path:
     def takes_external(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor may be the one from outside with this number."""
         known = self.externals[index]
-        return known is tensor or (type(known) is Description and known == Description.of(tensor))
+        return known is tensor or (type(known) is Description and known.takes(Description.of(tensor)))
 
     @property
     def keeps_graph(self) -> bool:
@@ -79,12 +85,14 @@ class Path:
 
     def is_varying(self, index: int) -> bool:
         """Whether a number is another one in every call."""
-        return self.numbers[index] is VARIES
+        return self.numbers[index] in (VARIES, SIZE_VARIES)
 
     def takes_number(self, index: int, number: float) -> bool:
         """Whether a number may be the one with this number."""
         known = self.numbers[index]
-        return known is VARIES or (type(known) is type(number) and known == number)
+        if known is VARIES or known is SIZE_VARIES:
+            return (known is SIZE_VARIES) is (type(number) is int)
+        return type(known) is type(number) and bool(known == number)
 
 
 def _common(mine: torch.Tensor | Description, theirs: torch.Tensor | Description) -> torch.Tensor | Description | None:
@@ -92,7 +100,42 @@ def _common(mine: torch.Tensor | Description, theirs: torch.Tensor | Description
     if mine is theirs:
         return mine
     described = [one if isinstance(one, Description) else Description.of(one) for one in (mine, theirs)]
-    return described[0] if described[0] == described[1] else None
+    return described[0].common(described[1])
+
+
+def _common_number(mine: Any, theirs: Any) -> Any:
+    """What both are: the same number, or one that varies; None for an int and a float."""
+    if type(mine) is type(theirs) and mine == theirs:
+        return mine
+    is_size = [one is SIZE_VARIES or type(one) is int for one in (mine, theirs)]
+    if is_size[0] is not is_size[1]:
+        return None
+    return SIZE_VARIES if is_size[0] else VARIES
+
+
+def _of_other_sizes(mine: Sequence[Record], theirs: Sequence[Record]) -> set[int] | None:
+    """The records whose outputs have other sizes; None where records differ in more than that."""
+    if len(mine) != len(theirs):
+        return None
+    found = {number for number, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other}
+    return found if all(mine[number].is_of_other_size(theirs[number]) for number in found) else None
+
+
+def _sized(
+    records: Sequence[Record], externals: Sequence[torch.Tensor | Description | None], numbers: Sequence[Any]
+) -> frozenset[int]:
+    """The records that are given a size or an int that is another one in every call, or what was computed of one."""
+    found: set[int] = set()
+    for number, record in enumerate(records):
+        for one in record.operands:
+            external = externals[one.key] if one.kind == EXTERNAL else None
+            if (
+                (isinstance(external, Description) and external.has_moving_dims)
+                or (one.kind == NUMBER and numbers[one.key] is SIZE_VARIES)
+                or (one.kind == VALUE and one.key in found)
+            ):
+                found.add(number)
+    return frozenset(found)
 
 
 def _freed(records: Sequence[Record]) -> list[set[Value]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,11 @@ def is_constant(leaf: Any) -> bool:
     return isinstance(leaf, _CONSTANTS)
 
 
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf of arguments is a number that may be another one in every call."""
+    return type(leaf) is int or isinstance(leaf, float)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputMeta:
     """One tensor that a call has given."""
@@ -70,6 +75,18 @@ class OutputMeta:
             tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad, graph,
             alias if becomes is None else None, becomes,
         )  # fmt: skip
+
+    def of_size(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> OutputMeta | None:
+        """This one with other sizes and strides; None where it has another number of dims, dtype or device."""
+        if (len(self.shape), self.dtype, self.device) != (len(shape), dtype, device):
+            return None
+        return replace(self, shape=torch.Size(shape), stride=tuple(stride))
+
+    def is_of_other_size(self, other: OutputMeta) -> bool:
+        """Whether both are the same but for their sizes, or the same."""
+        return self.of_size(other.shape, other.stride, other.dtype, other.device) == other
 
 
 class Key(NamedTuple):
@@ -108,21 +125,51 @@ class Record:
         """The leaves of its arguments."""
         return self.key.operands
 
+    def is_of_other_size(self, other: Record) -> bool:
+        """Whether both are the same call, on tensors of other sizes."""
+        if self.key != other.key or self.output_structure != other.output_structure:
+            return False
+        pairs = zip(self.outputs, other.outputs, strict=True)
+        return all(a == b or (a is not None and b is not None and a.is_of_other_size(b)) for a, b in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
     """A tensor from outside that may be another one at every call."""
 
-    shape: torch.Size
+    shape: tuple[int | None, ...]
+    """None for a dim that has another size in every call."""
     dtype: torch.dtype
     device: torch.device
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """None where a dim has another size in every call."""
     requires_grad: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Description:
         """Of a tensor."""
-        return cls(tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tuple(tensor.stride()), tensor.requires_grad)
+
+    @property
+    def has_moving_dims(self) -> bool:
+        """Whether any dim has another size in every call."""
+        return self.stride is None
+
+    def takes(self, other: Description) -> bool:
+        """Whether a tensor that the other one describes may stand here."""
+        return self.common(other) is self
+
+    def common(self, other: Description) -> Description | None:
+        """What describes both, itself where it does; None where they differ in more than sizes."""
+        if self == other:
+            return self
+        kind = len(self.shape), self.dtype, self.device, self.requires_grad
+        if kind != (len(other.shape), other.dtype, other.device, other.requires_grad):
+            return None
+        shape = tuple(one if one == size else None for one, size in zip(self.shape, other.shape, strict=True))
+        if shape == self.shape:
+            return self if self.has_moving_dims else None
+        return replace(self, shape=shape, stride=None)
 
 
 @dataclass(frozen=True, slots=True)

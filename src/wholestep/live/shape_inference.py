@@ -1,0 +1,94 @@
+"""resized(path, number, tensors): a record of a path for the sizes of this call.
+
+[Note: live steps and sizes that move]
+Two runs that differ in sizes of fresh tensors, and in ints, are one path: those are others in every call. What its
+records give then has sizes that follow from them. So each such record is asked once more for every new size, on fake
+tensors: torch's own rules say what shape its result has, and nothing is computed. The answer is kept. The pieces of the
+path are compiled as any step is whose sizes move: once for all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wholestep.live.observation import execute, flat_result
+from wholestep.live.opaque.modules import OpaqueModule
+from wholestep.live.recording.modes import under
+from wholestep.live.recording.path import Path
+from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Record, name_of
+from wholestep.live.recording.structure import unflatten
+from wholestep.live.sizes.module_sizes import Layout
+from wholestep.live.tensors import TensorTable
+
+MAX_SEEN = 20_000
+"""Records of other sizes that are kept per path: all of some hundred sizes."""
+
+
+def resized(path: Path, number: int, records: Sequence[Record], tensors: TensorTable) -> Record | str:
+    """The record with this number of a path, with outputs as they are in this call; or why they are not known.
+
+    `records` are those of this run in front of it, `tensors` what they and this one were given.
+    """
+    record = path.records[number]
+    if number not in path.sized or all(one is None or one.alias is not None for one in record.outputs):
+        return record
+    leaves = [_leaf(operand, records, tensors) for operand in record.operands]
+    sizes = tuple(leaf[:2] if isinstance(leaf, tuple) else leaf for leaf in leaves if type(leaf) in (tuple, int))
+    key = (number, sizes)
+    found = path.seen_outputs.get(key)
+    if found is None:
+        if len(path.seen_outputs) >= MAX_SEEN:
+            path.seen_outputs.clear()
+        found = path.seen_outputs[key] = _inferred(record, leaves)
+    return found
+
+
+def _leaf(operand: Operand, records: Sequence[Record], tensors: TensorTable) -> Any:
+    """An operand in this call: a number, a constant, or the layout of a tensor."""
+    if operand.kind == VALUE:
+        meta = records[operand.key].outputs[operand.detail]
+        assert meta is not None
+        return (meta.shape, meta.stride, meta.dtype, meta.device)
+    if operand.kind == EXTERNAL:
+        tensor = tensors.externals[operand.key]
+        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
+
+
+def _inferred(record: Record, leaves: Sequence[Any]) -> Record | str:
+    stream = random.getstate()  # torch draws the numbers of fake collectives from it
+    try:
+        results = _on_fakes(record, leaves)
+    except Exception as error:  # whatever a fake kernel may raise: then the call is made as in eager code
+        return f"{name_of(record.key.function)} does not say what it gives for other sizes: {error}"
+    finally:
+        random.setstate(stream)
+    outputs: list[OutputMeta | None] = []
+    for meta, layout in zip(record.outputs, results, strict=True):
+        found = None if meta is None or layout is None else meta.of_size(*layout)
+        if (found is None) is not (meta is None):
+            return f"{name_of(record.key.function)} gives other kinds of tensors for other sizes"
+        outputs.append(found)
+    return replace(record, outputs=tuple(outputs))
+
+
+def _on_fakes(record: Record, leaves: Sequence[Any]) -> list[Layout | None]:
+    function = record.key.function
+    with FakeTensorMode(), under(record.key.modes), torch.no_grad():
+        given = [_fake(leaf) if isinstance(leaf, tuple) else leaf for leaf in leaves]
+        args, kwargs = unflatten(record.key.structure, given)
+        if isinstance(function, OpaqueModule):
+            return function.results_for(args, kwargs)
+        flat, _ = flat_result(function, execute(function, args, kwargs))
+    return [None if one is None else (tuple(one.shape), tuple(one.stride()), one.dtype, one.device) for one in flat]
+
+
+def _fake(layout: Layout) -> torch.Tensor:
+    shape, strides, dtype, device = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

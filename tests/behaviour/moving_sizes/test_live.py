@@ -1,0 +1,112 @@
+"""A live step whose tensors have other sizes in every call: two calls show which, and one path serves for all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.live.both import Compiled, Step, Training, train_both
+from wholestep.live.live_step import LiveStep
+
+CALLS = 12
+
+
+def rows(call: int) -> tuple[Tensor, ...]:
+    """A batch of another size in each call, which is never 0 or 1."""
+    count = random.Random(call).randint(2, 40)
+    return (torch.randn(count, 4, generator=torch.Generator().manual_seed(call)),)
+
+
+def trained(make: Callable[[Training], Step], arguments: Callable[[int], tuple[Any, ...]] = rows) -> LiveStep:
+    """Compares with eager code. Says how many pieces were compiled, for how many calls."""
+    return train_both(make, arguments, compiled=Compiled(), calls=CALLS)
+
+
+def appends_the_loss(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = training.model(x).square().mean()
+        training.update(loss)
+        training.notes.append(loss.item())
+        return loss
+
+    return step
+
+
+def computes_with_sizes(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        count = x.shape[0]
+        h = torch.cat([training.model(x), x.mean(1, keepdim=True)], 1).view(2 * count, 1)
+        places = torch.arange(h.shape[0])
+        loss = (h[: count + 1].sum() + h[-count:].mean() + (h * places[:, None]).mean()) / count
+        training.update(loss)
+        training.notes.append(loss.item())
+        return loss
+
+    return step
+
+
+def branches(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = training.model(x).square().mean()
+        if loss > 0.1:
+            loss = loss.sqrt()
+        return training.update(loss)
+
+    return step
+
+
+def asks_for_a_size(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        count = int((x[:, 0] > 0).sum()) + 2
+        chosen = x.repeat(2, 1)[:count]
+        return training.update(training.model(chosen).square().mean())
+
+    return step
+
+
+def indexes_with_a_mask(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        keep = x[:, 0] > -0.7
+        loss = training.model(x)[keep].square().mean()
+        training.update(loss)
+        training.notes.append(loss.item())
+        return loss
+
+    return step
+
+
+def shifts_by_a_negative_number(training: Training) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = (training.model(x) * x.roll(-int(x.shape[0] // 2), 0)[:, :1]).mean()
+        training.update(loss)
+        training.notes.append(loss.item())
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "pieces"),
+    [
+        (appends_the_loss, 1),
+        (computes_with_sizes, 1),
+        (asks_for_a_size, 1),
+        (indexes_with_a_mask, 1),
+        (shifts_by_a_negative_number, 1),
+    ],
+)
+def test_one_path_serves_for_all_sizes(make: Callable[[Training], Step], pieces: int) -> None:
+    live = trained(make)
+    assert len(live.pieces) == pieces
+    assert all(piece.launches == CALLS - 2 for piece in live.pieces), live.stats
+
+
+def test_branches_are_paths_for_all_sizes() -> None:
+    live = trained(branches)
+    assert len({piece.path for piece in live.pieces}) <= 2
+    assert sum(piece.launches for piece in live.pieces) >= CALLS - 4
