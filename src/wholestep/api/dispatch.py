@@ -35,7 +35,7 @@ def call_key(thing: Any) -> Hashable:
         return (kind, *map(call_key, thing))
     if kind is dict:
         return (*thing, *map(call_key, thing.values()))
-    return (kind, thing) if kind is int or kind is bool else kind
+    return (kind, thing) if kind is int or kind is bool else (kind,)
 
 
 class Dispatcher:

@@ -14,7 +14,7 @@ from wholestep.errors import InternalError
 from wholestep.ir import node_meta
 from wholestep.ir.sizes import is_of_arguments, numbers_of, symbols_of
 
-_SIZE = torch.ops.aten.sym_size.int
+_SIZE, _STRIDE = torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int
 
 
 def read_of_inputs(graph: fx.Graph) -> int:
@@ -35,6 +35,11 @@ def read_of_inputs(graph: fx.Graph) -> int:
 
 def _is_computable(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and is_of_arguments(size) and bool(size.node.expr.free_symbols)
+
+
+def is_read_of_input(node: fx.Node) -> bool:
+    """Whether a call reads a size or a stride of an input: it is known before anything runs."""
+    return node.target in (_SIZE, _STRIDE) and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def size_argument(graph: fx.Graph, size: Any) -> fx.Node | int:
@@ -87,27 +92,29 @@ class SymbolNodes:
 def _read(graph: fx.Graph, symbol: Any) -> fx.Node:
     node: fx.Node
     for node in graph.nodes:
-        for dim, size in _sizes(node_meta.value(node)):
+        for read_by, dim, size in _sizes(node_meta.value(node)):
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
-                if dim is None:
+                if read_by is None:
                     return node
-                known = next((user for user in node.users if user.target is _SIZE and user.args[1] == dim), None)
+                known = next((user for user in node.users if user.target is read_by and user.args[1] == dim), None)
                 if known is not None:
                     _last_placeholder(node).append(known)
                     return known
                 with graph.inserting_after(_last_placeholder(node)):
-                    read: fx.Node = graph.call_function(_SIZE, (node, dim))
+                    read: fx.Node = graph.call_function(read_by, (node, dim))
                 node_meta.set_value(read, size)
                 node_meta.set_origin(read, node_meta.origin(node))
                 return read
     raise InternalError(f"no value of the graph has the size {symbol}")
 
 
-def _sizes(value: Any) -> Iterator[tuple[int | None, Any]]:
+def _sizes(value: Any) -> Iterator[tuple[Any, int, Any]]:
+    """Sizes and strides of a value, each with the operator that reads it and the dim; a size as it is, with None."""
     if isinstance(value, torch.SymInt):
-        yield None, value
+        yield None, 0, value
     elif isinstance(value, torch.Tensor):
-        yield from enumerate(value.shape)
+        yield from ((_SIZE, dim, size) for dim, size in enumerate(value.shape))
+        yield from ((_STRIDE, dim, stride) for dim, stride in enumerate(value.stride()))
 
 
 def _last_placeholder(node: fx.Node) -> fx.Node:

@@ -31,6 +31,18 @@ class Size:
         return f"{self.input}.shape[{self.dim}]"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Stride:
+    """A stride of an input that no sizes of it give, as of a slice of a larger tensor; it moves between calls too."""
+
+    input: str
+    dim: int
+    hint: int = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"{self.input}.stride({self.dim})"
+
+
 Sizes = tuple[int | Size, ...]
 _ANY_SIZE = 2**40
 """Bounds from here on are those of whole numbers, and tell nothing of a size."""
@@ -58,7 +70,7 @@ def is_data(size: Any) -> bool:
 
 
 def is_of_arguments(size: Any) -> bool:
-    """Whether a size is a number, or computed from sizes of arguments alone: not from data, ranks or other numbers."""
+    """Whether a size is a number, or computed from sizes and strides of arguments: not from data, ranks or numbers."""
     if isinstance(size, int):
         return True
     return all(symbol in getattr(size.node.shape_env, "size_of", ()) for symbol in size.node.expr.free_symbols)
@@ -108,7 +120,7 @@ def text(size: Any) -> str:
     """A size as a person reads it: in terms of the inputs, the same on every rank."""
     if isinstance(size, (int, Size)):
         return repr(size)
-    known: Mapping[Any, Size] = getattr(size.node.shape_env, "size_of", {})
+    known: Mapping[Any, Size | Stride] = getattr(size.node.shape_env, "size_of", {})
     return str(renamed(size, {symbol: repr(one) for symbol, one in known.items()}))
 
 

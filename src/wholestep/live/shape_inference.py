@@ -2,29 +2,34 @@
 
 [Note: live steps and sizes that move]
 Two runs that differ in sizes of fresh tensors, and in ints, are one path: those are others in every call. What its
-records give then has sizes that follow from them. So each such record is asked once more for every new size, on fake
-tensors: torch's own rules say what shape its result has, and nothing is computed. The answer is kept. The pieces of the
-path are compiled as any step is whose sizes move: once for all of them.
+records give then has sizes that follow from them. So each such record is made once with symbols for sizes: torch's own
+rules say what shape its result has, and nothing is computed. Where such expressions hold for some sizes alone, others
+are asked on fake tensors of those sizes. Answers are kept. The pieces of the path are compiled as any step is whose
+sizes move: once for all of them.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
 from wholestep.live.observation import execute, flat_result
 from wholestep.live.opaque.modules import OpaqueModule
 from wholestep.live.recording.modes import under
-from wholestep.live.recording.path import Path
+from wholestep.live.recording.path import Path, moving_operands
 from wholestep.live.recording.record import EXTERNAL, NUMBER, VALUE, Operand, OutputMeta, Record, name_of
 from wholestep.live.recording.structure import unflatten
+from wholestep.live.sizes.all_sizes import AllSizes, Call, fake, layout_of
 from wholestep.live.sizes.module_sizes import Layout
 from wholestep.live.tensors import TensorTable
+
+log = logging.getLogger("wholestep.live")
 
 MAX_SEEN = 20_000
 """Records of other sizes that are kept per path: all of some hundred sizes."""
@@ -45,7 +50,7 @@ def resized(path: Path, number: int, records: Sequence[Record], tensors: TensorT
     if found is None:
         if len(path.seen_outputs) >= MAX_SEEN:
             path.seen_outputs.clear()
-        found = path.seen_outputs[key] = _inferred(record, leaves)
+        found = path.seen_outputs[key] = _inferred(path, number, leaves)
     return found
 
 
@@ -61,10 +66,10 @@ def _leaf(operand: Operand, records: Sequence[Record], tensors: TensorTable) -> 
     return tensors.numbers[operand.key] if operand.kind == NUMBER else operand.key
 
 
-def _inferred(record: Record, leaves: Sequence[Any]) -> Record | str:
-    stream = random.getstate()  # torch draws the numbers of fake collectives from it
+def _inferred(path: Path, number: int, leaves: Sequence[Any]) -> Record | str:
+    record, stream = path.records[number], random.getstate()  # torch draws numbers of fake collectives from it
     try:
-        results = _on_fakes(record, leaves)
+        results = _results(path, number, leaves)
     except Exception as error:  # whatever a fake kernel may raise: then the call is made as in eager code
         return f"{name_of(record.key.function)} does not say what it gives for other sizes: {error}"
     finally:
@@ -78,17 +83,35 @@ def _inferred(record: Record, leaves: Sequence[Any]) -> Record | str:
     return replace(record, outputs=tuple(outputs))
 
 
-def _on_fakes(record: Record, leaves: Sequence[Any]) -> list[Layout | None]:
-    function = record.key.function
-    with FakeTensorMode(), under(record.key.modes), torch.no_grad():
-        given = [_fake(leaf) if isinstance(leaf, tuple) else leaf for leaf in leaves]
+def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout | None]:
+    """By the expressions for all sizes, where they are right for these, else by fake tensors of these sizes."""
+    record, function = path.records[number], path.records[number].key.function
+
+    def call(given: list[Any]) -> list[torch.Tensor | None]:
         args, kwargs = unflatten(record.key.structure, given)
-        if isinstance(function, OpaqueModule):
-            return function.results_for(args, kwargs)
-        flat, _ = flat_result(function, execute(function, args, kwargs))
-    return [None if one is None else (tuple(one.shape), tuple(one.stride()), one.dtype, one.device) for one in flat]
+        with under(record.key.modes), torch.no_grad():
+            return list(flat_result(function, execute(function, args, kwargs))[0])
+
+    mode = LayoutFakeMode()
+    if isinstance(function, OpaqueModule):
+        args, kwargs = unflatten(record.key.structure, [fake(mode, leaf) for leaf in leaves])
+        layouts: Sequence[Layout | None] = function.results_for(args, kwargs)
+        return layouts
+    if number not in path.all_sizes:
+        path.all_sizes[number] = _for_all_sizes(call, leaves, moving_operands(path, record))
+    known = path.all_sizes[number]
+    found = None if known is None else known.results(leaves)
+    if found is not None:
+        return found
+    given = [fake(mode, leaf) for leaf in leaves]
+    with mode:
+        return [layout_of(one) for one in call(given)]
 
 
-def _fake(layout: Layout) -> torch.Tensor:
-    shape, strides, dtype, device = layout
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+def _for_all_sizes(call: Call, leaves: Sequence[Any], moving: Sequence[int]) -> AllSizes | None:
+    """None where a fake kernel takes no symbols, or what it gives depends on more than sizes."""
+    try:
+        return AllSizes(call, leaves, moving)
+    except Exception as error:
+        log.debug("asked for each size anew: %s", error)
+        return None

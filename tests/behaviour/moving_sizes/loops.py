@@ -72,6 +72,21 @@ def lengths(run: Any) -> Job:
 
 
 @LOOPS.add(traces=(2, 3))
+def slices_of_a_batch(run: Any) -> Job:
+    """Arguments whose strides no sizes of theirs give: each is a slice of a larger tensor."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.reshape(-1))
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+        length, start = sizes.randint(3, 40), sizes.randint(1, 4)
+        tokens = words(numbers, 4, length + 4)
+        return tokens[:, :length], tokens[:, start : start + length]
+
+    return training(run, Transformer(), loss, batches(run, batch))
+
+
+@LOOPS.add(traces=(2, 3))
 def lengths_far_apart(run: Any) -> Job:
     """Ranks predict other costs, and follow one plan."""
 

@@ -51,7 +51,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Segment]:
 
 
 @pytest.mark.slow  # as Inductor compiles
-@pytest.mark.parametrize("name", ["lengths", "image_sizes", "graphs_with_train_masks"])
+@pytest.mark.parametrize("name", ["lengths", "slices_of_a_batch", "image_sizes", "graphs_with_train_masks"])
 def test_equals_eager_code(name: str, begun: list[Segment]) -> None:
     case, compiled = LOOPS.cases[name], FewCompiled("inductor")
     found = compare(case, FewCalls(), compiled, rounds=True)

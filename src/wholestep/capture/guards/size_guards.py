@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class SizeConditions:
         self._count = -1
         self._check: Callable[..., tuple[Any, ...]]
         self._texts: list[str] = []
+        places = count()
+        of_dims = [(one, dim, next(places)) for one in env.arguments for dim in range(len(one.strides))]
+        self._free = [place for one, dim, place in of_dims if dim in one.free_strides]
+        """Which of all strides are symbols."""
 
     def why_not(self, sizes: Sequence[int], strides: Sequence[int]) -> str | None:
         """Why the trace does not hold for these sizes and strides of its arguments, which are given one by one."""
@@ -65,27 +70,30 @@ class SizeConditions:
             return f"{names[small]!r} is {sizes[small]}, for which there is a trace of its own"
         if self._count != len(self._env.guards):
             self._compile()
-        wanted, truths = self._check(*sizes)
+        free = [strides[place] for place in self._free]
+        if free and min(free) < SMALLEST:
+            return f"the arguments lie in memory with strides {list(strides)}, of which none was that small"
+        wanted, truths = self._check(*sizes, *free)
         if wanted != tuple(strides):
             return f"the arguments lie in memory with strides {list(strides)}, not with {list(wanted)}"
         if all(truths):
             return None
         return f"{self._texts[truths.index(False)]} does not hold"
 
-    def evaluator(self, numbers: Sequence[int | torch.SymInt]) -> Callable[..., tuple[int, ...]]:
-        """A function that gives these sizes and strides of the trace for sizes of its arguments, given one by one.
+    def evaluator(
+        self, numbers: Sequence[int | torch.SymInt]
+    ) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
+        """A function that gives these sizes and strides of the trace, for sizes and all strides of its arguments.
 
         Raises InternalError where one is no size of arguments.
         """
         expressions = [one.node.expr if isinstance(one, torch.SymInt) else one for one in numbers]
         if not all(is_of_arguments(one) for one in numbers):
             raise InternalError(f"{expressions} are no sizes of arguments")
-        printer, symbols = PythonPrinter(), [symbol for one in self._env.arguments for symbol in one.symbols]
+        printer = PythonPrinter()
         text = "".join(f"{printer.doprint(one)}, " for one in expressions)
-        found: Callable[..., tuple[int, ...]] = eval(
-            f"lambda {', '.join(map(str, symbols))}: ({text})", dict(SYMPY_INTERP)
-        )
-        return found
+        found: Callable[..., tuple[int, ...]] = eval(f"lambda {self._parameters()}: ({text})", dict(SYMPY_INTERP))
+        return lambda sizes, strides: found(*sizes, *(strides[place] for place in self._free))
 
     def texts(self) -> list[str]:
         """The conditions, as a person reads them."""
@@ -94,16 +102,19 @@ class SizeConditions:
 
     def _compile(self) -> None:
         env, printer = self._env, PythonPrinter()
-        symbols = [symbol for one in env.arguments for symbol in one.symbols]
-        names = {
-            symbol: f"{size!r}" for one in env.arguments for symbol, size in zip(one.symbols, one.sizes, strict=True)
-        }
+        names = {symbol: f"{size!r}" for symbol, size in env.size_of.items()}
         asked = list(dict.fromkeys(found for guard in env.guards if (found := self._of_sizes(guard.expr)) is not None))
         strides = [stride for one in env.arguments for stride in one.strides]
         texts = ["".join(f"{printer.doprint(one)}, " for one in some) for some in (strides, asked)]
-        self._check = eval(f"lambda {', '.join(map(str, symbols))}: (({texts[0]}), ({texts[1]}))", dict(SYMPY_INTERP))
+        self._check = eval(f"lambda {self._parameters()}: (({texts[0]}), ({texts[1]}))", dict(SYMPY_INTERP))
         self._texts = [_named(printer.doprint(one), names) for one in asked]
         self._count = len(env.guards)
+
+    def _parameters(self) -> str:
+        """Of functions of sizes and strides: all symbols of sizes, then those of strides."""
+        sizes = [symbol for one in self._env.arguments for symbol in one.symbols]
+        strides = [one.strides[dim] for one in self._env.arguments for dim in one.free_strides]
+        return ", ".join(map(str, [*sizes, *strides]))
 
     def _of_sizes(self, expression: Any) -> Any:
         """A question about sizes alone: numbers of ranks never change. None for one that has its answer by that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import types
 from collections.abc import Collection, Iterator
@@ -27,6 +28,24 @@ def names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(code.co_names):
         yield from (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
+
+
+def globals_of(function: types.FunctionType) -> set[str]:
+    """Globals of a function, there by now, that its code reads, writes or deletes by name. (An attribute that is called
+    as some global is none.)"""
+    held = function.__globals__
+    named = [code for code in codes(function.__code__) if not held.keys().isdisjoint(code.co_names)]
+    return {name for code in named for name in _globals_in(code) if name in held}
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname in _GLOBAL)
+
+
+_GLOBAL = frozenset(
+    ["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"]
+)  # fmt: skip
 
 
 def names_in_library(kind: type) -> frozenset[str]:

@@ -259,7 +259,7 @@ class Walker:
             self._hidden.add(one.__name__, one, "which reads what no code names")
         names = {n for code in code_names.codes(function.__code__) for n in code_names.names(code)}
         self._names |= names
-        used = tuple(sorted(n for n in names if n in function.__globals__ and not n.startswith("__")))
+        used = tuple(sorted(n for n in code_names.globals_of(function) if not n.startswith("__")))
         if used:
             self._watch(function.__globals__, f"globals of {function.__module__}", used)
         for key in used:

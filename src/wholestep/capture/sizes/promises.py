@@ -25,7 +25,8 @@ def emit_promises(graph: fx.Graph, env: SizeEnv) -> int:
 
     Raises CaptureError for one about a size that no tensor of the graph has.
     """
-    promises = list(dict.fromkeys(one.expr for some in env.deferred_runtime_asserts.values() for one in some))
+    found = dict.fromkeys(one.expr for some in env.deferred_runtime_asserts.values() for one in some)
+    promises = [one for one in found if all(symbol.is_integer for symbol in one.free_symbols)]  # others are no sizes
     if not promises:
         return 0
     sizes = _sizes(graph, {symbol for one in promises for symbol in one.free_symbols})

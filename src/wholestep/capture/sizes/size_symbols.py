@@ -12,7 +12,7 @@ An operator that wants a number makes the dim a constant: who it was is noted to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from wholestep.capture.python import user_frame
-from wholestep.ir.sizes import Size, Sizes
+from wholestep.ir.sizes import Size, Sizes, Stride
 from wholestep.util.lazy_import import lazy_import
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class SizedArgument:
     """Of torch's sympy, one for each of `sizes`."""
     strides: tuple[Any, ...]
     """Numbers and expressions, one per dim."""
+    free_strides: tuple[int, ...]
+    """Dims whose stride is a symbol of its own."""
 
 
 class SizeEnv(ShapeEnv):
@@ -56,7 +58,7 @@ class SizeEnv(ShapeEnv):
         """The call that is traced."""
         self.constant: dict[Size, str] = {}
         """Dims that have become constants, and why."""
-        self.size_of: dict[Any, Size] = {}
+        self.size_of: dict[Any, Size | Stride] = {}
         """By symbol."""
 
     def fake(self, mode: FakeTensorMode, real: torch.Tensor, name: str, dims: Sequence[int]) -> torch.Tensor:
@@ -64,13 +66,19 @@ class SizeEnv(ShapeEnv):
         sizes = {dim: Size(name, dim, real.shape[dim]) for dim in sorted(dims)}
         symbols = {dim: self._symbol(one) for dim, one in sizes.items()}
         shape = [symbols.get(dim, size) for dim, size in enumerate(real.shape)]
-        strides = _strides(real, shape)
+        free: list[int] = []
+
+        def stride(dim: int) -> Any:
+            free.append(dim)
+            return self._symbol(Stride(name, dim, real.stride(dim)))
+
+        strides = _strides(real, shape, stride)
         with mode:
             made = torch.empty_strided(shape, strides, dtype=real.dtype, device=real.device)
         self.arguments.append(
             SizedArgument(
                 name, tuple(sizes.values()), tuple(one.node.expr for one in symbols.values()),
-                tuple(one.node.expr if isinstance(one, torch.SymInt) else one for one in strides),
+                tuple(one.node.expr if isinstance(one, torch.SymInt) else one for one in strides), tuple(free),
             )
         )  # fmt: skip
         return made.requires_grad_(real.requires_grad)
@@ -85,18 +93,19 @@ class SizeEnv(ShapeEnv):
         known = getattr(self, "backed_var_to_val", None) or self.var_to_val  # by its name before torch 2.12
         return known.get(symbol)
 
-    def _symbol(self, size: Size) -> Any:
-        where = source.ConstantSource(f"size_{size.input}_{size.dim}".replace(".", "_"))
+    def _symbol(self, size: Size | Stride) -> Any:
+        where = source.ConstantSource(f"{type(size).__name__}_{size.input}_{size.dim}".lower().replace(".", "_"))
         symbol = self.create_symbol(size.hint, where, DimDynamic.DYNAMIC)
         self.size_of[symbol] = size
         return self.create_symintnode(symbol, hint=size.hint, source=where)
 
     def _set_replacement(self, a: Any, tgt: Any, *rest: Any, **options: Any) -> None:
         """Called by torch where a symbol turns out to be something else; a number makes the dim a constant."""
-        if a in self.size_of and tgt.is_number and self.size_of[a] not in self.constant:
+        size = self.size_of.get(a)
+        if isinstance(size, Size) and tgt.is_number and size not in self.constant:
             line, call = user_frame.current_line(), str(self.operator or "Python")
             call = "C++ of torch" if call.startswith(("aten.size.", "aten.stride.")) else call
-            self.constant[self.size_of[a]] = f"{call} wants a number{f' at {line}' if line else ''}"
+            self.constant[size] = f"{call} wants a number{f' at {line}' if line else ''}"
         super()._set_replacement(a, tgt, *rest, **options)
 
 
@@ -114,11 +123,13 @@ def memory_of(tensor: torch.Tensor) -> int:
     return found or -id(tensor)
 
 
-def _strides(real: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """The strides of `real`, as products of its sizes where they are those; others are constants."""
+def _strides(real: torch.Tensor, shape: Sequence[Any], symbol: Callable[[int], Any]) -> list[Any]:
+    """The strides of `real`, as products of its sizes where they are those; others are what `symbol` gives, 0 and 1
+    constants."""
     strides: list[Any] = list(real.stride())
     known: dict[int, Any] = {1: 1}
     for dim in sorted(range(real.dim()), key=lambda dim: (real.stride(dim), -dim)):
-        strides[dim] = known.get(real.stride(dim), real.stride(dim))
+        stride = real.stride(dim)
+        strides[dim] = known[stride] if stride in known else symbol(dim) if stride >= SMALLEST else stride
         known[real.stride(dim) * real.shape[dim]] = strides[dim] * shape[dim]
     return strides

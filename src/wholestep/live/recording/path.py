@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -37,6 +37,8 @@ class Path:
     """Values with a graph that somebody held behind a call of the step."""
     sized: frozenset[int] = field(init=False, default=frozenset())
     """The records whose outputs have sizes that follow from sizes or ints which are others in every call."""
+    all_sizes: dict[int, Any] = field(init=False, default_factory=dict)
+    """By record its `AllSizes`, None where there are none; see `live/shape_inference.py`."""
     seen_outputs: dict[Any, Record | str] = field(init=False, default_factory=dict)
     """Such records for sizes that were met, or why there is none; see `live/shape_inference.py`."""
     freed: list[set[Value]] = field(init=False)
@@ -63,7 +65,10 @@ class Path:
         if None in numbers or not others <= sized:
             return None
         changed = not all(map(is_, [*self.externals, *self.numbers], [*externals, *numbers]))
-        self.sized = sized
+        if changed:
+            self.sized = sized
+            self.all_sizes.clear()
+            self.seen_outputs.clear()
         self.externals = [one for one in externals if one is not None]
         self.numbers = numbers
         self.reads |= other.reads
@@ -127,15 +132,31 @@ def _sized(
     """The records that are given a size or an int that is another one in every call, or what was computed of one."""
     found: set[int] = set()
     for number, record in enumerate(records):
-        for one in record.operands:
-            external = externals[one.key] if one.kind == EXTERNAL else None
-            if (
-                (isinstance(external, Description) and external.has_moving_dims)
-                or (one.kind == NUMBER and numbers[one.key] is SIZE_VARIES)
-                or (one.kind == VALUE and one.key in found)
-            ):
-                found.add(number)
+        if any(_moves(one, externals, numbers, found) for one in record.operands):
+            found.add(number)
     return frozenset(found)
+
+
+def _moves(
+    operand: Operand,
+    externals: Sequence[torch.Tensor | Description | None],
+    numbers: Sequence[Any],
+    sized: Collection[int],
+) -> bool:
+    """Whether an operand is an int, or may have a size, that is another one in every call."""
+    if operand.kind == EXTERNAL:
+        external = externals[operand.key]
+        return isinstance(external, Description) and external.has_moving_dims
+    return (
+        operand.key in sized
+        if operand.kind == VALUE
+        else operand.kind == NUMBER and numbers[operand.key] is SIZE_VARIES
+    )
+
+
+def moving_operands(path: Path, record: Record) -> list[int]:
+    """The places of such operands among those of a record of a path."""
+    return [place for place, one in enumerate(record.operands) if _moves(one, path.externals, path.numbers, path.sized)]
 
 
 def _freed(records: Sequence[Record]) -> list[set[Value]]:

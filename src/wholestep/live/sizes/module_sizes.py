@@ -52,7 +52,7 @@ class ModuleSizes:
         """What the module gives for arguments of these sizes, in the order of torch's pytree."""
         if self._guard is None:
             return list(self._results)
-        numbers = iter(self._numbers(*self._of(_shapes(leaves))[0]))
+        numbers = iter(self._numbers(*self._of(_shapes(leaves))))
         return [
             None if one is None else ([next(numbers) for _ in one[0]], [next(numbers) for _ in one[1]], *one[2:])
             for one in self._results

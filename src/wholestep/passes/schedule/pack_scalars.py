@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from wholestep.ir import graph_edit, node_meta, op_info
+from wholestep.ir import graph_edit, node_meta, op_info, size_nodes
 from wholestep.ir.ops.packed_scalars import element, pack
 from wholestep.ir.program import Program, Stage
 
@@ -110,13 +110,9 @@ def known_at_start(graph: fx.Graph) -> set[fx.Node]:
             fixed = (
                 op_info.needs_peers(node.target) or op_info.is_random(node.target) or op_info.has_effect(node.target)
             )
-            if not fixed and (_is_size_of_input(node) or all(arg in known for arg in node.all_input_nodes)):
+            if not fixed and (size_nodes.is_read_of_input(node) or all(arg in known for arg in node.all_input_nodes)):
                 known.add(node)
     return known
-
-
-def _is_size_of_input(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _hoist(graph: fx.Graph, numbers: set[fx.Node]) -> None:

@@ -1,7 +1,7 @@
 """What a call costs to find its trace among many, and with one.
 
-    python -m benchmarks.many_traces
-    python -m benchmarks.many_traces --traces 4 64 --json
+    python -m benchmarks.wrapped_loops.many_traces
+    python -m benchmarks.wrapped_loops.many_traces --traces 4 64 --json
 
 One process, one thread, one Linear(4, 4) trained on two rows; `dynamic=False`, so that each size is a trace. Steps with
 one trace and with many are called by turns. "in turn" calls with another size each time, so that no call is as the one
