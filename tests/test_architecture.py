@@ -85,7 +85,10 @@ DOORS: dict[str, dict[str, str]] = {
     },
     "capture/sizes/python_forms.py": {
         "torch._decomp": "operators in Python",
+        "torch._dispatch": "has operators that C++ makes of others come to Python",
         "torch._subclasses": "the answer to C++ that asks for sizes",
+        "torch.fx.experimental.proxy_tensor": "the trace that such a question is recorded in",
+        "torch.utils._python_dispatch": "which operators C++ runs at the sizes of the traced call",
     },
     "capture/tracing/fake_kernels.py": {
         "torch._check": "a promise about a size that is data",

@@ -104,7 +104,7 @@ class LayoutFakeMode(FakeTensorMode):
         """What the operator gives, with the strides of the kernel."""
         self._depth += 1
         if isinstance(self.shape_env, SizeEnv):
-            self.shape_env.operator = func
+            self.shape_env.operator = self.forms.asking(func)
         try:
             return self._dispatched(func, types, args, kwargs)
         except Exception as error:

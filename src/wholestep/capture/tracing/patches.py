@@ -119,6 +119,8 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield capture_flag()
     yield _casts_of_its_own()
     yield recorders.mode.forms.watching()
+    if context.moving:
+        yield recorders.mode.forms.composing()
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
     yield silent_forwards()

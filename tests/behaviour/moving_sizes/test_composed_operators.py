@@ -1,0 +1,121 @@
+"""Operators that torch's C++ makes of others, and that ask there for sizes as numbers, run on one symbolic trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._decomp import decomposition_table
+
+import wholestep as ws
+
+F = nn.functional
+WIDTH = 4
+
+
+def doubled(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2)
+
+
+def smoothed(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=1.5, mode="bilinear")
+
+
+def transposed(x: Tensor) -> Tensor:
+    """A layer on a tensor that is not in order."""
+    return x.flatten(2).transpose(1, 2) @ torch.ones(3, WIDTH).requires_grad_() + x.mean()
+
+
+def attention(x: Tensor) -> Tensor:
+    seen = x.flatten(2).transpose(1, 2)
+    mask = torch.ones(seen.shape[1], seen.shape[1], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(seen, seen, seen, attn_mask=mask)
+
+
+def compiled(function: Callable[[Tensor], Tensor]) -> tuple[Callable[..., Any], ws.CompiledStep]:
+    """A step that trains what is before a function of images, and the same compiled for all sizes."""
+
+    def step(model: Any, opt: Any, x: Tensor) -> Tensor:
+        loss = function(model(x)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step, ws.compile(step, backend="eager", fullgraph=True, dynamic=True)
+
+
+def equal_calls(function: Callable[[Tensor], Tensor]) -> ws.CompiledStep:
+    """Bitwise, results and weights, after each of some calls of other sizes."""
+    step, ours = compiled(function)
+    sides = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.PReLU()
+        sides.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    for number, sizes in enumerate([(2, 3, 6, 8), (4, 3, 5, 9), (3, 3, 12, 4)]):
+        x = torch.randn(sizes)
+        torch.manual_seed(number)
+        wanted = step(*sides[0], x)
+        torch.manual_seed(number)
+        assert torch.equal(wanted, ours(*sides[1], x)), number
+        assert all(map(torch.equal, sides[0][0].parameters(), sides[1][0].parameters())), number
+    return ours
+
+
+@pytest.mark.parametrize("function", [transposed, attention])
+def test_one_trace_for_all_sizes(function: Callable[[Tensor], Tensor]) -> None:
+    assert equal_calls(function).cache_info().traces == 1
+
+
+@pytest.fixture
+def asking() -> Iterator[list[str]]:
+    """Two operators whose kernels ask for sizes as numbers, one when it has drawn. Gives what has run of them."""
+    ran: list[str] = []
+
+    def asks(x: Tensor) -> Tensor:
+        ran.append("asks")
+        return x / torch.ops.aten.size.default(x)[0]
+
+    def draws(x: Tensor) -> Tensor:
+        ran.append("draws")
+        return (x + torch.rand_like(x)) / torch.ops.aten.size.default(x)[0]
+
+    def form(x: Tensor) -> Tensor:
+        ran.append("form")
+        return x / x.shape[0]
+
+    with torch.library._scoped_library("composed_operators", "DEF") as library:
+        for kernel in (asks, draws):
+            library.define(f"{kernel.__name__}(Tensor x) -> Tensor")
+            library.impl(kernel.__name__, kernel, "CompositeImplicitAutograd")
+        made = torch.ops.composed_operators
+        with patch.dict(decomposition_table, {made.asks.default: form, made.draws.default: form}):
+            yield ran
+
+
+def test_an_operator_that_asks_is_described_by_its_python_form(asking: list[str]) -> None:
+    ours = equal_calls(lambda x: torch.ops.composed_operators.asks(x))
+    assert ours.cache_info().traces == 1
+    assert asking == ["asks"] * 2 + ["form"] + ["asks"] * 3  # eager, asks, form, its check, eager, eager
+
+
+def test_an_operator_that_has_drawn_is_not_begun_anew_and_is_named(
+    asking: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="wholestep"):
+        ours = equal_calls(lambda x: torch.ops.composed_operators.draws(x))
+    assert "form" not in asking
+    assert ours.cache_info().traces == 3
+    told = [record.message for record in caplog.records if "is a constant" in record.message]
+    assert any("composed_operators.draws" in text and "test_composed_operators.py" in text for text in told), told
+
+
+@pytest.mark.parametrize("function", [doubled, smoothed])
+def test_a_python_form_that_computes_otherwise_is_not_taken(function: Callable[[Tensor], Tensor]) -> None:
+    assert equal_calls(function).cache_info().traces == 3
