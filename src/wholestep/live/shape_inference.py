@@ -90,7 +90,8 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
     def call(given: list[Any]) -> list[torch.Tensor | None]:
         args, kwargs = unflatten(record.key.structure, given)
         with under(record.key.modes), torch.no_grad():
-            return list(flat_result(function, execute(function, args, kwargs))[0])
+            results: list[torch.Tensor | None] = flat_result(function, execute(function, args, kwargs))[0]
+            return results
 
     mode = LayoutFakeMode()
     if isinstance(function, OpaqueModule):
@@ -99,7 +100,7 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
         return layouts
     if number not in path.all_sizes:
         path.all_sizes[number] = _for_all_sizes(call, leaves, moving_operands(path, record))
-    known = path.all_sizes[number]
+    known: AllSizes | None = path.all_sizes[number]
     found = None if known is None else known.results(leaves)
     if found is not None:
         return found

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholestep.capture.python.tracing_thread import on_this_thread
+from wholestep.ir.sizes import is_data, numbers_of
 
 _COMPOSED = DispatchKey.CompositeImplicitAutograd
 _SIZES = tuple(getattr(torch.ops.aten, name).default for name in ("size", "stride"))
@@ -104,7 +105,7 @@ class PythonForms:
         before = len(nodes)
         found = form(*args, **kwargs)
         used = [node.target for node in list(nodes)[before:]]
-        if _computing(used) == _computing(_operators(func, args, kwargs)):
+        if _has_known_sizes(args, kwargs) and _computing(used) == _computing(_operators(func, args, kwargs)):
             return found
         return func._op_dk(_COMPOSED, *args, **kwargs)
 
@@ -217,6 +218,11 @@ def _uncached(original: Callable[..., Any], func: OpOverload, key: DispatchKey) 
 
 def _has_symbols(args: Any, kwargs: Any) -> bool:
     return any(map(_is_symbolic, pytree.tree_leaves((args, kwargs))))
+
+
+def _has_known_sizes(args: Any, kwargs: Any) -> bool:
+    """Whether no size is data: C++ can be run at the sizes of the traced call."""
+    return not any(is_data(size) for one in pytree.tree_leaves((args, kwargs)) for size in numbers_of(one))
 
 
 def _is_symbolic(one: Any) -> bool:
