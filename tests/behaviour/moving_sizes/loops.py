@@ -242,6 +242,65 @@ def ctc(run: Any) -> Job:
     return training(run, Speech(), loss, batches(run, batch))
 
 
+class Detector(nn.Module):
+    """Boxes and classes for each place of a grid of 4 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU(),
+        )  # fmt: skip
+        self.boxes, self.classes = nn.Conv2d(8, 4, 1), nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x`: [batch, 3, height, width]. Gives [batch, places, 4] and [batch, places, CLASSES]."""
+        h = self.body(x)
+        return self.boxes(h).flatten(2).transpose(1, 2), self.classes(h).flatten(2).transpose(1, 2)
+
+
+def overlaps(a: Tensor, b: Tensor) -> Tensor:
+    """Areas that boxes [n, 4] and [m, 4] share, over those that they cover: [n, m]."""
+    low, high = torch.maximum(a[:, None, :2], b[None, :, :2]), torch.minimum(a[:, None, 2:], b[None, :, 2:])
+    shared = (high - low).clamp(min=0).prod(-1)
+    areas = [(one[:, 2:] - one[:, :2]).prod(-1) for one in (a, b)]
+    return shared / (areas[0][:, None] + areas[1][None] - shared)
+
+
+@LOOPS.add(traces=(2, 3))
+def detection_with_ragged_targets(run: Any) -> Job:
+    """Each image has boxes of its own, and each place of the grid learns the one that it lies in most."""
+
+    def places(height: int, width: int) -> Tensor:
+        rows, columns = torch.arange(height // 4) * 4.0, torch.arange(width // 4) * 4.0
+        corner = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1).view(-1, 2)
+        return torch.cat([corner - 2, corner + 6], 1)
+
+    def loss(model: Any, images: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
+        boxes, classes = model(images)
+        grid = places(images.shape[2], images.shape[3])
+        losses = []
+        for box, logits, target in zip(boxes, classes, targets, strict=True):
+            best, which = overlaps(grid, target["boxes"]).max(1)
+            near = best > 0.2
+            wanted = torch.where(near, target["labels"][which], 0)
+            off = F.smooth_l1_loss(box[near] + grid[near], target["boxes"][which][near], reduction="sum")
+            losses.append(F.cross_entropy(logits, wanted) + off / near.sum().clamp(min=1))
+        return torch.stack(losses).mean()
+
+    def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Any, ...]:
+        height, width = 4 * sizes.randint(3, 8), 4 * sizes.randint(3, 8)
+        targets = []
+        for _ in range(2):
+            count = sizes.randint(2, 9)
+            corner = torch.rand(count, 2, generator=numbers) * 8
+            boxes = torch.cat([corner, corner + 4 + torch.rand(count, 2, generator=numbers) * 8], 1)
+            targets.append({"boxes": boxes, "labels": torch.randint(1, CLASSES, (count,), generator=numbers)})
+        return torch.randn(2, 3, height, width, generator=numbers), targets
+
+    return training(run, Detector(), loss, batches(run, batch))
+
+
 @LOOPS.add(live=True, traces=())
 def branch_on_data(run: Any) -> Job:
     """Long losses are clipped, which Python decides."""
