@@ -2,6 +2,7 @@
 
     python -m benchmarks.wrapped_loops.moving_sizes                           # 2 ranks on the CPU, a small GPT
     python -m benchmarks.wrapped_loops.moving_sizes --workload W1             # GPUs, a reference training
+    python -m benchmarks.wrapped_loops.moving_sizes --model bert              # of Hugging Face, with padded rows
     python -m benchmarks.wrapped_loops.moving_sizes --ways eager graph inductor --json
 
 Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import BertConfig, BertForMaskedLM
 
 import wholestep as ws
 from benchmarks.wrapped_loops.measure import SIZES, make_step, timed
@@ -42,15 +44,44 @@ def batches(size: LanguageModelSize, device: torch.device, rank: int) -> list[tu
     made = []
     for _ in range(FIRST + MEASURED):
         length = lengths.randint(size.length // 8, size.length)
-        tokens = torch.randint(size.vocabulary, (size.rows, length + 1), generator=numbers).to(device)
-        made.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        tokens = torch.randint(1, size.vocabulary, (size.rows, length + 1), generator=numbers).to(device)
+        made.append((tokens[:, :-1], tokens[:, 1:]))
     return made
 
 
-def contender(way: str, size: LanguageModelSize, device: torch.device) -> Callable[..., Tensor]:
+class Bert(nn.Module):
+    """One of Hugging Face that learns to say the next token, where the last quarter of every second row is padding."""
+
+    def __init__(self, size: LanguageModelSize) -> None:
+        super().__init__()
+
+        config = BertConfig(
+            vocab_size=size.vocabulary, hidden_size=size.width, num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads, intermediate_size=4 * size.width,
+            max_position_embeddings=2 * size.length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.model = BertForMaskedLM(config)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Both [rows, length]."""
+        words = torch.full((x.shape[0], 1), x.shape[1], device=x.device)
+        words[::2] = x.shape[1] * 3 // 4
+        mask = torch.arange(x.shape[1], device=x.device)[None] < words
+        loss: Tensor = self.model(input_ids=x, attention_mask=mask, labels=y.masked_fill(~mask, -100)).loss
+        return loss
+
+
+MODELS: dict[str, Callable[[LanguageModelSize, torch.device], nn.Module]] = {
+    "gpt": build,
+    "bert": lambda size, device: Bert(size).to(device),
+}
+
+
+def contender(way: str, model_name: str, size: LanguageModelSize, device: torch.device) -> Callable[..., Tensor]:
     """The step of one way. All begin with the same parameters."""
     torch.manual_seed(0)
-    model: Any = DistributedDataParallel(build(size, device), device_ids=[device] if device.type == "cuda" else None)
+    plain = MODELS[model_name](size, device)
+    model: Any = DistributedDataParallel(plain, device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     if way == "torch.compile":
         model = torch.compile(model, dynamic=True)
@@ -61,12 +92,12 @@ def contender(way: str, size: LanguageModelSize, device: torch.device) -> Callab
     return ws.compile(step, backend=backend, fullgraph=True, dynamic=False if way == "constant" else None)
 
 
-def measure(workload: str, ways: Sequence[str]) -> dict[str, dict[str, float]]:
+def measure(workload: str, model_name: str, ways: Sequence[str]) -> dict[str, dict[str, float]]:
     """Of each way: seconds of the first batches, median ms of the others, difference of a loss from eager code."""
     world, size = ws.init(), SIZES[workload]
     data = batches(size, world.device, world.rank)
     middle = size.length * 9 // 16
-    steps = {way: contender(way, size, world.device) for way in ways}
+    steps = {way: contender(way, model_name, size, world.device) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     losses: dict[str, list[Tensor]] = {way: [] for way in ways}
     for number, batch in enumerate(data):
@@ -93,12 +124,13 @@ def main() -> None:
     """Prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=sorted(SIZES), default="small")
+    parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "graph", "inductor"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ways = ("eager", *(way for way in options.ways if way != "eager"))
-    found = ws.run(functools.partial(measure, options.workload, ways), options.nproc)[0]
+    found = ws.run(functools.partial(measure, options.workload, options.model, ways), options.nproc)[0]
     if options.json:
         print(json.dumps(found))
         return
