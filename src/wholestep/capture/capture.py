@@ -82,9 +82,17 @@ class _Unsettled:
     outline: _Outline
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadArguments:
+    """A trace has read tensors of the arguments where objects hold them, too. They are state of the step."""
+
+    tensors: frozenset[int]
+    """By id."""
+
+
 _Attributes = frozenset[str | type]
 """That the step uses and no code names, as `capture/python/attribute_access.py` finds them."""
-_Outcome = Captured | _Attributes | _Unsettled | Exception
+_Outcome = Captured | _Attributes | _Unsettled | _ReadArguments | Exception
 
 
 def capture(
@@ -112,9 +120,10 @@ def capture(
     _refuse_anomaly_detection()
     trace = partial(_trace_once, partial(StepContext, step, args, kwargs, varying=varying, cut_state=cut_state), step)
     observed: _Attributes = frozenset()
+    read: frozenset[int] = frozenset()
     setup: _Unsettled | None = None
     for number in range(1, MAX_TRACES + 1):
-        outcome = trace(observed, setup)
+        outcome = trace(observed, read, setup)
         log.debug("trace %d: %s", number, type(outcome).__name__)
         setup = None
         match outcome:
@@ -124,6 +133,8 @@ def capture(
                 setup = outcome
             case frozenset():
                 observed |= outcome
+            case _ReadArguments():
+                read |= outcome.tensors
             case _:
                 raise outcome
     raise CaptureError(f"The step was traced {MAX_TRACES} times, and each trace came upon other attributes.")
@@ -142,13 +153,16 @@ def _trace_once(
     make_context: Callable[..., StepContext],
     step: Callable[..., Any],
     observed: _Attributes,
+    read: frozenset[int],
     setup: _Unsettled | None,
 ) -> _Outcome:
     """One trace, and what it showed. `setup`: the one before it, which has changed Python state and not put it back."""
     outcome: _Outcome
     try:
-        with make_context(observed=observed) as context:
+        with make_context(observed=observed, read=read) as context:
             outcome = _Attempt(context, observed).run(step, None if setup is None else setup.outline)
+            if isinstance(outcome, Captured) and (held := context.read_arguments()):
+                outcome = _ReadArguments(held)
             if not isinstance(outcome, Captured):
                 context.lazy.discard()
     except AttributesFound:
@@ -167,7 +181,7 @@ def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
     if isinstance(outcome, _Unsettled):  # it may have changed something else than the first one
         outcome.effects.restore()
     setup.effects.restore()
-    return outcome if isinstance(outcome, frozenset) else CaptureError(setup.effects.sentence())
+    return outcome if isinstance(outcome, (frozenset, _ReadArguments)) else CaptureError(setup.effects.sentence())
 
 
 class _Attempt:

@@ -47,7 +47,7 @@ from wholestep.capture.python.snapshot import SCALARS, Snapshot
 from wholestep.capture.reach import grad_scaler, library_globals, module_hooks, rng_and_iterators
 from wholestep.capture.reach.reachable import Reachable
 from wholestep.capture.reach.unwrap_compiled import is_compiled
-from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames
+from wholestep.capture.reach.watched_names import HiddenThings, WatchedNames, behind_proxy
 from wholestep.capture.scalars import hyperparameters
 from wholestep.capture.wrappers import ddp, fully_shard_settings
 
@@ -82,6 +82,8 @@ class Walker:
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Walks to one reachable thing, once: the first handler of `HANDLERS` whose type it has does the rest."""
+        if type(thing) in weakref.ProxyTypes:
+            thing = behind_proxy(thing)
         if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
         has_attributes = hasattr(thing, "__dict__")

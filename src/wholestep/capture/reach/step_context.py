@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.python.attribute_access import AttributeAccess
+from wholestep.capture.python.attribute_access import AttributeAccess, is_observable
 from wholestep.capture.python.snapshot import Snapshot, only_reached
 from wholestep.capture.reach import reachability
 from wholestep.capture.reach import train_state as stating
@@ -37,6 +37,7 @@ class StepContext:
         varying: Collection[VaryingValue] = (),
         *,
         observed: Collection[str | type] = (),
+        read: Collection[int] = (),
         cut_state: CutState | None = None,
     ) -> None:
         """Finds everything and creates the optimizer state that is missing.
@@ -44,6 +45,7 @@ class StepContext:
         Args:
             varying: numbers and texts that change between calls; one that is not found in this call is left out.
             observed: attributes that a trace has used, as `reachability.Walker` takes them.
+            read: as `read_arguments` has given them for a trace of this call.
             cut_state: of a strategy that shards the state of optimizers.
 
         Raises ConfigError, CaptureError and HyperparameterError for what no step may hold.
@@ -52,6 +54,9 @@ class StepContext:
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self._walk = partial(reachability.find_reachable, step, args, kwargs, observed)
         self.reachable = self._walk()
+        self._held = self._held_arguments() - {*read}
+        for one in self._held:
+            del self.reachable.tensors[one]
         self.attributes = AttributeAccess(self.reachable.objects, self.reachable.hidden)
         self.lazy = LazyState(list(self.reachable.optimizers.values()), cut_state)
         try:
@@ -84,6 +89,23 @@ class StepContext:
         if not read:
             return found
         return only_reached(found, self._walk(read).snapshots)
+
+    def _held_arguments(self) -> set[int]:
+        """By id the tensors among the arguments to which the walk comes as well, by way of attributes alone.
+
+        ``trainer.batch = batch`` before ``step(batch)``. They are data of the call, unless a trace reads them there.
+        """
+        found = {id(one) for one in self.leaves if isinstance(one, torch.Tensor)} & self.reachable.tensors.keys()
+        if not found:
+            return found
+        objects = self.reachable.objects.items()
+        unread: dict[int, Collection[str]] = {key: () for key, one in objects if is_observable(type(one.thing))}
+        return found - self._walk(unread).tensors.keys()
+
+    def read_arguments(self) -> frozenset[int]:
+        """By id those of them that the trace has read where they are held: they are state of the step."""
+        read = self.attributes.read
+        return frozenset(self._held & self._walk(read).tensors.keys()) if self._held and read else frozenset()
 
     def _places_of(self, varying: Collection[VaryingValue]) -> list[ScalarLocation]:
         """Where those numbers are. (A step that moves nothing is spared the search.)"""

@@ -75,3 +75,11 @@ class HiddenThings:
             yield
         finally:
             self._attribute = None
+
+
+def behind_proxy(proxy: Any) -> Any:
+    """The object that a ``weakref.proxy`` stands for; None once it is gone."""
+    try:
+        return proxy.__init__.__self__  # a method, which the proxy takes from the object itself
+    except ReferenceError:
+        return None
