@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,15 +98,17 @@ def _run_batch(module: Any, batch: tuple[Any, ...], *, loop: str, is_update: boo
     if hasattr(own, "_skip_backward"):  # StochasticWeightAveraging sets it
         made._skip_backward = own._skip_backward
     logged: list[_Logged] = []
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        kept = value.detach().clone() if isinstance(value, torch.Tensor) else value  # an update may write to it
-        logged.append(_Logged(module._current_fx_name, name, kept, args, kwargs))
-
+    log = partial(_note, logged, module)  # in which a walk finds the list: a module that logs does more than compute
     accumulates = _with_method(trainer.fit_loop, "_should_accumulate", lambda: not is_update)
     with accumulates, _with_method(module, "log", log):
         outputs = made.run(*batch)
     return outputs, logged, getattr(made, LOOPS[loop]).state_dict()
+
+
+def _note(logged: list[_Logged], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of ``module.log``."""
+    kept = value.detach().clone() if isinstance(value, torch.Tensor) else value  # an update may write to it
+    logged.append(_Logged(module._current_fx_name, name, kept, args, kwargs))
 
 
 @contextmanager

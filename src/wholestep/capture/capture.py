@@ -160,9 +160,7 @@ def _trace_once(
     outcome: _Outcome
     try:
         with make_context(observed=observed, read=read) as context:
-            outcome = _Attempt(context, observed).run(step, None if setup is None else setup.outline)
-            if isinstance(outcome, Captured) and (held := context.read_arguments()):
-                outcome = _ReadArguments(held)
+            outcome = _attempted(context, observed, step, None if setup is None else setup.outline)
             if not isinstance(outcome, Captured):
                 context.lazy.discard()
     except AttributesFound:
@@ -172,6 +170,18 @@ def _trace_once(
     except Exception as error:
         outcome = error
     return outcome if setup is None else _after_setup(setup, outcome)
+
+
+def _attempted(
+    context: StepContext, observed: _Attributes, step: Callable[..., Any], expected: _Outline | None
+) -> _Outcome:
+    found: _Outcome
+    try:
+        found = _Attempt(context, observed).run(step, expected)
+    except Exception as error:
+        found = error
+    held = context.read_arguments() if not isinstance(found, _Unsettled) else None
+    return _ReadArguments(held) if held else found
 
 
 def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
@@ -257,6 +267,7 @@ class _Attempt:
             predicate_inputs=tuple((n.name, source) for n, source in zip(placeholders, trace.sources, strict=True)),
             storages=tuple((trace.sources[index], num_bytes) for index, num_bytes in trace.storages.sizes()),
             foreign=len(trace.foreign),
+            held_arguments=len(context.read),
             environment=environment,
             attributes=self._attributes,
         )

@@ -24,6 +24,7 @@ PACKAGES = {
     "an Accelerate loop": ("accelerate",),
     "a Fabric loop": ("lightning",),
     "transformers.Trainer": ("transformers", "accelerate"),
+    "a Lightning Trainer": ("lightning",),
 }
 """What a section needs and may not be installed."""
 

@@ -229,6 +229,11 @@ def serialized(name: str, entry: StepToSave, options: Options | None = None) -> 
             "It cannot be saved: it reads a tensor that belongs to no argument, closure, global or attribute, and that "
             "another process does not have. Pass the object that holds it as an argument of the step."
         )
+    if captured.spec.reads.held_arguments:
+        raise ArtifactError(
+            "It cannot be saved: it reads a tensor of its arguments where an object holds it, too. Let it read the "
+            "argument alone."
+        )
     if captured.spec.reads.attributes:
         raise ArtifactError(
             f"It cannot be saved: it reads attributes by names that stand nowhere in its code "

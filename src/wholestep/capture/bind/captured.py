@@ -78,6 +78,8 @@ class TraceReads:
     """Inputs whose storage has to have so many bytes."""
     foreign: int
     """How many tensors of nobody the graph holds: they are constants of this process."""
+    held_arguments: int
+    """How many tensors of the arguments it has read where objects hold them, so that they are state."""
     environment: Mapping[str, str]
     """Variables of the environment that the trace read."""
     attributes: tuple[str, ...]

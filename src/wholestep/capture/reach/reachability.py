@@ -82,8 +82,7 @@ class Walker:
 
     def visit(self, name: str, thing: Any, depth: int = 0) -> None:
         """Walks to one reachable thing, once: the first handler of `HANDLERS` whose type it has does the rest."""
-        if type(thing) in weakref.ProxyTypes:
-            thing = behind_proxy(thing)
+        thing = behind_proxy(thing)
         if isinstance(thing, type) and not is_library_class(thing):
             self._classes.add(thing)
         has_attributes = hasattr(thing, "__dict__")

@@ -54,7 +54,7 @@ class StepContext:
         self.leaves, self.spec = self.arguments.leaves, self.arguments.spec
         self._walk = partial(reachability.find_reachable, step, args, kwargs, observed)
         self.reachable = self._walk()
-        self._held = self._held_arguments() - {*read}
+        self.read, self._held = read, self._held_arguments() - {*read}
         for one in self._held:
             del self.reachable.tensors[one]
         self.attributes = AttributeAccess(self.reachable.objects, self.reachable.hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -77,9 +78,11 @@ class HiddenThings:
             self._attribute = None
 
 
-def behind_proxy(proxy: Any) -> Any:
-    """The object that a ``weakref.proxy`` stands for; None once it is gone."""
+def behind_proxy(thing: Any) -> Any:
+    """The object for which a ``weakref.proxy`` stands, None once it is gone. What is no proxy itself."""
+    if type(thing) not in weakref.ProxyTypes:
+        return thing
     try:
-        return proxy.__init__.__self__  # a method, which the proxy takes from the object itself
+        return thing.__sizeof__.__self__  # a proxy takes methods from the object
     except ReferenceError:
         return None

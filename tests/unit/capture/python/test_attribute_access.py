@@ -144,6 +144,11 @@ def _weak() -> tuple[Any, Any]:
     return weakref.ref(thing), thing
 
 
+def _proxy() -> tuple[Any, Any]:
+    thing = Plain()
+    return weakref.proxy(thing), thing
+
+
 def _weak_values() -> tuple[Any, Any]:
     thing = Plain()
     return weakref.WeakValueDictionary({"x": thing}), thing
@@ -216,6 +221,7 @@ WAYS: dict[str, Way] = {  # what makes it, what reads it in the step, what moves
     "an array of Python's": (lambda: array.array("d", [1.0]), _first, lambda it: it.__setitem__(0, it[0] / 2)),
     "a namespace": (lambda: types.SimpleNamespace(weight=1.0), lambda it: it.weight, _halve),
     "a weak reference": (_weak, lambda it: it[0]().weight, lambda it: _halve(it[1])),
+    "a proxy": (_proxy, lambda it: it[0].weight, lambda it: _halve(it[1])),
     "a dict of weak values": (_weak_values, lambda it: it[0]["x"].weight, lambda it: _halve(it[1])),
     "a dict of weak keys": (_weak_keys, lambda it: it[0][it[1]], lambda it: it[0].update({it[1]: it[0][it[1]] / 2})),
     "a method of a dict": (_bound, lambda it: it[0]("x"), lambda it: _halve_item(it[1])),
