@@ -99,8 +99,8 @@ class StepContext:
         if not found:
             return found
         objects = self.reachable.objects.items()
-        unread: dict[int, Collection[str]] = {key: () for key, one in objects if is_observable(type(one.thing))}
-        return found - self._walk(unread).tensors.keys()
+        nothing: dict[int, Collection[str]] = {key: () for key, one in objects if is_observable(type(one.thing))}
+        return found - self._walk(nothing).tensors.keys()
 
     def read_arguments(self) -> frozenset[int]:
         """By id those of them that the trace has read where they are held: they are state of the step."""
