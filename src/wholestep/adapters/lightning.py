@@ -24,7 +24,7 @@ from wholestep.errors import ConfigError
 from wholestep.runtime.options import Backend, Passes
 
 LOOPS = {"automatic_optimization": "optim_progress", "manual_optimization": "optim_step_progress"}
-"""The loops over one batch, which a Trainer has since Lightning 2.1, and what each of them counts in."""
+"""The loops over one batch, of a Trainer, by what each of them counts in."""
 NEEDED = (
     "fit_loop._should_accumulate", "strategy.handles_gradient_accumulation",
     *(f"fit_loop.epoch_loop.{loop}.{name}" for loop, progress in LOOPS.items() for name in ("run", progress)),
@@ -61,8 +61,8 @@ def compile_trainer(
     """
     if missing := next((name for name in NEEDED if not _has(trainer, name)), None):
         raise ConfigError(
-            f"compile_trainer wants a Trainer of Lightning 2.1 or later, got {type(trainer).__name__}, which has no "
-            f"{missing}. Install lightning>=2.1. A loop of Fabric needs wholestep.compile alone."
+            f"compile_trainer wants a Trainer as Lightning 2.6 has it, got {type(trainer).__name__}, which has no "
+            f"{missing}. Install lightning>=2.6. A loop of Fabric needs wholestep.compile alone."
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise ConfigError(

@@ -22,7 +22,7 @@ from wholestep.adapters.lightning import compile_trainer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]  # Lightning warns of small loaders and logs
 
-lightning: Any = pytest.importorskip("lightning", minversion="2.1", reason="lightning>=2.1 is not installed")
+lightning: Any = pytest.importorskip("lightning", minversion="2.6", reason="lightning>=2.6 is not installed")
 
 NUM_EPOCHS, NUM_BATCHES = 3, 6
 """Of each rank: the sampler gives each of two the half."""
