@@ -18,6 +18,7 @@ from wholestep.api.dispatch import Dispatcher
 from wholestep.api.report.explain import explain
 from wholestep.api.report.live_explanation import LiveExplanation, explain_live
 from wholestep.api.report.records import CacheInfo, Explanation
+from wholestep.api.report.size_report import size_report
 from wholestep.api.stages import Entry, PieceStages, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python.tracing_thread import is_capturing
@@ -174,6 +175,7 @@ class CompiledStep:
             self.program(), step=stages.name, strategy=strategy, backend=mode.description,
             one_launch=mode.is_one_launch, cost=stages.cost(), measured=entry.executable.measured,
             loaded_from=str(entry.loaded_from or ""),
+            sizes=size_report(self.program(), entry.captured.guards, stages.retraces.constant_sizes),
         )  # fmt: skip
 
     def measure(self, num_calls: int = 20) -> None:

@@ -55,6 +55,11 @@ class RetracePolicy:
         self._constant: dict[Hashable, str] = {}
         """Those that change and can be none, and why."""
 
+    @property
+    def constant_sizes(self) -> list[str]:
+        """A sentence for each dim of an argument that moves and is a constant all the same."""
+        return [why for key, why in self._constant.items() if isinstance(key, ArgumentSize)]
+
     def allow(self, reason: str | None) -> None:
         """Counts one more, or none without a reason. Raises RetraceLimitError if there were enough, and CaptureError
         where a tensor is another one again."""

@@ -198,3 +198,36 @@ def test_a_write_that_another_argument_sees_is_never_left_out(dynamic: bool | No
         assert torch.equal(wanted, ours(*other, *apart(length)))
     with pytest.raises(ws.CaptureError, match="share memory"):
         ours(*other, *overlapping(9))
+
+
+def test_explain_says_which_sizes_move_and_on_what_conditions() -> None:
+    model = nn.Linear(4, 3)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        out, keep = model(x), y > 0
+        loss = out[keep].sum() + out.sum()
+        return loss * 2 if x.shape[0] > 6 else loss
+
+    for rows in (8, 9, 10):
+        step(torch.randn(rows, 4), torch.randint(0, 3, (rows,)))
+    sizes = step.explain().sizes
+    assert sizes.moving == ("args.0.shape[0]", "args.1.shape[0]")
+    assert set(sizes.conditions) == {"args.1.shape[0] == args.0.shape[0]", "args.1.shape[0] > 6"}
+    assert [one.partition(" ")[0] for one in sizes.of_data] == ["index"]
+    assert sizes.constant == ()
+    assert "args.1.shape[0] > 6" in str(step.explain())
+
+
+def test_explain_says_which_size_is_a_constant_and_why() -> None:
+    model = nn.Linear(4, 3)
+
+    @ws.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        out = model(x)
+        out.masked_select(out > 0).sum().backward()
+
+    for rows in (8, 9, 10):
+        step(torch.randn(rows, 4))
+    (constant,) = step.explain().sizes.constant
+    assert constant.startswith("Dim 0 of argument 0 is a constant: aten.masked_select_backward.default wants a number")

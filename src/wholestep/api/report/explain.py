@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from wholestep.api.report.prediction import CommInterval, predict
 from wholestep.api.report.records import Collective, Explanation, MeasuredStep, PassLine
+from wholestep.api.report.size_report import NO_SIZES, SizeReport
 from wholestep.cost.cost_model import CostModel
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.node_meta import Region
@@ -29,6 +30,7 @@ def explain(
     one_launch: bool = False,
     measured: StepTimes | None = None,
     loaded_from: str = "",
+    sizes: SizeReport = NO_SIZES,
 ) -> Explanation:
     """Describes a program of any stage; collectives appear from PLACED on.
 
@@ -38,6 +40,7 @@ def explain(
         one_launch: the host launches the whole step at once, as one CUDA graph.
         measured: times of calls of this very program.
         loaded_from: the file that it comes from; empty if it was captured.
+        sizes: those that are no constants.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     regions = {region.value: sum(node_meta.origin(node).region is region for node in nodes) for region in Region}
@@ -61,6 +64,7 @@ def explain(
         predicted=predicted.step,
         peak=predicted.peak,
         measured=_summary(measured) if measured is not None else None,
+        sizes=sizes,
         fallbacks=program.fallbacks,
         passes=tuple(
             PassLine(name=r.name or "place", time_ms=r.time_ms, num_nodes=r.num_nodes, notes=r.notes)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wholestep.api.report.prediction import ConcurrentCompute, PeakMemory, Prediction
+from wholestep.api.report.size_report import SizeReport, size_table
 from wholestep.ir.printer import bytes_text
 from wholestep.ir.program import PlacementFallback
 from wholestep.passes.comm.bucketing import bucket_gradients
@@ -95,6 +96,8 @@ class Explanation:
     predicted: Prediction
     peak: PeakMemory
     measured: MeasuredStep | None
+    sizes: SizeReport
+    """Sizes that are no constants of the graph."""
     fallbacks: tuple[PlacementFallback, ...]
     """Operators that run on whole tensors, gathered for them, since placement has no rule for shards."""
     passes: tuple[PassLine, ...]
@@ -130,6 +133,8 @@ def _rendered(report: Explanation) -> Group:
         f"\nloaded from {report.loaded_from}" if report.loaded_from else "",
     )
     parts: list[Any] = [head, *_collective_table(report), _times(report), _memory(report)]
+    if report.sizes:
+        parts.append(size_table(report.sizes))
     if report.fallbacks:
         parts.append(_fallback_table(report.fallbacks))
     if any(c.members for c in report.collectives):
