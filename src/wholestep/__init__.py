@@ -9,7 +9,7 @@ from wholestep.api.checkpoint import from_safetensors, load_checkpoint, load_saf
 from wholestep.api.compiled_step import CompiledStep
 from wholestep.api.entry_points import compile, load
 from wholestep.api.shard import shard
-from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compressor, Inductor, PowerSGD, ZeRO
+from wholestep.config import DDP, FSDP, CastCompress, CommHook, Compressor, Inductor, Pad, PowerSGD, ZeRO
 from wholestep.errors import (
     ArtifactError,
     CaptureError,
@@ -34,6 +34,7 @@ __all__ = [
     "FSDP",
     "ZeRO",
     "Inductor",
+    "Pad",
     "CastCompress",
     "PowerSGD",
     "Compressor",

@@ -31,6 +31,29 @@ class CastCompress:
             raise ConfigError(f"CastCompress(dtype) wants a type such as torch.bfloat16, got {self.dtype!r}.")
 
 
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """A dim of an argument is made longer, up to a multiple: so there are few sizes, each with a trace of its own."""
+
+    dim: int
+    multiple: int
+    value: float = 0
+    """What stands in the new places. A step whose loss leaves them out (an ``ignore_index``, a mask that is padded with
+    0) computes the loss that it did; one that takes means over them does not."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or not isinstance(self.multiple, int) or self.multiple < 1:
+            raise ConfigError(f"Pad(dim, multiple) wants a dim and a multiple of 1 or more, got {self!r}.")
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with that dim longer; itself where it is a multiple already."""
+        more = -tensor.shape[self.dim] % self.multiple
+        if not more:
+            return tensor
+        dims_behind = tensor.dim() - 1 - self.dim % tensor.dim()
+        return torch.nn.functional.pad(tensor, (0, 0) * dims_behind + (0, more), value=self.value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSGD:
     """Gradients travel as the factors of a product of low rank: lossy, and far fewer bytes.

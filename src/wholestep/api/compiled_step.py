@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from wholestep.api.call_stats import CallStats
 from wholestep.api.dispatch import Dispatcher
+from wholestep.api.padding import Padding
 from wholestep.api.report.explain import explain
 from wholestep.api.report.live_explanation import LiveExplanation, explain_live
 from wholestep.api.report.records import CacheInfo, Explanation
@@ -60,7 +61,8 @@ class CompiledStep:
         self._step = step
         self._stats = CallStats()
         self._stages = stages(step, options, self._stats, saved)
-        self._dispatcher = Dispatcher(self._stages, self._stats)
+        self._padding = Padding(step, options.pad) if options.pad else None
+        self._dispatcher = Dispatcher(self._stages, self._stats, self._padding)
         self._fast_call: FastCall | None = None
         """`Dispatcher.fast_call`, one attribute nearer."""
         self._bound: WeakKeyDictionary[Any, CompiledStep] = WeakKeyDictionary()
@@ -74,6 +76,11 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: on a captured graph if one holds for this call, else the step is captured first."""
+        if self._padding is not None:
+            return self._padding.call(self._called, args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fast_call = self._fast_call
         try:
             if fast_call is not None and (result := fast_call(args, kwargs)) is not fast_call:
@@ -118,7 +125,7 @@ class CompiledStep:
     def _compile_piece(self, function: Callable[..., Any], strategy: Strategy | None = None) -> CompiledStep:
         strategy = strategy or self._options.strategy
         stages = functools.partial(PieceStages, wrapped=self._stages.wrapped)
-        return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy), stages=stages)
+        return CompiledStep(function, replace(self._options, fullgraph=True, strategy=strategy, pad={}), stages=stages)
 
     def __get__(self, instance: Any, owner: type | None = None) -> CompiledStep:
         """A decorated method: one compiled step per instance."""

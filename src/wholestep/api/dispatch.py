@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wholestep.api.call_stats import CallStats
+from wholestep.api.padding import Padding
 from wholestep.api.stages import Entry, Stages
 from wholestep.capture.guards.fast_guards import FastCall
 from wholestep.capture.python import tree_util
@@ -41,11 +42,12 @@ def call_key(thing: Any) -> Hashable:
 class Dispatcher:
     """The entries of one step, the last one used first."""
 
-    def __init__(self, stages: Stages, stats: CallStats) -> None:
+    def __init__(self, stages: Stages, stats: CallStats, padding: Padding | None = None) -> None:
+        """`padding`: what calls go through before they come here."""
         self.entries: list[Entry] = []
         self.fast_call: FastCall | None = None
         """The native call of the first entry, where it may be used for the next call."""
-        self._stages, self._stats = stages, stats
+        self._stages, self._stats, self._padding = stages, stats, padding
         self._by_key: dict[Hashable, Entry] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,6 +111,8 @@ class Dispatcher:
                 stages.retraces.allow(reason)
                 entry = stages.build(args, kwargs, is_first=not self.entries)
             with entry.captured.undone_on_error():
+                if self._padding is not None:
+                    self._padding.check(entry.captured.program)
                 result = self._run(entry, leaves)
             self.entries.insert(0, entry)
             self._set_fast_call(entry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.api.cache import warm_start
 from wholestep.api.compiled_step import CompiledStep
-from wholestep.config import Strategy
+from wholestep.config import Pad, Strategy
 from wholestep.errors import ArtifactError, ConfigError
 from wholestep.runtime.distributed.world import announce, init
 from wholestep.runtime.options import Backend, Passes, checked_options
@@ -29,6 +29,7 @@ def compile(
     max_retraces: int = 8,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    pad: Mapping[str, Pad] | None = None,
 ) -> CompiledStep: ...
 @overload
 def compile(
@@ -41,6 +42,7 @@ def compile(
     max_retraces: int = 8,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    pad: Mapping[str, Pad] | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(
     fn: Callable[..., Any] | None = None,
@@ -52,6 +54,7 @@ def compile(
     max_retraces: int = 8,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    pad: Mapping[str, Pad] | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Compiles a training step: forward, loss, backward, communication, clipping and optimizer as one graph.
 
@@ -74,15 +77,20 @@ def compile(
         dynamic: whether sizes of arguments are symbols of the graph, as in ``torch.compile``. None: those that have
             moved between calls, and dims of ``torch._dynamo.mark_dynamic``. True: all from the first call on. False:
             none, and each size is a trace. Sizes 0 and 1 have traces of their own.
+        pad: ``{"tokens": ws.Pad(dim=1, multiple=64), "batch.labels": ws.Pad(1, 64, value=-100)}``: tensors among the
+            arguments that are made longer before each call, by the name of the parameter and keys in it. With
+            ``dynamic=False`` each of the few sizes is a trace of its own. What the step returns is as long as that.
 
     Raises:
         ConfigError: for options that cannot be used; what goes wrong in a call is listed in `wholestep.errors`.
     """
-    options = checked_options(strategy, mesh, backend, passes, max_retraces, fullgraph=fullgraph, dynamic=dynamic)
+    options = checked_options(
+        strategy, mesh, backend, passes, max_retraces, fullgraph=fullgraph, dynamic=dynamic, pad=pad
+    )
     if fn is None:
         return lambda step: compile(
             step, strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces,
-            fullgraph=fullgraph, dynamic=dynamic,
+            fullgraph=fullgraph, dynamic=dynamic, pad=pad,
         )  # fmt: skip
     if not callable(fn):
         raise ConfigError(f"wholestep.compile wants a function, got {type(fn).__name__}.")
@@ -121,6 +129,7 @@ def load(
         options.max_retraces,
         fullgraph=options.fullgraph,
         dynamic=options.dynamic,
+        pad=options.pad,
     )
     return CompiledStep(step, checked, saved)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from wholestep.config import FSDP, Inductor, Strategy, ZeRO
+from wholestep.config import FSDP, Inductor, Pad, Strategy, ZeRO
 from wholestep.errors import ConfigError
 from wholestep.ir.program import MeshAxis
 from wholestep.passes.default_passes import DefaultPasses, as_passes
@@ -32,6 +32,8 @@ class Options:
     """Whether a step that is more than one graph is an error."""
     dynamic: bool | None = None
     """Whether sizes of arguments are symbols: from the first trace on, never, or once they have moved (None)."""
+    pad: Mapping[str, Pad] = field(default_factory=dict)
+    """By the name of an argument how it is padded."""
 
 
 def checked_options(
@@ -43,6 +45,7 @@ def checked_options(
     *,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    pad: Mapping[str, Pad] | None = None,
 ) -> Options:
     """The options as a record. Raises ConfigError for those that cannot be used."""
     if strategy is not None and not isinstance(strategy, Strategy):
@@ -61,9 +64,11 @@ def checked_options(
         raise ConfigError(f"wholestep.compile(fullgraph=...) wants True or False, got {fullgraph!r}.")
     if dynamic not in (None, True, False):
         raise ConfigError(f"wholestep.compile(dynamic=...) wants True, False or None, got {dynamic!r}.")
+    if not isinstance(pad or {}, Mapping) or not all(isinstance(one, Pad) for one in (pad or {}).values()):
+        raise ConfigError(f'wholestep.compile(pad=...) wants {{"tokens": ws.Pad(dim=1, multiple=64)}}, got {pad!r}.')
     return Options(
         strategy=strategy, mesh=mesh, backend=backend, passes=passes, max_retraces=max_retraces, fullgraph=fullgraph,
-        dynamic=dynamic,
+        dynamic=dynamic, pad=dict(pad or {}),
     )  # fmt: skip
 
 
