@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.fx as fx
 
 from wholestep.errors import InternalError
 from wholestep.ir import node_meta
-from wholestep.ir.sizes import Sizes
+from wholestep.ir.sizes import Sizes, are_same
 
 
 class Stage(enum.Enum):
@@ -76,6 +77,10 @@ class ShardSpec:
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of a part, padding included."""
         return (*self.whole_shape[: self.dim], self.shard_length, *self.whole_shape[self.dim + 1 :])
+
+    def is_whole(self, shape: Sequence[Any]) -> bool:
+        """Whether a tensor of this shape, whose sizes may move between calls, has the shape of the whole one."""
+        return are_same(shape, self.whole_shape)
 
     @property
     def padding(self) -> int:

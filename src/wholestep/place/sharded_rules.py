@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from wholestep.ir import node_meta, op_info
 from wholestep.ir.program import ShardSpec
+from wholestep.ir.sizes import is_same
 from wholestep.place.layouts import LazyView, NormOfShard, Unreduced
 from wholestep.place.sharded_placer import ShardedPlacer, computes_whole
 
@@ -76,7 +77,7 @@ def _copied(placer: ShardedPlacer, node: fx.Node, args: Any, kwargs: Any) -> Any
     assert isinstance(old, fx.Node)
     assert isinstance(new, fx.Node)
     spec = placer.layout(args[1])
-    if not isinstance(spec, ShardSpec) or spec.whole_shape != tuple(node_meta.tensor(old).shape):
+    if not isinstance(spec, ShardSpec) or not spec.is_whole(node_meta.tensor(old).shape):
         return None
     dtype = node_meta.tensor(old).dtype
     if dtype == node_meta.tensor(new).dtype:
@@ -95,7 +96,7 @@ def _number_by_number(placer: ShardedPlacer, node: fx.Node, args: Any, kwargs: A
         return None
     tensors = [one for one in node.all_input_nodes if isinstance(node_meta.value(one), torch.Tensor)]
     spec = _one_spec(placer, tensors)
-    if spec is None or tuple(node_meta.tensor(node).shape) != spec.whole_shape:
+    if spec is None or not spec.is_whole(node_meta.tensor(node).shape):
         return None
     if not all(_fits(placer, one, spec) for one in tensors):
         return None
@@ -140,7 +141,7 @@ def _on_lists(placer: ShardedPlacer, node: fx.Node, specs: list[Any], changed: d
         if len(items) != len(specs):  # of an option that is not in use, such as amsgrad
             return [None] * len(items)
         return [
-            spec if spec is not None and tuple(item.shape) == spec.whole_shape else None
+            spec if spec is not None and spec.is_whole(item.shape) else None
             for item, spec in zip(items, specs, strict=True)
         ]
 
@@ -208,17 +209,17 @@ def _one_spec(placer: ShardedPlacer, nodes: list[fx.Node]) -> ShardSpec | None:
 def _fits(placer: ShardedPlacer, old: fx.Node, spec: ShardSpec) -> bool:
     """Whether an operand can stand beside parts cut by `spec`."""
     layout, shape = placer.layout(placer.values[old]), tuple(node_meta.tensor(old).shape)
-    return layout == spec or (layout is None and (shape == spec.whole_shape or _is_along(shape, spec)))
+    return layout == spec or (layout is None and (spec.is_whole(shape) or _is_along(shape, spec)))
 
 
 def _operand(placer: ShardedPlacer, old: fx.Node, spec: ShardSpec) -> Any:
     """The operand beside parts cut by `spec`."""
     value, shape = placer.values[old], tuple(node_meta.tensor(old).shape)
-    is_same = placer.layout(value) == spec or (_is_along(shape, spec) and shape != spec.whole_shape)
+    is_same = placer.layout(value) == spec or (_is_along(shape, spec) and not spec.is_whole(shape))
     return value if is_same else placer.own_shard(value, spec)
 
 
 def _is_along(shape: tuple[int, ...], spec: ShardSpec) -> bool:
     """Whether a whole operand is the same for every number along the dim that is cut."""
     from_end = len(spec.whole_shape) - spec.dim
-    return len(shape) < from_end or shape[len(shape) - from_end] == 1
+    return len(shape) < from_end or is_same(shape[len(shape) - from_end], 1)

@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from wholestep.ir import graph_edit, node_meta, op_info
 from wholestep.ir.program import Program, Stage
+from wholestep.ir.sizes import are_same, is_same
 from wholestep.passes.analysis.users import view_chain
 
 _aten = torch.ops.aten
@@ -107,7 +108,8 @@ def _is_cast_product(cast: fx.Node, product: fx.Node) -> bool:
         return False
     made, taken, given = node_meta.tensor(product), node_meta.tensor(cast.all_input_nodes[0]), node_meta.tensor(cast)
     small = made.dtype in (torch.bfloat16, torch.float16) and given.dtype is torch.float32
-    same = taken.numel() == made.numel() and taken.stride() == given.stride() and given.device == made.device
+    same = is_same(taken.numel(), made.numel()) and are_same(taken.stride(), given.stride())
+    same = same and given.device == made.device
     return small and same
 
 
