@@ -77,6 +77,8 @@ def evaluate(node: fx.Node) -> None:
     )
     if node.target is operator.getitem:
         node_meta.set_value(node, args[0][args[1]])
+    elif op_info.gives_first(node.target):
+        node_meta.set_value(node, args[0])
     else:
         with node_meta.fake_mode(node.graph), torch.no_grad():
             node_meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]

@@ -187,6 +187,16 @@ def viewed_args(op: Any) -> tuple[int, ...]:
     return tuple(i for i, arg in enumerate(op._schema.arguments) if arg.alias_info is not None)
 
 
+@cache
+def gives_first(op: Any) -> bool:
+    """Whether an operator writes to its first argument and gives it, with the shape that it had."""
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.inplace_view in op.tags:
+        return False
+    given, returns = op._schema.arguments[:1], op._schema.returns
+    aliases = [one.alias_info for one in (*given, *returns)]
+    return len(aliases) == 2 and all(one is not None and one.is_write for one in aliases)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the node gives the memory of its argument seen in another way, an item of such views, or one number."""
     if node.target is element:

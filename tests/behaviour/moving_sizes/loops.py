@@ -284,8 +284,8 @@ def detection_with_ragged_targets(run: Any) -> Job:
             best, which = overlaps(grid, target["boxes"]).max(1)
             near = best > 0.2
             wanted = torch.where(near, target["labels"][which], 0)
-            off = F.smooth_l1_loss(box[near] + grid[near], target["boxes"][which][near], reduction="sum")
-            losses.append(F.cross_entropy(logits, wanted) + off / near.sum().clamp(min=1))
+            off = box[near] + grid[near] - target["boxes"][which][near]
+            losses.append(F.cross_entropy(logits, wanted) + off.abs().sum() / near.sum().clamp(min=1))
         return torch.stack(losses).mean()
 
     def batch(sizes: random.Random, numbers: torch.Generator) -> tuple[Any, ...]:

@@ -67,6 +67,23 @@ def test_views(op, viewed):
 
 
 @pytest.mark.parametrize(
+    ("op", "gives"),
+    [
+        (aten.add_.Tensor, True),
+        (aten.index_put_.default, True),
+        (aten.add.Tensor, False),
+        (aten.add.out, False),
+        (aten.view.default, False),
+        (aten.transpose_.default, False),
+        (aten.resize_.default, False),
+        (aten._foreach_add_.List, False),
+    ],
+)
+def test_what_gives_its_first_argument_as_it_was_shaped(op, gives):
+    assert op_info.gives_first(op) is gives
+
+
+@pytest.mark.parametrize(
     ("op", "effect"),
     [
         (aten.add.Tensor, False),

@@ -131,7 +131,7 @@ class Memory:
             if node.target is op_info.WAIT:
                 node_meta.set_value(node, node_meta.value(viewed[0]))
             else:
-                self._recompute(node)
+                graph_edit.evaluate(node)
             self._relocated.add(node)
         if node.target is operator.getitem:
             return
@@ -139,15 +139,6 @@ class Memory:
             for one in node_meta.tensors(node):
                 for base in node_meta.tensors(arg):
                     self._merge(storage_of(one), storage_of(base))
-
-    def _recompute(self, node: fx.Node) -> None:
-        taken: Any = fx.map_arg((node.args, node.kwargs), node_meta.value)
-        args, kwargs = taken
-        if node.target is operator.getitem:
-            node_meta.set_value(node, args[0][args[1]])
-            return
-        with node_meta.fake_mode(self.graph), torch.no_grad():
-            node_meta.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
 
     def _last_read(self, node: fx.Node) -> int:
         last = self._delivered(node)
