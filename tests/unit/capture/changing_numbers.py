@@ -53,7 +53,7 @@ Give = Callable[[Training, int], tuple[Any, ...]]
 
 def trained(make: Callable[[Training], Step], give: Give, compiled: Callable[[Step], Step]) -> tuple[Any, list[Any]]:
     model = Net()
-    training = Training(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
     step = compiled(make(training))
     seen: list[Any] = []
     for number in range(CALLS):
