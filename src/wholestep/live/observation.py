@@ -40,6 +40,7 @@ class Observation:
     reads: bool
     """Whether it gave something else than plain tensors of known shapes."""
     draws: bool
+    is_pointwise: bool
     joined: list[torch.Tensor]
     """Arguments that it has written to and returned, and that are in a graph since then."""
     changes_kind: bool
@@ -61,6 +62,7 @@ class Observation:
             state_entries=0 if self.state is None else self.state.num_entries,
             writes=tuple(number for number, leaf in enumerate(leaves) if any(leaf is one for one in self.written)),
             writes_grads=self.writes_grads, frees=self.frees, num_externals=num_externals,
+            is_pointwise=self.is_pointwise,
         )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def observe(
     return Observation(
         result=result, results=results, structure=structure,
         reads=observer.reads or not (_has_no_dict(structure) and all(_is_plain(one, leaves) for one in results)),
-        draws=observer.draws, joined=joined,
+        draws=observer.draws, is_pointwise=observer.is_pointwise and optimizer is None, joined=joined,
         changes_kind=any(_kind(leaf) != kind and not _is_in(leaf, joined) for leaf, kind in kinds),
         written=[leaf for leaf, version, values in contents if _is_written(leaf, version, values)],
         writes_grads=any(one.is_leaf and _grad(one) != was for one, was in grads),

@@ -3,9 +3,9 @@
 [Note: live steps and sizes that move]
 Two runs that differ in sizes of fresh tensors, and in ints, are one path: those are others in every call. What its
 records give then has sizes that follow from them. So each such record is made once with symbols for sizes: torch's own
-rules say what shape its result has, and nothing is computed. Where such expressions hold for some sizes alone, others
-are asked on fake tensors of those sizes. Answers are kept. The pieces of the path are compiled as any step is whose
-sizes move: once for all of them.
+rules say what shape its result has, and nothing is computed. Where such expressions hold for some sizes alone, or a
+float decides a size (``torch.arange(0.0, end)``), it is made on fake tensors of the sizes of the call. Answers are
+kept. The pieces of the path are compiled as any step is whose sizes move: once for all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def resized(path: Path, number: int, records: Sequence[Record], tensors: TensorT
     if number not in path.sized or all(one is None or one.alias is not None for one in record.outputs):
         return record
     leaves = [_leaf(operand, records, tensors) for operand in record.operands]
-    sizes = tuple(leaf[:2] if isinstance(leaf, tuple) else leaf for leaf in leaves if type(leaf) in (tuple, int))
+    numbers = () if record.is_pointwise else (int, float)
+    sizes = tuple(
+        leaf[:2] if isinstance(leaf, tuple) else leaf for leaf in leaves if isinstance(leaf, (tuple, *numbers))
+    )
     key = (number, sizes)
     found = path.seen_outputs.get(key)
     if found is None:
@@ -99,7 +102,9 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
         layouts: Sequence[Layout | None] = function.results_for(args, kwargs)
         return layouts
     if number not in path.all_sizes:
-        path.all_sizes[number] = _for_all_sizes(call, leaves, moving_operands(path, record))
+        moving = moving_operands(path, record)
+        has_floats = any(isinstance(leaves[place], float) for place in moving)
+        path.all_sizes[number] = None if has_floats else _for_all_sizes(call, leaves, moving)
     known: AllSizes | None = path.all_sizes[number]
     found = None if known is None else known.results(leaves)
     if found is not None:

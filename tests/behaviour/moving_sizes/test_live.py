@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.live.both import Compiled, Step, Training, train_both
+from tests.unit.live.both import Compiled, Step, Training, batch, train_both
 from wholestep.live.live_step import LiveStep
 
 CALLS = 12
@@ -110,3 +110,19 @@ def test_branches_are_paths_for_all_sizes() -> None:
     live = trained(branches)
     assert len({piece.path for piece in live.pieces}) <= 2
     assert sum(piece.launches for piece in live.pieces) >= CALLS - 4
+
+
+def test_a_float_that_decides_a_shape_decides_it_at_every_call() -> None:
+    """Two calls whose floats give the same shape do not show that the third will."""
+
+    def make(training: Training) -> Step:
+        ends = iter([4.2, 4.7, 4.4, 7.1, 9.9, 3.3] * 2)
+
+        def step(x: Tensor) -> Tensor:
+            places = torch.arange(0.0, next(ends)) + training.model(x).mean() * 0
+            training.notes.append(places.shape[0])
+            return training.update((training.model(x).mean() * places).sum() * places.shape[0])
+
+        return step
+
+    assert trained(make, batch).stats.launches >= CALLS - 3

@@ -28,10 +28,13 @@ class Observer(TorchDispatchMode):
         self.reads = False
         """Whether a value went to Python, or decided a shape."""
         self.draws = False
+        self.is_pointwise = True
+        """Whether shapes of what it gives follow from those of tensors alone, and from no number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.is_pointwise &= torch.Tag.pointwise in func.tags
         self.reads |= torch.Tag.data_dependent_output in func.tags or not _has_known_shapes(func, args, kwargs)
         return _run(func, args, kwargs)
 

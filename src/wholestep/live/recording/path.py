@@ -36,7 +36,7 @@ class Path:
     alive: set[Value] = field(default_factory=set)
     """Values with a graph that somebody held behind a call of the step."""
     sized: frozenset[int] = field(init=False, default=frozenset())
-    """The records whose outputs have sizes that follow from sizes or ints which are others in every call."""
+    """The records whose outputs have sizes that follow from sizes or numbers which are others in every call."""
     all_sizes: dict[int, Any] = field(init=False, default_factory=dict)
     """By record its `AllSizes`, None where there are none; see `live/shape_inference.py`."""
     seen_outputs: dict[Any, Record | str] = field(init=False, default_factory=dict)
@@ -129,34 +129,37 @@ def _of_other_sizes(mine: Sequence[Record], theirs: Sequence[Record]) -> set[int
 def _sized(
     records: Sequence[Record], externals: Sequence[torch.Tensor | Description | None], numbers: Sequence[Any]
 ) -> frozenset[int]:
-    """The records that are given a size or an int that is another one in every call, or what was computed of one."""
+    """The records that are given a size, or a number that may decide one, which is another one in every call."""
     found: set[int] = set()
     for number, record in enumerate(records):
-        if any(_moves(one, externals, numbers, found) for one in record.operands):
+        if any(_moves(record, one, externals, numbers, found) for one in record.operands):
             found.add(number)
     return frozenset(found)
 
 
 def _moves(
+    record: Record,
     operand: Operand,
     externals: Sequence[torch.Tensor | Description | None],
     numbers: Sequence[Any],
     sized: Collection[int],
 ) -> bool:
-    """Whether an operand is an int, or may have a size, that is another one in every call."""
+    """Whether an operand has, or decides, a size that is another one in other calls."""
     if operand.kind == EXTERNAL:
         external = externals[operand.key]
         return isinstance(external, Description) and external.has_moving_dims
-    return (
-        operand.key in sized
-        if operand.kind == VALUE
-        else operand.kind == NUMBER and numbers[operand.key] is SIZE_VARIES
-    )
+    if operand.kind == NUMBER:
+        return not record.is_pointwise and numbers[operand.key] in (VARIES, SIZE_VARIES)
+    return operand.kind == VALUE and operand.key in sized
 
 
 def moving_operands(path: Path, record: Record) -> list[int]:
     """The places of such operands among those of a record of a path."""
-    return [place for place, one in enumerate(record.operands) if _moves(one, path.externals, path.numbers, path.sized)]
+    return [
+        place
+        for place, one in enumerate(record.operands)
+        if _moves(record, one, path.externals, path.numbers, path.sized)
+    ]
 
 
 def _freed(records: Sequence[Record]) -> list[set[Value]]:
