@@ -48,6 +48,7 @@ from wholestep.capture.reach.rng_and_iterators import check_made, hidden_error, 
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.reach.train_state import CutState
 from wholestep.capture.scalars.varying_numbers import VaryingValue
+from wholestep.capture.sizes.promises import emit_promises
 from wholestep.capture.tracing.tracer import Trace, Tracer, settle
 from wholestep.errors import CaptureError
 from wholestep.ir import node_meta
@@ -228,6 +229,7 @@ class _Attempt:
             if isinstance(view, ContentView) and any(map(view.shares_memory, trace.foreign)):
                 snapshot.guard = False
         check_writes(trace.module.graph, trace.labels)
+        emit_promises(trace.module.graph, trace.sizes)
         functional = functionalize(trace.module, trace.fakes, trace.mode, trace.known, trace.recorded.numbers)
         functional.writes = trace.storages.exit_writes(functional.writes)
         written = frozenset(functional.writes)

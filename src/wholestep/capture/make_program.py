@@ -10,7 +10,6 @@ from wholestep.capture.functionalize.functionalize import Functional
 from wholestep.capture.functionalize.version_counters import keep_versions
 from wholestep.capture.reach.step_context import StepContext
 from wholestep.capture.scalars.rank_symbols import axes_of, rank_inputs
-from wholestep.capture.sizes.promises import emit_promises
 from wholestep.capture.tracing.tracer import Trace
 from wholestep.ir import graph_edit, node_meta
 from wholestep.ir.dtensor.shards import shard_spec
@@ -26,7 +25,6 @@ def make_program(context: StepContext, trace: Trace, functional: Functional) -> 
     records = _input_records(context, trace)
     _resolve_payloads(context, placeholders, graph)
     _numbers_as_inputs(placeholders, records)
-    emit_promises(graph, trace.sizes)
     results: Any = graph.output_node().args[0]  # numbers that are returned stand there as inputs by now
     leaves, rest = results[: len(recorded.results)], results[len(recorded.results) :]
     leaves = [one for one in leaves if isinstance(one, fx.Node)]

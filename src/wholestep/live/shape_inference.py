@@ -99,19 +99,20 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
     mode = LayoutFakeMode()
     if isinstance(function, OpaqueModule):
         args, kwargs = unflatten(record.key.structure, [fake(mode, leaf) for leaf in leaves])
-        layouts: Sequence[Layout | None] = function.results_for(args, kwargs)
-        return layouts
-    if number not in path.all_sizes:
-        moving = moving_operands(path, record)
-        has_floats = any(isinstance(leaves[place], float) for place in moving)
-        path.all_sizes[number] = None if has_floats else _for_all_sizes(call, leaves, moving)
-    known: AllSizes | None = path.all_sizes[number]
+        of_module: Sequence[Layout | None] = function.results_for(args, kwargs)
+        return of_module
+    known: AllSizes | None = path.all_sizes.get(number)
     found = None if known is None else known.results(leaves)
     if found is not None:
         return found
     given = [fake(mode, leaf) for leaf in leaves]
     with mode:
-        return [layout_of(one) for one in call(given)]
+        layouts = [layout_of(one) for one in call(given)]
+    if number not in path.all_sizes:  # behind the call itself: C++ that reads a fake's memory is told so there alone
+        moving = moving_operands(path, record)
+        has_floats = any(isinstance(leaves[place], float) for place in moving)
+        path.all_sizes[number] = None if has_floats else _for_all_sizes(call, leaves, moving)
+    return layouts
 
 
 def _for_all_sizes(call: Call, leaves: Sequence[Any], moving: Sequence[int]) -> AllSizes | None:

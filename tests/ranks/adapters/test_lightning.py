@@ -332,7 +332,7 @@ class Engine(lightning.pytorch.strategies.SingleDeviceStrategy):
 def test_what_one_graph_cannot_keep_is_refused_by_name() -> None:
     with pytest.raises(ws.ConfigError, match="cannot keep Engine, whose engine accumulates and updates itself"):
         compile_trainer(trainer_of(strategy=Engine(device=torch.device("cpu"))))
-    with pytest.raises(ws.ConfigError, match=r"Trainer of Lightning .* got object, which has no fit_loop\."):
+    with pytest.raises(ws.ConfigError, match=r"Trainer as Lightning .* got object, which has no fit_loop\."):
         compile_trainer(object())
     trainer = trainer_of()
     compile_trainer(trainer)
