@@ -41,7 +41,9 @@ def resized(path: Path, number: int, records: Sequence[Record], tensors: TensorT
     `records` are those of this run in front of it, `tensors` what they and this one were given.
     """
     record = path.records[number]
-    if number not in path.sized or all(one is None or one.alias is not None for one in record.outputs):
+    if number not in path.sized or all(
+        one is None or (record.writes and one.alias is not None) for one in record.outputs
+    ):
         return record
     leaves = [_leaf(operand, records, tensors) for operand in record.operands]
     numbers = () if record.is_pointwise else (int, float)
@@ -107,11 +109,17 @@ def _results(path: Path, number: int, leaves: Sequence[Any]) -> Sequence[Layout 
         return found
     given = [fake(mode, leaf) for leaf in leaves]
     with mode:
-        layouts = [layout_of(one) for one in call(given)]
+        results = call(given)
+    aliases = {
+        place: one.alias for place, one in enumerate(record.outputs) if one is not None and one.alias is not None
+    }
+    if any(results[place] is not given[leaf] for place, leaf in aliases.items()):  # such as x.contiguous()
+        raise ValueError("it gave its argument itself, and now it does not")
+    layouts = [layout_of(one) for one in results]
     if number not in path.all_sizes:  # behind the call itself: C++ that reads a fake's memory is told so there alone
         moving = moving_operands(path, record)
         has_floats = any(isinstance(leaves[place], float) for place in moving)
-        path.all_sizes[number] = None if has_floats else _for_all_sizes(call, leaves, moving)
+        path.all_sizes[number] = None if has_floats or aliases else _for_all_sizes(call, leaves, moving)
     return layouts
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.live.both import Compiled, Step, Training, batch, train_both
+from tests.unit.live.test_following import appends_the_loss
 from wholestep.live.live_step import LiveStep
 
 CALLS = 12
@@ -25,16 +26,6 @@ def rows(call: int) -> tuple[Tensor, ...]:
 def trained(make: Callable[[Training], Step], arguments: Callable[[int], tuple[Any, ...]] = rows) -> LiveStep:
     """Compares with eager code. Says how many pieces were compiled, for how many calls."""
     return train_both(make, arguments, compiled=Compiled(), calls=CALLS)
-
-
-def appends_the_loss(training: Training) -> Step:
-    def step(x: Tensor) -> Tensor:
-        loss = training.model(x).square().mean()
-        training.update(loss)
-        training.notes.append(loss.item())
-        return loss
-
-    return step
 
 
 def computes_with_sizes(training: Training) -> Step:
@@ -126,3 +117,17 @@ def test_a_float_that_decides_a_shape_decides_it_at_every_call() -> None:
         return step
 
     assert trained(make, batch).stats.launches >= CALLS - 3
+
+
+def test_an_int_that_did_nothing_twice_may_decide_a_shape_the_third_time() -> None:
+    def make(training: Training) -> Step:
+        dims = iter([1, -1, 1, 0, 1, 0] * 2)
+
+        def step(x: Tensor) -> Tensor:
+            out = training.model(x).flatten(next(dims))
+            training.notes.append(out.dim())
+            return training.update(out.square().mean() * out.dim())
+
+        return step
+
+    trained(make, batch)

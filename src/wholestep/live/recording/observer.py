@@ -28,13 +28,21 @@ class Observer(TorchDispatchMode):
         self.reads = False
         """Whether a value went to Python, or decided a shape."""
         self.draws = False
-        self.is_pointwise = True
-        """Whether shapes of what it gives follow from those of tensors alone, and from no number."""
+        self._operators = self._pointwise = 0
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether shapes of what it gives follow from those of tensors alone, and from no number.
+
+        A call without any operator says nothing: ``x.flatten(1)`` gives `x` itself where there are two dims.
+        """
+        return 0 < self._operators == self._pointwise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        self.is_pointwise &= torch.Tag.pointwise in func.tags
+        self._operators += 1
+        self._pointwise += torch.Tag.pointwise in func.tags
         self.reads |= torch.Tag.data_dependent_output in func.tags or not _has_known_shapes(func, args, kwargs)
         return _run(func, args, kwargs)
 
