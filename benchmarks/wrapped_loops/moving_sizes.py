@@ -3,12 +3,16 @@
     python -m benchmarks.wrapped_loops.moving_sizes                           # 2 ranks on the CPU, a small GPT
     python -m benchmarks.wrapped_loops.moving_sizes --workload W1             # GPUs, a reference training
     python -m benchmarks.wrapped_loops.moving_sizes --model bert              # of Hugging Face, with padded rows
+    python -m benchmarks.wrapped_loops.moving_sizes --lengths 8               # batches that users sort by length
     python -m benchmarks.wrapped_loops.moving_sizes --ways eager graph inductor --json
 
 Each rank draws lengths of its own, from an eighth of the workload's length to all of it. All ways take the same batches
 by turns in one run. `first` is the wall time of the first batches, all compilation included; `ms` is the median of the
-batches behind them, whose wall time ends when the device is idle. `constant` are the batches behind them again, cut to
-one length, as compiled for that alone. Losses are compared with those of the eager loop.
+batches behind them, whose wall time ends when the device is idle. `constant` are the same batches cut or padded to one
+length, as compiled for that alone. Losses are compared with those of the eager loop.
+
+A library that prepares itself for each new length (cuDNN's attention) does so for whoever comes first. So the forward
+and backward of eager code see all lengths before, and no way pays for that.
 """
 
 from __future__ import annotations
@@ -32,18 +36,22 @@ import wholestep as ws
 from benchmarks.wrapped_loops.measure import SIZES, make_step, timed
 from wholestep.cli.workloads.reference_lm import LanguageModelSize, build
 
-FIRST, MEASURED = 20, 60
+MEASURED = 60
 WAYS = ("eager", "torch.compile", "graph", "inductor", "constant")
 BACKENDS = {"graph": "eager", "inductor": "inductor", "constant": "inductor"}
 """Of our ways: the eager kernels in one graph, compiled segments, and those of one length alone."""
 
 
-def batches(size: LanguageModelSize, device: torch.device, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and the tokens behind them, of another length in each."""
-    lengths, numbers = random.Random(rank + 1), torch.Generator().manual_seed(rank + 1)
+def batches(
+    size: LanguageModelSize, device: torch.device, rank: int, count: int, num_lengths: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and the tokens behind them, of another length in each; `num_lengths`: of so many lengths, 0 for any."""
+    draw, numbers = random.Random(rank + 1), torch.Generator().manual_seed(rank + 1)
+    step = size.length // num_lengths if num_lengths else 1
+    lengths = range(step if num_lengths else size.length // 8, size.length + 1, step)
     made = []
-    for _ in range(FIRST + MEASURED):
-        length = lengths.randint(size.length // 8, size.length)
+    for _ in range(count):
+        length = draw.choice(lengths)
         tokens = torch.randint(1, size.vocabulary, (size.rows, length + 1), generator=numbers).to(device)
         made.append((tokens[:, :-1], tokens[:, 1:]))
     return made
@@ -89,13 +97,25 @@ def contender(way: str, model_name: str, size: LanguageModelSize, device: torch.
     if way not in BACKENDS:
         return step
     backend: Any = BACKENDS[way]
-    return ws.compile(step, backend=backend, fullgraph=True, dynamic=False if way == "constant" else None)
+    return ws.compile(step, backend=backend, fullgraph=True, dynamic=way != "constant")
 
 
-def measure(workload: str, model_name: str, ways: Sequence[str]) -> dict[str, dict[str, float]]:
+def meet(model_name: str, size: LanguageModelSize, data: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Has libraries prepare themselves for the lengths of all batches."""
+    model = MODELS[model_name](size, device)
+    for batch in data:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(*batch)
+        loss.backward()
+
+
+def measure(
+    workload: str, model_name: str, ways: Sequence[str], first: int, num_lengths: int
+) -> dict[str, dict[str, float]]:
     """Of each way: seconds of the first batches, median ms of the others, difference of a loss from eager code."""
     world, size = ws.init(), SIZES[workload]
-    data = batches(size, world.device, world.rank)
+    data = batches(size, world.device, world.rank, first + MEASURED, num_lengths)
+    meet(model_name, size, data, world.device)
     middle = size.length * 9 // 16
     steps = {way: contender(way, model_name, size, world.device) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -104,15 +124,16 @@ def measure(workload: str, model_name: str, ways: Sequence[str]) -> dict[str, di
         for way in ways if number % 2 else reversed(ways):
             own = tuple(one[:, :middle] if way == "constant" else one for one in batch)
             if way == "constant":
-                own = tuple(torch.nn.functional.pad(one, (0, middle - one.shape[1])) for one in own)
+                whole = (torch.nn.functional.pad(one, (0, middle - one.shape[1])) for one in own)
+                own = tuple(one.clone(memory_format=torch.contiguous_format) for one in whole)
             ms, loss = timed(steps[way], own)  # type: ignore[arg-type]
             times[way].append(ms)
             losses[way].append(loss)
     eager = torch.stack(losses["eager"])
     return {
         way: {
-            "first_s": sum(times[way][:FIRST]) / 1e3,
-            "ms": statistics.median(times[way][FIRST:]),
+            "first_s": sum(times[way][:first]) / 1e3,
+            "ms": statistics.median(times[way][first:]),
             "difference": float((torch.stack(losses[way]) - eager).abs().max()) if way != "constant" else float("nan"),
             "traces": steps[way].cache_info().traces if way in BACKENDS else float("nan"),  # type: ignore[attr-defined]
         }
@@ -126,15 +147,18 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(SIZES), default="small")
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--first", type=int, default=20, help="batches that count as the first ones")
+    parser.add_argument("--lengths", type=int, default=0, help="draw from so many lengths; 0: from all")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "graph", "inductor"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ways = ("eager", *(way for way in options.ways if way != "eager"))
-    found = ws.run(functools.partial(measure, options.workload, options.model, ways), options.nproc)[0]
+    run = functools.partial(measure, options.workload, options.model, ways, options.first, options.lengths)
+    found = ws.run(run, options.nproc)[0]
     if options.json:
         print(json.dumps(found))
         return
-    table = Table("way", "ms", "eager / this", f"first {FIRST}, s", "traces", "largest difference of a loss")
+    table = Table("way", "ms", "eager / this", f"first {options.first}, s", "traces", "largest difference of a loss")
     for way, row in found.items():
         texts = [f"{row['ms']:.2f}", f"{found['eager']['ms'] / row['ms']:.2f}", f"{row['first_s']:.1f}"]
         table.add_row(way, *texts, f"{row['traces']:.0f}", f"{row['difference']:.1e}")

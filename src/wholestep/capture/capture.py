@@ -192,7 +192,10 @@ def _after_setup(setup: _Unsettled, outcome: _Outcome) -> _Outcome:
     if isinstance(outcome, _Unsettled):  # it may have changed something else than the first one
         outcome.effects.restore()
     setup.effects.restore()
-    return outcome if isinstance(outcome, (frozenset, _ReadArguments)) else CaptureError(setup.effects.sentence())
+    if isinstance(outcome, (frozenset, _ReadArguments)):
+        return outcome
+    again = outcome.effects.sentence() if isinstance(outcome, _Unsettled) else str(outcome)
+    return CaptureError(f"{setup.effects.sentence()} Its second run: {again}")
 
 
 class _Attempt:

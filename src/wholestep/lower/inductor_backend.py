@@ -20,7 +20,7 @@ from wholestep.ir.printer import Step
 from wholestep.ir.program import Program
 from wholestep.lower.base import eager_backend
 from wholestep.lower.base.protocol import Backend, ExecutionMode, Wait
-from wholestep.lower.cudagraph import graph_pool, graph_runner
+from wholestep.lower.cudagraph import graph_pool, graph_runner, sized_graphs
 from wholestep.lower.cudagraph.partition import partition
 from wholestep.lower.foreach import multi_tensor
 from wholestep.lower.gemm import matmul_autotune
@@ -28,6 +28,7 @@ from wholestep.lower.inductor_passes import copy_engine_wire_format, inductor_pa
 from wholestep.lower.kernel_exchange import KernelExchange, receives_kernels
 from wholestep.lower.kernels import copy_all_reduce
 from wholestep.lower.program_compiler import ProgramCompiler
+from wholestep.passes.analysis.task_graph import live_bytes
 from wholestep.passes.comm.use_copy_engine import MIN_BYTES
 from wholestep.passes.comm.wire_format import WireFormat, unchanged
 from wholestep.passes.pass_manager import Pass
@@ -124,7 +125,7 @@ class InductorBackend(Backend):
         return step
 
     def execution_mode(self, step: Step) -> ExecutionMode:
-        if not isinstance(step, graph_runner.GraphRunner):
+        if not isinstance(step, (graph_runner.GraphRunner, sized_graphs.SizedGraphs)):
             reason = self._why_no_graph.get(step, "there is no GPU")
         elif step.why_none:
             reason = step.why_none
@@ -143,9 +144,12 @@ class InductorBackend(Backend):
 
     def _lowered(self, program: Program, wait: Wait | None) -> Step:
         self._compiler.compile_all(program)
+        moves = bool(sized_graphs.moving_inputs(program))
+        # Algorithms of products are measured for one size each, and every batch may have another one.
         lower = partial(
-            eager_backend.lower, wait=wait, compile_segment=self._compiler.compile, replacements=self._operators
-        )
+            eager_backend.lower, wait=wait, compile_segment=self._compiler.compile,
+            replacements=None if moves else self._operators,
+        )  # fmt: skip
         if not self._on_gpu or wait is not None:
             return lower(program)
         program = self._compiler.multi_tensor.overlap_last_update(program)
@@ -155,4 +159,7 @@ class InductorBackend(Backend):
             step = lower(program)
             self._why_no_graph[step] = parts
             return step
-        return graph_runner.GraphRunner(program, parts, lower, self._pool, refused=self._refused)
+        runner: type[graph_runner.GraphRunner | sized_graphs.SizedGraphs]
+        runner = sized_graphs.SizedGraphs if moves else graph_runner.GraphRunner
+        room_bytes = max(live_bytes(program).values(), default=0)
+        return runner(program, parts, lower, self._pool, refused=self._refused, room_bytes=room_bytes)

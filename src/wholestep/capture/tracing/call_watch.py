@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import logging
 import os
 import sys
 import threading
@@ -131,15 +132,16 @@ _IMPORTS = frozenset(finder.find_spec.__code__.co_filename for finder in (Builti
 
 def _is_on_behalf_of_user(frame: types.FrameType | None) -> bool:
     """Whether the user's code called this, by itself or through libraries, and neither torch for a purpose of its own
-    nor an import."""
-    is_of_user = False
+    nor an import. What torch logs is its own, also where a handler of the user's writes it."""
+    is_of_user = logs = False
     while frame is not None:
         file = frame.f_code.co_filename
         if file in _IMPORTS:
             return False
         if file != _CALLS_MODULES:
             if not _is_of_interest(file):
-                break
+                return is_of_user and not logs
+            logs = file == logging.__file__
             is_of_user = is_of_user or ("site-packages" not in file and not file.startswith(_STANDARD))
         frame = frame.f_back
     return is_of_user

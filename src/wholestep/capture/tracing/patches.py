@@ -28,6 +28,7 @@ from wholestep.capture.scalars.host_scalars import HostValues, host_branches
 from wholestep.capture.scalars.math_functions import symbolic_math
 from wholestep.capture.scalars.rank_symbols import RankSymbols
 from wholestep.capture.scalars.symbolic_text import text_refused
+from wholestep.capture.sizes.attention_kernels import without_plans
 from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.capture.tracing.backward_engine import Engine, backward_replaced
 from wholestep.capture.tracing.fake_kernels import LayoutFakeMode
@@ -121,6 +122,7 @@ def _modes(context: StepContext, recorders: Recorders) -> Iterator[AbstractConte
     yield recorders.mode.forms.watching()
     if context.moving:
         yield recorders.mode.forms.composing()
+        yield without_plans()
     yield recorders.mode
     yield torch.autograd.set_multithreading_enabled(False)  # dispatch modes belong to this thread
     yield silent_forwards()

@@ -15,10 +15,11 @@ from wholestep.ir import node_meta, op_info
 from wholestep.ir.ops import rng_state
 from wholestep.ir.ops.packed_scalars import pack
 from wholestep.ir.program import InputKind, OutputKind, Program
-from wholestep.ir.sizes import is_data
+from wholestep.ir.sizes import is_data, is_of_arguments
 from wholestep.lower.cudagraph import rng_replay
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (int, float, *_SYMBOLIC)
 
 HostNodes = Collection[fx.Node]
 """Calls that run on the host before all else."""
@@ -101,15 +102,17 @@ def _finds_groups_on_gpu(node: fx.Node) -> bool:
 
 
 def _gives_number(node: fx.Node) -> bool:
-    return isinstance(node_meta.value(node), _NUMBERS)
+    return isinstance(node_meta.value(node), _NUMBERS) and not _is_size(node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether the node gives a number that sizes of arguments decide: a graph is captured for some sizes."""
+    value = node_meta.value(node)
+    return isinstance(value, _SYMBOLIC) and is_of_arguments(value)
 
 
 def _has_data_size(node: fx.Node) -> bool:
     return any(is_data(size) for one in node_meta.tensors(node) for size in one.shape)
-
-
-def _has_moving_size(node: fx.Node) -> bool:
-    return not all(isinstance(size, int) for one in node_meta.tensors(node) for size in one.shape)
 
 
 def _gives_cpu_tensor(node: fx.Node) -> bool:
@@ -117,14 +120,13 @@ def _gives_cpu_tensor(node: fx.Node) -> bool:
 
 
 def _is_read_on_host(arg: fx.Node) -> bool:
-    return arg.op != "get_attr" and not on_gpu(arg) and not _is_replayed_state(arg)
+    return arg.op != "get_attr" and not on_gpu(arg) and not _is_replayed_state(arg) and not _is_size(arg)
 
 
 _CALL_REASONS: tuple[tuple[Callable[[fx.Node], bool], str], ...] = (
     (_finds_groups_on_gpu, "{call} asks the GPU where groups end, as ATen does for all but bfloat16"),
     (_gives_number, "{call} gives a number of the GPU, for which the host would wait"),
     (_has_data_size, "the size of what {call} gives depends on data"),
-    (_has_moving_size, "the size of what {call} gives moves between calls"),
     (_gives_cpu_tensor, "{call} gives a tensor on the CPU that depends on the GPU"),
 )
 
@@ -135,7 +137,6 @@ _ARGUMENT_REASONS: tuple[tuple[Callable[[fx.Node, HostNodes], bool], str], ...] 
     ),
     (lambda arg, _: _is_read_on_host(arg), "{call} takes {arg}, for which the host waits"),
     (lambda arg, _: _has_data_size(arg), "the size of what {call} takes depends on data"),
-    (lambda arg, _: _has_moving_size(arg), "the size of what {call} takes moves between calls"),
 )
 
 

@@ -23,9 +23,7 @@ Note: warm-up
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -34,19 +32,15 @@ import torch
 from wholestep.ir.printer import Step
 from wholestep.ir.program import InputKind, OutputKind, Program
 from wholestep.lower.base import eager_backend
-from wholestep.lower.cudagraph import grad_ownership, output_copies, rng_replay
+from wholestep.lower.cudagraph import grad_ownership, output_copies
+from wholestep.lower.cudagraph.captured_piece import captured_pieces
 from wholestep.lower.cudagraph.graph_pool import Pool
-from wholestep.lower.cudagraph.partition import Partition, Piece, partition
-from wholestep.passes.analysis.task_graph import live_bytes
+from wholestep.lower.cudagraph.partition import Partition, partition
 from wholestep.runtime.distributed import process_group
 
 log = logging.getLogger("wholestep")
 
 WARM_UP_CALLS = 2
-
-_MOST_MOVES = 3
-"""Once gradients that were there before a step have moved so often, they are copied as arguments are."""
-
 
 _MOST_REFUSED = 8
 """Kinds of calls that cut a step after they could not be captured. With more there is something else the matter."""
@@ -93,9 +87,18 @@ class GraphRunner:
         pool: Pool,
         *,
         refused: dict[Any, str],
+        room_bytes: int = 0,
+        warm_up_calls: int = WARM_UP_CALLS,
+        keeps_grads: bool = True,
     ) -> None:
-        """`refused` are the targets of calls by which `parts` are cut, with what was said; those that turn out to be
-        none for a graph here are added, for other programs."""
+        """
+        Args:
+            refused: the targets of calls by which `parts` are cut, with what was said. Those that turn out to be none
+                for a graph here are added, for other programs.
+            room_bytes: the most that the step is to need at once.
+            warm_up_calls: how many run as they are before one is captured, at least one.
+            keeps_grads: whether gradients may stay in the memory of graphs, which drops those of all other runners.
+        """
         self._program, self._lower, self._pool = program, lower, pool
         self._refused, self._cut_by = refused, {*refused}
         self._error: Exception | None = None
@@ -104,19 +107,20 @@ class GraphRunner:
         """Why all runs as it is, where a capture has failed for good."""
         self._kept_grads: grad_ownership.GradOwnership | None = None
         """The gradients that stay in the memory of graphs."""
-        self._may_keep_grads = grad_ownership.is_supported()
+        self._warm_up_calls = warm_up_calls
+        self._may_keep_grads = keeps_grads and grad_ownership.is_supported()
         self._output_copies: dict[int, output_copies.OutputCopy] | None = None
         """How to copy results out of the graphs that there are."""
         self._device, self._groups = pool.device, {axis.group for axis in program.mesh}
         self._use(parts)
-        pool.add(self, max(live_bytes(program).values(), default=0))
+        pool.add(self, room_bytes)
         process_group.release_before_teardown(self)
 
     def _use(self, parts: Partition) -> None:
         """Begins with some parts: they run as they are at first."""
         self._parts, self._calls = parts, 0
         self._host = self._lower(parts.host)
-        self._pieces = _pieces(self._program, parts, self._lower, self._pool)
+        self._pieces = captured_pieces(self._program, parts, self._lower, self._pool)
         written = {o.target for o in self._program.outputs if o.kind is OutputKind.WRITE}
         self._written = [(place, number) for place, number in enumerate(parts.inputs) if number in written]
         self._on_device = [
@@ -147,7 +151,12 @@ class GraphRunner:
 
     def release_group(self, group: str) -> None:
         """Drops the graphs if they may hold collectives of a group. The next call captures again."""
-        if group in self._groups and any(piece.graph is not None for piece in self._pieces):
+        if group in self._groups:
+            self.retire()
+
+    def retire(self) -> None:
+        """Drops the graphs once they have run. The next call captures again."""
+        if any(piece.graph is not None for piece in self._pieces):
             torch.cuda.synchronize(self._device)
             self.give_up()
 
@@ -163,7 +172,7 @@ class GraphRunner:
         values = [*(inputs[number] for number in self._parts.inputs), *host_results[:num_host_values]]
         values += [None] * (self._parts.num_values - len(values))
         self._calls += 1
-        replays = self._calls > WARM_UP_CALLS and not self.why_none
+        replays = self._calls > self._warm_up_calls and not self.why_none
         if replays and self._kept_grads is not None and not self._kept_grads.are_unshared(inputs):
             self._may_keep_grads = False
             self._pool.release_results_of(self)
@@ -259,119 +268,3 @@ class GraphRunner:
         self._kept_grads = grad_ownership.GradOwnership(grad_ownership.keepable(own, taken))
         if self._kept_grads.fresh():  # else the graphs of others stay as they are
             self._pool.keep_results_of(self)
-
-
-def _pieces(program: Program, parts: Partition, lower: Callable[[Program], Step], pool: Pool) -> list[_Piece]:
-    """The pieces of a program; each knows which values lie somewhere else in every call."""
-    moving = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.USER}
-    moving |= set(range(len(parts.inputs), len(parts.inputs) + parts.num_host_values))
-    grads = {place for place, number in enumerate(parts.inputs) if program.inputs[number].kind is InputKind.GRAD}
-    loose, found = set[int](), []
-    for piece in parts.pieces:
-        step, num_inputs = lower(piece.program), len(parts.inputs)
-        found.append(_Piece(piece, step, pool, num_inputs=num_inputs, moving=moving, grads=grads, loose=loose))
-        if piece.captured:  # which copies what moves, for those behind it too
-            moving, loose = moving - {*piece.inputs}, loose - {*piece.inputs}
-        else:
-            loose = loose | {*piece.outputs}
-    return found
-
-
-class _Piece:
-    """One piece of a step: runs as it is and, where it is for a graph, as one."""
-
-    def __init__(
-        self,
-        piece: Piece,
-        step: Step,
-        pool: Pool,
-        *,
-        num_inputs: int,
-        moving: Collection[int],
-        grads: Collection[int],
-        loose: Collection[int],
-    ) -> None:
-        """The first `num_inputs` values are the step's. Of those that the piece takes, `moving` ones are copied to
-        where the graph reads them; so are `loose` ones, which a piece without a graph has given, if they have memory of
-        their own, and `grads` once they have moved often."""
-        self._piece, self._step, self._pool, self._num_inputs = piece, step, pool, num_inputs
-        self.is_captured = piece.captured
-        self._loose = {place for place, number in enumerate(piece.inputs) if number in loose}
-        self._copied = {place for place, number in enumerate(piece.inputs) if number in moving} | self._loose
-        self._grads = {place for place, number in enumerate(piece.inputs) if number in grads}
-        self._read_in_place, self._num_moves = list[int](), 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._static: dict[int, torch.Tensor] = {}
-        self._addresses: list[int] = []
-        self._outputs: Sequence[Any] = ()
-        self._rng_replay = rng_replay.RngReplay.of(piece.program, pool.device) if piece.captured else None
-
-    def reset(self) -> None:
-        """Drops the graph, which may not be running."""
-        if self.graph is not None:
-            self.graph.reset()
-        self.graph, self._outputs = None, ()
-
-    def run(self, values: list[Any]) -> None:
-        """Runs the calls one by one, on `values` that it adds to."""
-        inputs = [values[number] for number in self._piece.inputs]
-        with self._rng_replay.observed() if self._rng_replay is not None else contextlib.nullcontext():
-            self._store_outputs(values, self._step(inputs))
-
-    def replay(self, values: list[Any]) -> None:
-        """Runs the graph, which there is, on `values` that it adds to."""
-        if self._static:
-            targets, sources = [*self._static.values()], [values[self._piece.inputs[place]] for place in self._static]
-            torch.ops.aten._foreach_copy_.default(targets, sources, True)
-            for place, static in self._static.items():
-                values[self._piece.inputs[place]] = static
-        assert self.graph is not None
-        if self._rng_replay is not None:
-            self._rng_replay.begin()
-        self.graph.replay()
-        self._store_outputs(values, self._outputs)
-
-    def capture(self, values: Sequence[Any]) -> bool:
-        """Captures the calls on tensors that stay where they are, unless that was done and they are still there.
-        Whether it was done now.
-
-        Raises whatever kept it from being captured; nothing has run then.
-        """
-        inputs = [values[number] for number in self._piece.inputs]
-        addresses = [inputs[place].data_ptr() for place in self._read_in_place]
-        if self.graph is not None and addresses == self._addresses:
-            return False
-        if self.graph is not None:  # else something has moved in front of this piece
-            pairs = zip(self._read_in_place, self._addresses, addresses, strict=True)
-            self._count_moves({place for place, then, now in pairs if then != now}, values)
-        self.graph, self._outputs = None, ()
-        # The memory of something else, seen in another way: a copy would be apart from it.
-        sharing = Counter(output_copies.storage_of(value) for value in values if isinstance(value, torch.Tensor))
-        self._copied -= {place for place in self._loose if sharing[output_copies.storage_of(inputs[place])] > 1}
-        self._static = {place: inputs[place].clone() for place in sorted(self._copied)}
-        self._read_in_place = [
-            place for place, one in enumerate(inputs) if place not in self._copied and isinstance(one, torch.Tensor)
-        ]
-        self._addresses = [inputs[place].data_ptr() for place in self._read_in_place]
-        own = [self._static.get(place, one) for place, one in enumerate(inputs)]
-        self.graph, self._outputs = self._pool.capture(lambda: self._step(list(own)), self._rng_replay)
-        return True
-
-    def _count_moves(self, places: Collection[int], values: Sequence[Any]) -> None:
-        """Counts that values read in place lie elsewhere now. Gradients that often do are copied from then on."""
-        inputs = {
-            output_copies.storage_of(value) for value in values[: self._num_inputs] if isinstance(value, torch.Tensor)
-        }
-        wander = any(output_copies.storage_of(values[self._piece.inputs[place]]) not in inputs for place in places)
-        self._num_moves += wander or not self._grads.isdisjoint(places)
-        if self._num_moves < _MOST_MOVES:
-            return
-        if wander:
-            raise RuntimeError("what is computed outside of a graph lies elsewhere in every call")
-        self._copied |= self._grads
-
-    def _store_outputs(self, values: list[Any], found: Sequence[Any]) -> None:
-        for number, value in zip(self._piece.outputs, found, strict=True):
-            values[number] = value
-        for number in self._piece.frees:
-            values[number] = None

@@ -60,7 +60,12 @@ _NO_FUSION: dict[str, object] = {"max_fusion_size": 1}
 """For what Triton compiles with no block size: the kernels it has failed at add up what they store on their way, with
 whole rows at a time or parts of them."""
 
+_ANALYSIS = "coalesce_tiling_analysis"
+_FOR_ALL_SIZES: dict[str, object] = {f"triton.{_ANALYSIS}": False} if hasattr(inductor_config.triton, _ANALYSIS) else {}
+"""For sizes that move: torch says that the analysis is for constant ones, and 2.11 fails in it where they move."""
+
 _POST_PASS = "post_grad_custom_post_pass"
+_IN_ONE = "mix_order_reduction"
 _LENIENT = "triton.mix_order_reduction_non_strict_mode"
 _ROWS_OF_PROGRAM = "triton.mix_order_reduction_split_size"
 _FEWEST_ROWS, _MANY_ROWS = 512, 4096
@@ -138,6 +143,7 @@ def _begin_compile(
     inputs = sizes.inputs()
     graph = decompose(segment, inputs, mode, sizes)
     device = _device(segment)
+    more = more | (_FOR_ALL_SIZES if segment.symbols else {})
     settings = settings_for(graph.graph, device.type) | more | _own_passes(device, own_products)
     context = TracingContext(mode)
     ways = inductor_patches(device, early_launches=early_launches, own_products=own_products)
@@ -162,18 +168,27 @@ def settings_for(graph: fx.Graph, device_type: str) -> dict[str, object]:
     The gradient of a norm adds up the same values along rows and down columns. Inductor does both in one kernel from
     4,096 rows on: its programs add up 16 rows each, and fewer programs would leave multiprocessors idle. With 2 or 4
     each it pays for 1,024 rows, too: 9 and 4 us in the place of 16 for four kernels (768 columns, H200; 20 with 16).
+    Of rows whose number moves it asks how many they are, which would be a condition of the trace: it does it for all.
+    In float64 it fails, as its programs begin their sums in float32.
     """
     settings = dict(_SETTINGS[device_type])
     if device_type != "cuda":
         return settings
     sums = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
-    sizes = [_size(node) for target in sums for node in graph.find_nodes(op="call_function", target=target)]
+    nodes = [node for target in sums for node in graph.find_nodes(op="call_function", target=target)]
+    sizes, moves = [_size(node) for node in nodes], any(map(_moves, nodes))
     rows, columns = ({size[place] for size in sizes if size is not None} for place in (0, 1))
     can = all(hasattr(inductor_config.triton, name.removeprefix("triton.")) for name in (_LENIENT, _ROWS_OF_PROGRAM))
-    if can and rows and min(rows) >= _FEWEST_ROWS and max(rows) < _MANY_ROWS:
+    if any(_summed(node).dtype is torch.float64 for node in nodes) and hasattr(inductor_config.triton, _IN_ONE):
+        return settings | {f"triton.{_IN_ONE}": False}
+    if not (can and rows and (moves or min(rows) >= _FEWEST_ROWS)):
+        return settings
+    if max(rows) < _MANY_ROWS:
         share = 1 << max(0, (max(rows) // _PROGRAMS).bit_length() - 1)
         fewest = _FEWEST_NARROW if min(columns) <= _NARROW_COLUMNS else 1
         settings |= {_LENIENT: True, _ROWS_OF_PROGRAM: max(share, fewest)}
+    elif moves:
+        settings[_LENIENT] = True
     return settings
 
 
@@ -188,12 +203,27 @@ def _own_passes(device: torch.device, own_products: bool) -> dict[str, object]:
     return {_POST_PASS: post_grad_passes.PostGradPasses(getattr(inductor_config, _POST_PASS), own)}
 
 
-def _size(summed: fx.Node) -> tuple[int, int] | None:
+def _summed(node: fx.Node) -> torch.Tensor:
+    """What a sum adds up."""
+    value: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    return value
+
+
+def _moves(node: fx.Node) -> bool:
+    return not all(isinstance(size, int) for size in _summed(node).shape)
+
+
+def _size(node: fx.Node) -> tuple[int, int] | None:
     """How many rows and columns a sum down the columns has; None if it is another one."""
-    value, dims = summed.all_input_nodes[0].meta["val"], summed.args[1]
-    if not isinstance(dims, list) or value.ndim < 2 or sorted(dims) != list(range(value.ndim - 1)) or not value.numel():
+    value, dims = _summed(node), node.args[1]
+    if (
+        not isinstance(dims, list)
+        or value.ndim < 2
+        or sorted(dims) != list(range(value.ndim - 1))
+        or not hint(value.numel())
+    ):
         return None
-    return int(value.numel() // value.shape[-1]), int(value.shape[-1])
+    return hint(value.numel()) // hint(value.shape[-1]), hint(value.shape[-1])
 
 
 @contextlib.contextmanager

@@ -64,8 +64,8 @@ _ATEN_ONLY = (
     _aten.item.default,
     _aten._grouped_mm.default,  # described for bfloat16 alone
 )
-_BY_STRIDES = (_aten.convolution.default, _aten.convolution_backward.default)
-"""Operators for which Inductor orders memory by strides as numbers: where sizes move, torch calls their library."""
+_BY_STRIDES = re.compile(r"convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
+"""Operators of which Inductor asks strides as numbers: where sizes move, torch calls their library."""
 _LIBRARIES = re.compile(r"(add|b|badd)?mm|convolution(_backward)?|_scaled_dot_product_\w+attention\w*")
 """Operators that run as they are: nothing is fused into them."""
 
@@ -113,7 +113,9 @@ def _is_known(node: fx.Node) -> bool:
     given = list(node_meta.tensors(node))
     if node.target is matmul_out_dtype.WIDE or matmul_out_dtype.is_mostly_wide(node):
         return False  # it writes to a slice of a bucket
-    if node.target in _BY_STRIDES and not all(isinstance(size, int) for one in taken + given for size in one.shape):
+    if _BY_STRIDES.fullmatch(_name(node)) and not all(
+        isinstance(size, int) for one in taken + given for size in one.shape
+    ):
         return False
     if node.target is _aten.cat.default and len(taken) > MOST_PARTS and given[0].is_cuda:
         return False  # one kernel of ATen
@@ -130,15 +132,20 @@ def pays_alone(node: fx.Node) -> bool:
 
 def is_library_call(node: fx.Node) -> bool:
     """Whether Inductor leaves a node that it may have to a library: a product, a convolution, attention."""
-    return op_info.is_op(node) and _LIBRARIES.fullmatch(node.target._schema.name.split("::")[1]) is not None  # type: ignore[union-attr]
+    return op_info.is_op(node) and _LIBRARIES.fullmatch(_name(node)) is not None
+
+
+def _name(node: fx.Node) -> str:
+    """Of an operator, without its namespace and overload."""
+    name: str = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    return name
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a kernel that reads what the call gives can compute it on its way."""
     if not _is_known(node) or op_info.may_fail(node.target):
         return False
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    return torch.Tag.pointwise in node.target.tags or name in _BY_NUMBER  # type: ignore[union-attr]
+    return torch.Tag.pointwise in node.target.tags or _name(node) in _BY_NUMBER  # type: ignore[union-attr]
 
 
 def may_follow(node: fx.Node) -> bool:
@@ -166,8 +173,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     # A kernel reads what lies in memory, which a negative view of a complex tensor does not stand for.
     if tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_neg():
         return False
-    if tensor.device.type != "cpu":
-        return all(isinstance(size, int) for size in tensor.shape)
     return all(map(is_of_arguments, (*tensor.shape, *tensor.stride())))
 
 
@@ -240,9 +245,9 @@ class SegmentCompiler:
         key = self._key(segment)
         if key not in self._compiled and key not in self._unfinished:
             self._ask()
-            begun = compile_fx.begin_compile(
-                segment, early_launches=self._early_launches, own_products=self._tune_products
-            )
+            # A GPU's are measured for one size each, and every batch may have another one.
+            own_products = self._tune_products and (self._on_cpu or not segment.symbols)
+            begun = compile_fx.begin_compile(segment, early_launches=self._early_launches, own_products=own_products)
             self._unfinished[key] = begun
             if begun.asked is not None:
                 self._asked[key] = begun.asked

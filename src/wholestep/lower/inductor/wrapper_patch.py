@@ -48,16 +48,17 @@ _OWN_PRODUCTS = (
 _METHOD = "_codegen_mix_order_reduction"
 _HEADER = "write_header"
 
-# Sizes stand in brackets since torch 2.13, which views the sum besides. Another type is cast to behind it.
+# Sizes stand in brackets since torch 2.13, which views the sum besides. Another type is cast to behind it. Where sizes
+# move the number of rows is an expression, in brackets of its own or a call.
 _SUM = re.compile(
     r"(?P<name>\w+) = (?P<workspace>\w+)"
-    r"\[(?P<index>\d+) \* \(?(?P<rows>\d+)\)? \* \(?(?P<columns>\d+)\)? : "
+    r"\[(?P<index>\d+) \* (?P<open>\()?(?P<rows>[\w. +*/()-]+?)(?(open)\)) \* \(?(?P<columns>\d+)\)? : "
     r"\((?P=index) \+ 1\) \* \(?(?P=rows)\)? \* \(?(?P=columns)\)?\]"
-    r"\.view\((?P=rows), (?P=columns)\)\.sum\(dim=0\)"
+    r"\.view\((?:(?P=rows)|\((?P=rows)\)), (?P=columns)\)\.sum\(dim=0\)"
     r"(?P<rest>(\.view\(\[[\d, ]*\]\))?(\.to\([\w.]+\))?)"
 )
 _LAST_OF_WORKSPACE = re.compile(
-    r"(?P<vector>(?P<name>\w+) = \w+\[[^\]]+\]\.view\([^()]+\)\.\w+\(dim=0\))(?P<cast>(\.to\([\w.]+\))?)"
+    r"(?P<vector>(?P<name>\w+) = \w+\[[^\]]+\]\.view\([^\[\]]+\)\.\w+\(dim=0\))(?P<cast>(\.to\([\w.]+\))?)"
 )
 """Without a shape."""
 

@@ -285,6 +285,8 @@ def _end(node: fx.Node) -> fx.Node:
 
 def _is_taken(matrix: fx.Node) -> bool:
     value = matrix.meta["val"]
+    if not all(isinstance(size, int) for size in value.shape):
+        return False  # how programs share the rows is decided for one number of them
     if value.device.type != "cuda" or value.dtype not in _TYPES or value.ndim != 2 or not value.is_contiguous():
         return False
     return value.shape[0] >= _LEAST_ROWS and _is_in_memory(matrix)

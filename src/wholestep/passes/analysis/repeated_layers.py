@@ -25,6 +25,7 @@ from typing import Any
 import torch.fx as fx
 
 from wholestep.ir import node_meta, op_info
+from wholestep.ir.sizes import shape_text
 from wholestep.passes.analysis.users import readers_through_views
 
 MIN_CALLS = 8
@@ -170,7 +171,9 @@ def _gaps(kinds: Sequence[int], cuts: _CutPoints, units: Sequence[tuple[int, ...
 
 def _kind(node: fx.Node) -> Any:
     """What nodes of different repetitions have in common."""
-    shapes = tuple((tuple(one.shape), one.stride(), one.dtype, one.device) for one in node_meta.tensors(node))
+    shapes = tuple(
+        (shape_text(one.shape), shape_text(one.stride()), one.dtype, one.device) for one in node_meta.tensors(node)
+    )
     constants = repr([None if isinstance(arg, fx.Node) else arg for arg in node.args if not _holds_nodes(arg)])
     return (str(node.target), shapes, constants)
 

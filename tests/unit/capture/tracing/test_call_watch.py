@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import random
@@ -122,6 +123,39 @@ def test_what_is_told_of_collected_garbage_is_nothing_of_the_step() -> None:
         assert captured(step_that(makes_garbage), torch.ones(2)).program
     finally:
         gc.callbacks.remove(tell)
+
+
+def test_what_torch_logs_is_written_by_a_handler_of_the_users() -> None:
+    """As it does of each number that it traces, to whoever asks for it."""
+
+    class Writer(logging.Handler):
+        lines = 0
+
+        def emit(self, record: logging.LogRecord) -> None:
+            sys.stdout.write(f"{record.name}\n")
+            self.lines += record.name.startswith("torch")
+
+    def step(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    def logs(x: Tensor) -> Tensor:
+        logging.getLogger("users").debug("a line")
+        return x * 2
+
+    writer, loggers = Writer(), [logging.getLogger(name) for name in ("users", "torch.__trace")]
+    before = [one.level for one in loggers]
+    for one in loggers:
+        one.addHandler(writer)
+        one.setLevel(logging.DEBUG)
+    try:
+        assert captured(step, torch.ones(2)).program
+        assert writer.lines
+        with pytest.raises(OutsideEffect):
+            captured(logs, torch.ones(2))
+    finally:
+        for one, level in zip(loggers, before, strict=True):
+            one.removeHandler(writer)
+            one.setLevel(level)
 
 
 def test_a_profile_function_of_somebody_else_stays() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.lower.cudagraph.fake_cuda import FakeCuda
-from tests.unit.lower.cudagraph.replays import GRAD, PARAM, STEPS, Replays, graphed_of, layers, same, tensors_for
 from tests.unit.lower.gpu_programs import gpu, scheduled
+from tests.unit.lower.replays import GRAD, PARAM, STEPS, Replays, graphed_of, layers, same, tensors_for
 from wholestep.config import Inductor as InductorOptions
 from wholestep.ir.program import MeshAxis, Program
 from wholestep.lower.base import eager_backend

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.lower.cudagraph.replays import (
+from tests.unit.lower.gpu_programs import gpu, scheduled
+from tests.unit.lower.replays import (
     GRAD,
     PARAM,
     Replays,
@@ -23,7 +24,6 @@ from tests.unit.lower.cudagraph.replays import (
     trained,
     two_grads,
 )
-from tests.unit.lower.gpu_programs import gpu, scheduled
 from wholestep.ir.program import Output, OutputKind
 from wholestep.lower.cudagraph.graph_runner import WARM_UP_CALLS
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit import builders
+from wholestep.capture.sizes.size_symbols import SizeEnv
 from wholestep.ir.segment import segments_of
 from wholestep.lower.inductor import compile_fx, segment_compiler
 from wholestep.lower.inductor.compile_fx import _LENIENT, _ROWS_OF_PROGRAM, settings_for
@@ -112,6 +113,26 @@ def test_programs_of_a_norms_gradient_have_few_rows_where_there_are_few(
     wanted = {} if rows is None else {_LENIENT: True, _ROWS_OF_PROGRAM: rows}
     assert found == compile_fx._SETTINGS["cuda"] | wanted
     assert settings_for(traced(norm, shape), "cpu") == compile_fx._SETTINGS["cpu"]
+
+
+@pytest.mark.parametrize(("rows", "share"), [(100, 1), (1024, 2), (5000, None)])
+def test_where_the_number_of_rows_moves_it_is_not_asked(rows: int, share: int | None) -> None:
+    env = SizeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    x = env.fake(mode, torch.empty(rows, 768), "args.0", [0])
+    with mode:
+        graph = make_fx(lambda x: (along(x), down(x), down(x * x)))(x).graph
+    wanted = {_LENIENT: True} | ({} if share is None else {_ROWS_OF_PROGRAM: share})
+    assert settings_for(graph, "cuda") == compile_fx._SETTINGS["cuda"] | wanted
+    assert not env.guards
+
+
+def test_sums_of_float64_are_apart() -> None:
+    with FakeTensorMode():
+        graph = make_fx(lambda x: (along(x), down(x)))(torch.empty(1024, 768, dtype=torch.float64)).graph
+    assert settings_for(graph, "cuda") == compile_fx._SETTINGS["cuda"] | {"triton.mix_order_reduction": False}
+    with inductor_config.patch(settings_for(graph, "cuda")):
+        assert not inductor_config.triton.mix_order_reduction
 
 
 def test_the_shortest_row_decides_how_few_rows_a_program_may_have() -> None:

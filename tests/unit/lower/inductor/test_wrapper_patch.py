@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -15,14 +16,24 @@ from wholestep.lower.inductor import wrapper_patch
 from wholestep.util.log_once import log_once
 
 BEFORE_213 = """\
-buf{name} = workspace_{space}[{place} * 3 * 4 : ({place} + 1) * 3 * 4].view(3, 4).{kind}(dim=0){rest}"""
+buf{name} = workspace_{space}[{place} * {rows} * 4 : ({place} + 1) * {rows} * 4].view({rows}, 4).{kind}(dim=0){rest}"""
 SINCE_213 = """\
-buf{name} = workspace_{space}[{place} * (3) * (4) : ({place} + 1) * (3) * (4)].view(3, 4).{kind}(dim=0){rest}"""
+buf{name} = workspace_{space}[{place} * ({rows}) * (4) : ({place} + 1) * ({rows}) * (4)]\
+.view({rows}, 4).{kind}(dim=0){rest}"""
+ROWS = {
+    "3": "3",
+    "((s6 + 1) // 2)": "(s6 + 1) // 2",
+    "(2*((s6 + 1) // 2) - 3)": "2*((s6 + 1) // 2) - 3",
+    "math.floor(15/16 + (1/2)*s6)": "math.floor(15/16 + (1/2)*s6)",
+}
+"""Of partial sums, and without their brackets. Where sizes move they are an expression of such a number."""
 FORMS = {"2.11": BEFORE_213, "2.13": SINCE_213}
 
 
-def line(form: str, name: int, place: int, *, space: int = 0, kind: str = "sum", rest: str = "") -> str:
-    return FORMS[form].format(name=name, place=place, space=space, kind=kind, rest=rest)
+def line(
+    form: str, name: int, place: int, *, space: int = 0, kind: str = "sum", rest: str = "", rows: str = "3"
+) -> str:
+    return FORMS[form].format(name=name, place=place, space=space, kind=kind, rest=rest, rows=rows)
 
 
 @pytest.fixture(autouse=True)
@@ -47,24 +58,28 @@ def operator() -> Any:
 
 def run(lines: list[Any]) -> dict[str, torch.Tensor]:
     names: dict[str, Any] = {f"workspace_{space}": torch.arange(36.0) * (1 - 3 * space) for space in range(2)} | {
-        "torch": torch
+        "torch": torch,
+        "math": math,
+        "s6": 5,
     }
     exec("\n".join(one for one in lines if isinstance(one, str)), names)
     return {name: one for name, one in names.items() if name.startswith("buf")}
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("form", FORMS)
-def test_sums_of_one_workspace_are_one_call(form: str) -> None:
+def test_sums_of_one_workspace_are_one_call(form: str, rows: str) -> None:
     other = object()  # what Inductor keeps besides text
     lines = [
         "# Call mix order reduction kernel", other,
-        *(line(form, 4 + 2 * place, place) for place in range(3)),
-        line(form, 10, 0, space=1), "del workspace_0", other,
+        *(line(form, 4 + 2 * place, place, rows=rows) for place in range(3)),
+        line(form, 10, 0, space=1, rows=rows), "del workspace_0", other,
     ]  # fmt: skip
     found = wrapper_patch.join_sums(lines)
+    number = ROWS[rows] if form == "2.11" else rows
     assert [one for one in found if "column_sums" in str(one)] == [
-        "[buf4, buf6, buf8] = torch.ops.wholestep.column_sums.default(workspace_0, 3, 3, 4)",
-        "[buf10] = torch.ops.wholestep.column_sums.default(workspace_1, 1, 3, 4)",
+        f"[buf4, buf6, buf8] = torch.ops.wholestep.column_sums.default(workspace_0, 3, {number}, 4)",
+        f"[buf10] = torch.ops.wholestep.column_sums.default(workspace_1, 1, {number}, 4)",
     ]
     assert not any(".sum(" in str(one) for one in found)
     assert found[:2] == lines[:2]
@@ -86,10 +101,12 @@ def test_shapes_and_types_are_kept(rest: str) -> None:
 SHAPES = {"buf1": [4], "buf2": [1, 1, 4], "buf3": [2, 2]}
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", ["sum", "amax"])
 @pytest.mark.parametrize("cast", ["", ".to(torch.bfloat16)"])
-def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str) -> None:
-    lines = [object(), *(line("2.11", number, number - 1, kind=kind, rest=cast) for number in (1, 2, 3)), "del x"]
+def test_before_213_sums_get_the_shape_of_their_buffer(cast: str, kind: str, rows: str) -> None:
+    sums = [line("2.11", number, number - 1, kind=kind, rest=cast, rows=rows) for number in (1, 2, 3)]
+    lines = [object(), *sums, "del x"]
     found = wrapper_patch.shape_products(lines, SHAPES.__getitem__)
     assert (found[0], found[-1]) == (lines[0], lines[-1])
     flat, shaped = run(lines[1:-1]), run(wrapper_patch.join_sums(found[1:-1]))

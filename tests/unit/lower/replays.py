@@ -35,12 +35,13 @@ class Replays(Pool):
             if self._captured_calls is None:
                 self.calls.append("run")
                 return run(inputs)
-            before = [one.clone() for one in inputs]
+            tensors = [one for one in inputs if isinstance(one, Tensor)]
+            before = [one.clone() for one in tensors]
             outputs = run(list(inputs))
-            for one, value in zip(inputs, before, strict=True):
+            for one, value in zip(tensors, before, strict=True):
                 one.copy_(value)
-            kept = {one.untyped_storage().data_ptr() for one in inputs}
-            for one in outputs:
+            kept = {one.untyped_storage().data_ptr() for one in tensors}
+            for one in filter(_is_tensor, outputs):
                 if one.untyped_storage().data_ptr() not in kept:
                     one.fill_(math.nan)
             self._captured_calls.append((run, inputs, outputs))
@@ -63,13 +64,17 @@ class Replays(Pool):
             def replay(self) -> None:
                 pool.calls.append("replay")
                 for old, new in zip(outputs, run(list(inputs)), strict=True):
-                    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    if _is_tensor(old) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                         old.untyped_storage().copy_(new.untyped_storage())
 
             def reset(self) -> None:
                 pool.calls.append("reset")
 
         return Graph(), results
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)  # and no size
 
 
 CAPTURING: list[bool] = []

@@ -1,0 +1,159 @@
+"""Steps with sizes that move: graphs for each size that is seen again, and what the program gives for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.builders import aten
+from tests.unit.lower.gpu_programs import Spec, gpu, scheduled
+from tests.unit.lower.replays import PARAM, Replays, breaks, graphed_of, layers, same, waits
+from wholestep.lower.base import eager_backend
+from wholestep.lower.cudagraph.partition import Partition, partition
+from wholestep.lower.cudagraph.sized_graphs import MOST_SIZES, PLAIN_CALLS, SizedGraphs
+
+CAPTURED = PLAIN_CALLS + 2
+"""The call of a size that is captured: the one before it runs as it is, in the runner that captures."""
+
+
+def square(w: Tensor, x: Tensor) -> Tensor:
+    return layers(w @ (x.t() @ x))
+
+
+def one(w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    """A mean, which divides by a size."""
+    y = x @ square(w, x)
+    return y, y.mean(), y.sum() / x.shape[0]
+
+
+def cut(w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    """Both pieces take the size."""
+    y = x @ square(w, x) * x.shape[0]
+    z = y * y.sum().item()
+    return z, layers(z.t() @ z).sum() / x.shape[0], aten.view.default(z, [x.shape[0] * 3])
+
+
+def writes(w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    grad = square(w, x)
+    w.sub_(grad, alpha=1e-3)
+    x.mul_(2)
+    return x + 1, grad.sum()
+
+
+STEPS: dict[str, tuple[Callable[..., Any], int]] = {"one": (one, 1), "cut": (cut, 2), "writes": (writes, 1)}
+SPECS: list[Spec] = [gpu(3, 3, kind=PARAM), gpu(5, 3)]
+
+
+def sized(fn: Callable[..., Any], pool: Replays) -> tuple[SizedGraphs, Callable[..., Any]]:
+    """The graphs of a step with rows that move, and its program as it is."""
+    program = scheduled(fn, *SPECS, writes=True, segments=False, moving=[1])
+    refused: dict[Any, str] = {}
+    parts = partition(program)
+    assert isinstance(parts, Partition), parts
+    return SizedGraphs(program, parts, pool.lower, pool, refused=refused), eager_backend.lower(program)
+
+
+def batch(rows: int, call: int) -> Tensor:
+    return torch.rand(rows, 3, generator=torch.Generator().manual_seed(call))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_size_that_comes_again_has_graphs(name: str) -> None:
+    fn, num_graphs = STEPS[name]
+    pool = Replays()
+    graphs, plain = sized(fn, pool)
+    w, kept, seen = torch.rand(3, 3), [], dict[int, int]()
+    own = w.clone()
+    for call in range(24):
+        rows = (5, 2, 7)[call % 3] if call != 10 else 9
+        seen[rows] = seen.get(rows, 0) + 1
+        x, other = batch(rows, call), batch(rows, call)
+        del pool.calls[:]
+        with torch.no_grad():
+            found, wanted = graphs([own, x]), plain([w, other])
+        assert same([*found[: len(wanted)], own, x], [*wanted, w, other]), call
+        kept.append((found[: len(wanted)], wanted))
+        assert pool.calls.count("replay") == (num_graphs if seen[rows] >= CAPTURED else 0)
+        assert pool.calls.count("capture") == (num_graphs if seen[rows] == CAPTURED else 0)
+    assert all(same(*pair) for pair in kept)  # results are the caller's own
+    assert not graphs.why_none
+
+
+def test_what_is_laid_out_in_another_way_is_another_size() -> None:
+    pool = Replays()
+    graphs, plain = sized(one, pool)
+    w = torch.rand(3, 3)
+    for call in range(8):
+        wide = torch.rand(5, 4, generator=torch.Generator().manual_seed(call))[:, :3]
+        x = wide if call % 2 else wide.clone(memory_format=torch.contiguous_format)
+        with torch.no_grad():
+            assert same(graphs([w, x]), plain([w, x])), call
+    assert pool.calls.count("capture") == 2
+
+
+def test_sizes_that_do_not_come_again_have_none() -> None:
+    pool = Replays()
+    graphs, _ = sized(one, pool)
+    w = torch.rand(3, 3)
+    with torch.no_grad():
+        for call in range(4 * (MOST_SIZES + 1)):
+            graphs([w, batch(1 + call % (MOST_SIZES + 1), call)])
+    assert "capture" not in pool.calls
+
+
+def test_the_size_that_was_not_seen_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pool.calls.append("synchronize"))
+    pool = Replays()
+    graphs, _ = sized(one, pool)
+    w = torch.rand(3, 3)
+    with torch.no_grad():
+        for rows in range(1, MOST_SIZES + 2):
+            for call in range(CAPTURED):
+                graphs([w, batch(rows, call)])
+        assert pool.calls.count("capture") == MOST_SIZES + 1
+        assert [one for one in pool.calls if one in ("synchronize", "reset")] == ["synchronize", "reset"]
+        graphs([w, batch(2, 0)])  # which is still there
+        assert pool.calls[-1] == "replay"
+        graphs([w, batch(1, 0)])
+        assert pool.calls[-1] == "run"
+
+
+@pytest.mark.parametrize("what", ["waits", "breaks"])
+def test_a_call_that_no_graph_holds_is_found_out_once(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    refused = {"waits": waits, "breaks": breaks}[what]
+
+    def step(w: Tensor, x: Tensor) -> tuple[Any, ...]:
+        y = refused(x @ square(w, x))
+        return layers(y.t() @ y).sum() / x.shape[0], y
+
+    pool = Replays()
+    graphs, plain = sized(step, pool)
+    w = torch.rand(3, 3)
+    for call in range(20):
+        x = batch(4 + call % 2, call)
+        with torch.no_grad():
+            assert same(graphs([w, x]), plain([w, x])), call
+    assert bool(graphs.why_none) == (what == "breaks")
+    assert len([one for one in caplog.records if "capture failed" in one.getMessage()]) == (what == "breaks")
+    # The first size finds it out; each piece is captured for either size then.
+    assert pool.calls.count("capture") == (1 if what == "breaks" else 5)
+
+
+def test_a_slice_is_read_with_its_strides() -> None:
+    """Compiled code reads rows where they lay in the traced call."""
+
+    def strided(w: Tensor, x: Tensor) -> Tensor:
+        return layers(aten.as_strided.default(x, [3, 3], [7, 1]) @ w)
+
+    pool, specs = Replays(), [gpu(3, 3, kind=PARAM), gpu(3, 7)]
+    program = scheduled(strided, *specs, segments=False)
+    graphed, w = graphed_of(program, pool), torch.rand(3, 3)
+    for call in range(5):
+        x = torch.rand(3, 7, generator=torch.Generator().manual_seed(call))[:, :3]
+        (found,) = graphed([w, x])
+        assert torch.equal(found, layers(x @ w)), call
+    assert pool.calls.count("replay") == 3
